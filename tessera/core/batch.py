@@ -1,10 +1,9 @@
-"""Define batches: named tensors with segment bounds, and the outputs of models."""
+"""Define batches: named tensors with segment bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +72,7 @@ class Batch:
     counts: dict[str, int] = field(default_factory=dict)
     seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
     problems: tuple[tuple[str, str], ...] = ()  # (sample id, why) of samples that are masked; goes to quarantine.jsonl
+    outputs: tuple[str, ...] = ()  # hidden states that the model should return: names of `core.outputs`
     flops: float = 0.0  # of one forward and backward pass over what this rank reports
 
     def __repr__(self) -> str:
@@ -113,23 +113,3 @@ class Batch:
             tensors={name: t.pin_memory() for name, t in self.tensors.items()},
             segments={name: s.pin_memory() for name, s in self.segments.items()},
         )
-
-
-class LanguageOutput(NamedTuple):
-    """Hold what a language model returns. `head` is the output projection *module*: the loss multiplies by its weight
-    in chunks, so that the logits of a long row never exist at once. `logits` is filled only when asked for."""
-
-    hidden: Tensor  # [T, D]
-    head: Any  # nn.Module with .weight [V, D]; a module, because functions over trees of tensors pass it by
-    logits: Tensor | None = None
-    # Of a model that is trained to use its experts evenly: the loss that asks for it, a sum over rows weighted by their
-    # trained labels, and how much of it joins the loss of the labels.
-    router_aux: Tensor | None = None
-    router_aux_weight: float = 0.0
-
-
-class Prediction(NamedTuple):
-    """Hold what a generation model returns: its raw prediction (a velocity, the noise, or v) in patches, one for each
-    latent token, in the order of `latents` of the batch."""
-
-    latents: Tensor  # [N, channels x patch]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tessera.config.pattern import matches
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
@@ -190,9 +191,13 @@ class ModelSpec:
     generate: Callable[..., list[list[int]]] | None = None
     spare_parts: bool = False  # whether a model may have parameters that no loss reaches
     task: str = "language"  # the objective when the recipe names none
-    head: Literal["language", "reward"] = "language"  # what the head gives: logits of tokens, or one number
+    outputs: tuple[str, ...] | None = None  # patterns of the outputs that the model gives by name; None: not declared
     needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
     hf_types: tuple[str, ...] = ()
     # The same for folders in the form of a model's makers: (folder, config.json) -> config.json of Hugging Face's form.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+
+    def gives(self, output: str) -> bool:
+        """Return whether the family declares an output of this name (see `core.outputs`)."""
+        return any(matches(pattern, output) for pattern in self.outputs or ())

@@ -13,8 +13,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ class Task(ABC):
     exist. Then for each micro-batch: `prepare` on the host, `encode`, `counts`, `inputs`, `forward` and `losses`.
     """
 
-    head: Literal["language", "reward"] = "language"  # what the head of a model has to give; see `ModelSpec.head`
+    reads: tuple[str, ...] = ()  # names of the model's outputs that `losses` needs; see `core.outputs`
 
     def bind(self, spec: ModelSpec, config: Any) -> None:  # noqa: B027
         """Keep what the task needs to know of the model family and the model's configuration."""
@@ -164,13 +164,30 @@ class Task(ABC):
         here."""
         return batch
 
+    def model_inputs(self, batch: Batch) -> Batch:
+        """Return `inputs` of a batch, which also asks the model for every output that the task reads."""
+        return replace(self.inputs(batch), outputs=self.reads)
+
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model's outputs. A pipeline runs stages instead and refuses a task that overrides this."""
+        """Return the model's outputs by name. A pipeline runs stages instead and refuses a task that overrides this."""
         return model(batch)
 
     @abstractmethod
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         """Return the loss terms and metrics of one micro-batch, given what `inputs` returned for it."""
+
+
+def check_reads(task: Task, spec: ModelSpec, where: str, fix: str | None = None) -> None:
+    """Raise unless the model family gives every output that the task reads. A family that declares no outputs is not
+    checked."""
+    for name in task.reads:
+        if spec.outputs is not None and not spec.gives(name):
+            raise TesseraError(
+                f"{type(task).__name__} reads the output {name!r}, which {spec.name} models do not give",
+                where=where,
+                allowed=spec.outputs,
+                fix=fix,
+            )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
+from tessera.core.outputs import LATENTS
 from tessera.core.spec import Component, ModelSpec, Processor
 from tessera.diffusion.forms import GenerationForm
 from tessera.models.text.hf import HFTextFormat
@@ -53,6 +54,7 @@ def generation_family(
         example=example,
         presets=presets,
         task="diffusion",
+        outputs=(LATENTS,),
         needs_processor_files=False,
         hf_types=(config.class_name,),
         originals=originals or {},

@@ -21,6 +21,7 @@ from tessera.checkpoint.fp8 import Fp8Map
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.publish import Origin
 from tessera.checkpoint.state import model_tensors
+from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec, Processor
 from tessera.errors import TesseraError
 from tessera.inference.proof import Prove, prove_folder
@@ -73,7 +74,7 @@ def export_folder(
     written = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     weight_map = as_in_base(weight_map, spec, base) if quantize is None else weight_map
     fp8 = None if quantize is None else Fp8Map.of(weight_map, quantize, written, PROJECTIONS, str(folder))
-    described = exported_config(model_config, base_config(files), main_dtype(written), spec.head)
+    described = exported_config(model_config, base_config(files), main_dtype(written), spec.gives(REWARDS))
 
     def finish(staging: Path) -> None:
         write_side_files(staging, processor, read=read, own=files, weights=files)

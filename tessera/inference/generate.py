@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch
+from tessera.core.outputs import LOGITS
 from tessera.errors import TesseraError
 from tessera.runtime.rng import generator
 
@@ -160,7 +161,7 @@ def generate_tokens(
     positions = _next_positions(batch)
     step = batch
     for count in range(max_new_tokens):
-        logits = model(step, logits="last", cache=cache).logits
+        logits = model(step, logits="last", cache=cache)[LOGITS]
         _check_numbers(logits)
         chosen = chooser.choose(logits)
         for row, token in enumerate(chosen.tolist()):

@@ -13,6 +13,7 @@ from torch import nn
 from tessera.checkpoint.state import model_tensors
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
+from tessera.core.outputs import REWARDS
 from tessera.core.sample import Sample
 from tessera.core.spec import LanguageProcessor, ModelSpec, Processor
 from tessera.data.media.files import Limits
@@ -86,7 +87,7 @@ class LoadedModel(nn.Module):
 
         `on_text` is called with each new part of a single answer.
         """
-        if self.spec.head == "reward":
+        if self.spec.gives(REWARDS):
             raise TesseraError("a reward model writes nothing", fix="model.reward(batch) says how good answers are")
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
@@ -110,10 +111,10 @@ class LoadedModel(nn.Module):
     @torch.no_grad()
     def reward(self, batch: Batch) -> list[float]:
         """Return how good each conversation of a batch is, by a reward model: higher is better."""
-        if self.spec.head != "reward":
+        if not self.spec.gives(REWARDS):
             raise TesseraError("this model has no head for rewards", fix="train one: train.task=reward")
-        output = self._run(batch.to(self.device), logits="last")
-        return [float(value) for value in output.logits.flatten()]
+        outputs = self._run(batch.to(self.device), logits="last")
+        return [float(value) for value in outputs[REWARDS].flatten()]
 
     def chat(
         self,
@@ -167,7 +168,7 @@ class LoadedModel(nn.Module):
                 forms=["peft"],
                 base="" if self.base is None else str(self.base),
                 language=self.spec.generation is None,
-                reward=self.spec.head == "reward",
+                reward=self.spec.gives(REWARDS),
                 saved=self.trained_whole,
                 overwrite=overwrite,
             )

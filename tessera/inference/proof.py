@@ -23,6 +23,7 @@ from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch
+from tessera.core.outputs import LATENTS, LOGITS, REWARDS
 from tessera.core.sample import EncodedMedia, Message, Part, Sample
 from tessera.core.spec import ModelSpec
 from tessera.data.media.files import Limits
@@ -194,7 +195,7 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
     data = folder_layout(folder).config()
     if CLASS_NAME in data:
         return _no_diffusers(folder, spec) or _too_large(folder, when)
-    if spec.head == "reward":
+    if spec.gives(REWARDS):
         return "a reward model has no logits of tokens"
     foreign = spec.generate is not None
     if not foreign and (str(data.get("model_type")) not in spec.hf_types or spec.example is None):
@@ -298,9 +299,9 @@ class _Ours:
 
     def _forward(self, module: nn.Module, batch: Batch) -> Tensor:
         if self._spec.generation is not None:
-            latents: Tensor = module(batch).latents
+            latents: Tensor = module(batch)[LATENTS]
             return latents
-        logits: Tensor = module(batch).logits[0] if "input_ids" in batch else module(batch, logits=True).logits
+        logits: Tensor = module(batch)[LOGITS][0] if "input_ids" in batch else module(batch, logits=True)[LOGITS]
         return logits
 
 

@@ -19,6 +19,7 @@ from tessera.config.registry import Instance, Registry
 from tessera.config.run_config import ModelSection, load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import check_trusted, model_code
+from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError, first_line, foreign_values, nearest
 from tessera.lora.select import UnknownLayersError
@@ -156,7 +157,7 @@ def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "
 
 def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
     """Return the parameters that the weights at `model.path` do not have: the head of a reward model that begins."""
-    begins = spec.head == "reward" and section.path is not None and stored_head(section, spec) != "reward"
+    begins = spec.gives(REWARDS) and section.path is not None and stored_head(section, spec) != "reward"
     return frozenset({HEAD} if begins else ())
 
 

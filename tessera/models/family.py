@@ -14,6 +14,7 @@ from torch import nn
 from tessera.config.reader import Section, build
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
+from tessera.core.outputs import LANGUAGE_OUTPUTS
 from tessera.core.spec import Component, ModelSpec, Processor
 from tessera.data.chat import ChatTemplate
 from tessera.errors import TesseraError
@@ -85,6 +86,7 @@ def language_family(
         presets=presets,
         processor=functools.partial(_text_processor, templates),
         task="language",
+        outputs=LANGUAGE_OUTPUTS,
         hf_types=tuple(config.formats),
     )
 
@@ -122,6 +124,7 @@ def vision_family(
         presets=presets,
         processor=functools.partial(_load_processor, name, processor),
         task="language",
+        outputs=LANGUAGE_OUTPUTS,
         hf_types=hf_types or (name,),
         originals=originals or {},
     )

@@ -7,17 +7,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.batch import EMBEDDING_NOISE, Batch, LanguageOutput, Segments
+from tessera.core.batch import EMBEDDING_NOISE, Batch, Segments
+from tessera.core.outputs import HIDDEN, LOGITS, ROUTER_AUX, AuxiliaryLoss, Outputs, Projection, hidden_of
 from tessera.nn.cache import CacheStep, KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.moe import RowIds, TokenRows, balance_loss
 
 
 class CausalLMBase(nn.Module):
-    """Base of models that end in a text decoder and a head: cache, output, initial weights."""
+    """Base of models that end in a text decoder and a head: cache, outputs, initial weights."""
 
     text: TextDecoder | None
     head: nn.Module | None
+    heads: dict[str, str]  # by the name of its output: the attribute that holds a head; the first is the main head
     token_rows: TokenRows | None  # for a text decoder with experts: their load is balanced per row
     initializer_range: float
 
@@ -39,35 +41,50 @@ class CausalLMBase(nn.Module):
         step: CacheStep | None,
         segments: Segments | None,
         logits: bool | Literal["last"],
-    ) -> LanguageOutput | Tensor:
-        """Return the output of the text decoder and head for embeddings `x`, or hidden states if another stage has the
-        head."""
+    ) -> Outputs | Tensor:
+        """Return the outputs of decoder and heads for embeddings `x`, or hidden states if another stage has the
+        heads."""
         assert self.text is not None
-        rows = self._rows(batch)
-        made = self.text(x, batch["positions"], segments, step, rows)
-        hidden, used = made if isinstance(made, tuple) else (made, None)
-        out = self._lm_output(hidden, step, segments, logits)
-        if used is None:
-            return out
-        assert isinstance(out, LanguageOutput), "expert statistics cannot be pooled over pipeline stages"
-        assert rows is not None
-        assert self.text.experts is not None
-        experts = self.text.experts
-        return out._replace(router_aux=balance_loss(used, experts.top_k, rows), router_aux_weight=experts.balance)
-
-    def _lm_output(
-        self, hidden: Tensor, step: CacheStep | None, segments: Segments | None, logits: bool | Literal["last"]
-    ) -> LanguageOutput | Tensor:
+        rows, main = self._rows(batch), next(iter(self.heads))
+        head = self._module(self.heads[main])
+        layers = {} if head is None else self._layers_asked_for(batch)
+        decoded = self.text(x, batch["positions"], segments, step, rows, tuple(layers.values()))
+        hidden: Tensor
+        hidden, used = decoded if isinstance(decoded, tuple) else (decoded, None)
         if step is not None:
             step.commit()
-        if self.head is None:
+        if head is None:
+            assert used is None, "expert statistics cannot be pooled over pipeline stages"
             return hidden
-        if not logits:
-            return LanguageOutput(hidden, self.head)
-        wanted = hidden
-        if logits == "last" and segments is not None:
-            wanted = hidden.index_select(0, segments.bounds[1:] - 1)
-        return LanguageOutput(hidden, self.head, self.head(wanted))
+        hidden, *states = hidden.chunk(1 + len(layers), dim=-1) if layers else (hidden,)
+        outputs: Outputs = {name: Projection(hidden, self._module(path)) for name, path in self.heads.items()}
+        outputs.update(zip(layers, states, strict=True))
+        if HIDDEN in batch.outputs:
+            outputs[HIDDEN] = hidden
+        if logits:
+            ends = segments.bounds[1:] - 1 if logits == "last" and segments is not None else None
+            outputs[main] = head(hidden if ends is None else hidden.index_select(0, ends))
+        if used is not None:
+            assert rows is not None
+            assert self.text.experts is not None
+            experts = self.text.experts
+            outputs[ROUTER_AUX] = AuxiliaryLoss(balance_loss(used, experts.top_k, rows), experts.balance)
+        return outputs
+
+    def _layers_asked_for(self, batch: Batch) -> dict[str, int]:
+        """Return the layers whose hidden states the batch asks for, by the name of the output."""
+        prefix = hidden_of("text.layers.")
+        return {name: int(name.removeprefix(prefix)) for name in batch.outputs if name.startswith(prefix)}
+
+    def _module(self, path: str) -> nn.Module | None:
+        """Return a child module; None where another pipeline stage has it."""
+        module: nn.Module | None = getattr(self, path)
+        return module
+
+    def add_head(self, output: str, path: str, head: nn.Module) -> None:
+        """Add a head that reads the same hidden states as the main one and gives `output`."""
+        self.add_module(path, head)
+        self.heads = {**self.heads, output: path}
 
     def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
         if cache is None:
@@ -101,6 +118,7 @@ class LanguageModel(CausalLMBase):
         super().__init__()
         self.text = text
         self.head: nn.Module | None = head
+        self.heads = {LOGITS: "head"}
         self.token_rows = TokenRows() if text.experts is not None else None
         self.initializer_range = initializer_range
 
@@ -110,8 +128,9 @@ class LanguageModel(CausalLMBase):
         logits: bool | Literal["last"] = False,
         cache: KVCache | None = None,
         carry: Tensor | None = None,
-    ) -> LanguageOutput | Tensor:
-        """Return hidden states and head, with logits of all tokens or of the last token of each segment.
+    ) -> Outputs | Tensor:
+        """Return the outputs by name. With `logits`, the main head is applied to all tokens, or ("last") to the last
+        token of each segment.
 
         An empty cache is filled, one row per segment; a filled one is read and takes one more token per row.
         """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import Segments
+from tessera.errors import TesseraError
 from tessera.nn.cache import CacheStep, LayerCache
 from tessera.nn.layers import PackedAttention, RMSNorm, TokenEmbedding
 from tessera.nn.moe import MoE, RowIds
@@ -134,8 +135,21 @@ class TextDecoder(nn.Module):
         segments: Segments | None,
         step: CacheStep | None = None,
         rows: RowIds | None = None,
+        returned: Sequence[int] = (),
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return hidden states, and summed expert statistics if the model is trained with the balance loss."""
+        """Return hidden states, and summed expert statistics if the model is trained with the balance loss.
+
+        Behind the final hidden states, in the feature dimension, are those behind each layer in `returned`: what splits
+        or gathers tokens then sees one tensor.
+        """
+        for index in returned:
+            if not 0 <= index < len(self.layers) or self.layers[index] is None:
+                raise TesseraError(
+                    f"this pipeline stage has no layer {index}, whose hidden states the task reads",
+                    where="train.task",
+                    fix=f"read those of layers 0 to {len(self.layers) - 1}; with parallel.pp, of the last stage alone",
+                )
+        states: dict[int, Tensor] = {}
         angles = self.shape.rope.angles(positions)
         # Not a view if nothing is split off: a stage may return it as it is, and schedules detach it in place.
         x, *deeper = (x,) if x.shape[-1] == self.shape.hidden else torch.split(x, self.shape.hidden, dim=-1)
@@ -148,5 +162,9 @@ class TextDecoder(nn.Module):
                     used = here if used is None else used + here
                 if index < len(deeper):
                     x = x + deeper[index]
+                if index in returned:
+                    states[index] = x
         hidden = x if self.norm is None else self.norm(x)
+        if returned:
+            hidden = torch.cat([hidden, *(states[index] for index in returned)], dim=-1)
         return hidden if used is None else (hidden, used)

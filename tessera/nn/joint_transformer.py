@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.batch import Batch, Prediction
+from tessera.core.batch import Batch
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.nn.dit import FeedForward, TimeEmbedding, modulated_norm, spread
 from tessera.nn.joint_attention import (
     DoubleBlock,
@@ -146,7 +147,7 @@ class JointTransformer(nn.Module):
         self.single_blocks = nn.ModuleList(SingleBlock(shape.block) for _ in range(shape.single))
         self.head: Head | None = Head(shape)
 
-    def forward(self, batch: Batch, carry: Tensor | None = None) -> Prediction | Tensor:
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Outputs | Tensor:
         layout = self._layout(batch)
         if self.embed is not None:
             latents, text, condition = self.embed(batch)
@@ -166,7 +167,7 @@ class JointTransformer(nn.Module):
             text, latents = layout.split(joined)
         if self.head is None:
             return pack_carry(layout.join(text, latents), condition)
-        return Prediction(self.head(latents, condition, layout.latent_samples))
+        return {LATENTS: self.head(latents, condition, layout.latent_samples)}
 
     def _layout(self, batch: Batch) -> JointLayout:
         axes = self.shape.rope_axes

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.batch import Batch
 from tessera.core.model_plan import Stream
+from tessera.core.outputs import LOGITS, Outputs
 from tessera.errors import TesseraError
 from tessera.nn.cache import KVCache
 from tessera.nn.causal_lm import CausalLMBase
@@ -75,6 +76,7 @@ class MultimodalModel(CausalLMBase):
             assert {encoder.stream.module, encoder.stream.projector} <= modules.keys()
         self.text: TextDecoder | None = text
         self.head: nn.Module | None = head
+        self.heads = {LOGITS: "head"}
         self.token_rows = TokenRows() if text.experts is not None else None
         self.initializer_range = initializer_range
 
@@ -84,8 +86,9 @@ class MultimodalModel(CausalLMBase):
         logits: bool | Literal["last"] = False,
         cache: KVCache | None = None,
         carry: Tensor | None = None,
-    ) -> LanguageOutput | Tensor:
-        """Return hidden states and head, with logits of all tokens or (`"last"`) of the last token of each segment.
+    ) -> Outputs | Tensor:
+        """Return the outputs by name. With `logits`, the main head is applied to all tokens, or ("last") to the last
+        token of each segment.
 
         An empty cache is filled, one row per segment; a filled one is read and takes one more token per row.
         """
@@ -116,11 +119,6 @@ class MultimodalModel(CausalLMBase):
                     tensor.fill_(value)
                     return
         super().initialize(name, tensor, generator)
-
-    def _module(self, path: str) -> nn.Module | None:
-        """Return an encoder or a projector; None where it lies in another stage."""
-        module: nn.Module | None = getattr(self, path)
-        return module
 
     def _encode(self, batch: Batch, carry: Tensor | None, idle: Sequence[Encoder]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the embeddings of every encoder that has ended, and the features of one that has not (at most one)."""

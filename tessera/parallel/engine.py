@@ -98,7 +98,7 @@ class SimpleEngine:
     def _forward(self, task: Task, batch: Batch) -> Losses:
         reference = task.reference
         with torch.no_grad():
-            inputs = task.inputs(*self.encode(task, [batch]))
+            inputs = task.model_inputs(*self.encode(task, [batch]))
             if reference is not None:
                 with reference.active(self.module):
                     inputs = inputs.with_tensors(**reference.tensors(task.forward(self.module, inputs), inputs))

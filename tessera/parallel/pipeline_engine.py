@@ -53,7 +53,7 @@ class _Loss:
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
         with torch.no_grad():
-            batch = self.task.inputs(self.microbatches[mb])
+            batch = self.task.model_inputs(self.microbatches[mb])
         out = stage.run(batch, carry)
         if not stage.is_last:
             activation: Tensor = out
@@ -76,7 +76,7 @@ class _Compare:
     output_dtype: torch.dtype | None
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Any:
-        batch = self.task.inputs(self.batch)
+        batch = self.task.model_inputs(self.batch)
         out = stage.run(batch, carry)
         return self.reference.tensors(_typed(out, self.output_dtype), batch) if stage.is_last else out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tessera.core.batch import Batch
+from tessera.core.outputs import Outputs
 from tessera.core.spec import InitializesByName
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.pipeline_plan import PipelinePlan
@@ -157,10 +158,6 @@ class SequentialStages:
         return torch.empty(*sizes, dtype=self.dtype, device=self.device)
 
 
-class Logits(NamedTuple):
-    logits: Tensor
-
-
 class PipelinedModel:
     """Call the stages of several ranks like one language model, for `inference.generate`. All ranks of the pipeline
     call it together and get the same logits."""
@@ -168,6 +165,8 @@ class PipelinedModel:
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
         self.stages = SequentialStages(stages, plan, mesh, device)
         self.device = device
+        model: Any = next(iter(stages))._stage_model
+        self._output = next(iter(model.heads))  # of the main head
 
     def new_cache(self, rows: int, capacity: int) -> dict[int, Any]:
         """Return one cache for each stage: a cache counts the tokens that passed all layers it serves."""
@@ -177,12 +176,12 @@ class PipelinedModel:
         }
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, logits: str = "last", cache: dict[int, Any] | None = None) -> Logits:
+    def __call__(self, batch: Batch, logits: str = "last", cache: dict[int, Any] | None = None) -> Outputs:
         def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
             out = stage.run(batch, carry, logits=logits, cache=None if cache is None else cache[stage.number])
-            return out.logits if stage.is_last else out
+            return out[self._output] if stage.is_last else out
 
-        return Logits(self.stages.share(self.stages.run(work)))
+        return {self._output: self.stages.share(self.stages.run(work))}
 
 
 class TiedCopies:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tessera.config.run_config import RunConfig
-from tessera.core.batch import IGNORE, Batch, LanguageOutput
+from tessera.core.batch import IGNORE, Batch
+from tessera.core.outputs import LOGITS, Outputs, projection
 from tessera.core.spec import Component, ModelSpec
 from tessera.core.task import Counts, FrozenModule, Metric, Reference, Task
 from tessera.errors import TesseraError
@@ -36,6 +37,7 @@ class AnswerTask(Task):
     """Base of objectives over pairs of whole answers."""
 
     name = "preference"  # of the objective, for messages
+    reads: tuple[str, ...] = (LOGITS,)
     kind = "preference"  # of the data
 
     def counts(self, batch: Batch) -> Counts:
@@ -81,7 +83,7 @@ class AdaptersOff(Reference):
     def active(self, module: nn.Module) -> AbstractContextManager[None]:
         return without_adapters(module)
 
-    def tensors(self, outputs: LanguageOutput, batch: Batch) -> dict[str, Tensor]:
+    def tensors(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         return {REFERENCE: answer_log_probs(outputs, batch)}
 
 
@@ -129,9 +131,10 @@ class ReferencedTask(AnswerTask):
         return found if self.reference_free else found - batch[REFERENCE]
 
 
-def answer_log_probs(outputs: LanguageOutput, batch: Batch) -> Tensor:
+def answer_log_probs(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the log-probabilities of the answers of every pair, better and worse in turn: [2 x pairs], in fp32."""
-    weight, hidden, labels, pair = outputs.head.weight, outputs.hidden, batch["labels"], batch["pair"]
+    hidden, head = projection(outputs, LOGITS)
+    weight, labels, pair = head.weight, batch["labels"], batch["pair"]
     if "trained" in batch:  # logits are expensive, and those of questions are not needed
         hidden = take_rows(hidden, batch["trained"])
         labels, pair = (x.index_select(0, batch["trained"]) for x in (labels, pair))

@@ -14,7 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.config.reader import Section, build
-from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.batch import Batch
+from tessera.core.outputs import Outputs
 from tessera.core.task import Losses, LossTerm
 from tessera.tasks.answers import PAIRS, ReferencedTask, answer_log_probs, pair_metrics, whole_pairs
 
@@ -41,7 +42,7 @@ class DpoTask(ReferencedTask):
         self.smoothing = options.label_smoothing
         self.reference_free = options.reference_free
 
-    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         rewards = self.beta * self.compared(answer_log_probs(outputs, batch), batch).view(-1, 2)
         whole = whole_pairs(batch)
         margin = rewards[:, 0] - rewards[:, 1]

@@ -16,7 +16,8 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.config.reader import Section, build
-from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.batch import Batch
+from tessera.core.outputs import Outputs
 from tessera.core.task import Counts, Losses, LossTerm, Metric
 from tessera.errors import TesseraError
 from tessera.tasks.answers import ReferencedTask, answer_lengths, answer_log_probs
@@ -58,7 +59,7 @@ class KtoTask(ReferencedTask):
         whole, good = _read_samples(batch), batch["desirable"]
         return {SAMPLES: whole.sum(), GOOD: (whole & good).sum(), BAD: (whole & ~good).sum()}
 
-    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         options, whole, good = self.options, _read_samples(batch), batch["desirable"]
         ratios = self.compared(answer_log_probs(outputs, batch), batch).view(-1, 2)
         moved = _moved(ratios[:, 1].detach(), batch)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from tessera.config.reader import Section, build
 from tessera.config.run_config import RunConfig
-from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput
+from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch
+from tessera.core.outputs import LOGITS, AuxiliaryLoss, Outputs, projection
 from tessera.core.task import Counts, Losses, LossTerm, Task
 from tessera.errors import TesseraError
 from tessera.nn.layers import TokenEmbedding
@@ -19,7 +20,6 @@ from tessera.runtime.rng import generator
 
 LABELS = "labels"  # the count: tokens that are trained on
 LANGUAGE_LOSS = "language_loss"
-ROUTER_AUX = "router_aux_loss"  # before its weight, as a mean over trained tokens
 
 
 class LanguageOptions(Section):
@@ -32,6 +32,8 @@ class LanguageOptions(Section):
 
 class LanguageTask(Task):
     """Sum the cross-entropy of the tokens that have a label, and the router loss of experts."""
+
+    reads: tuple[str, ...] = (LOGITS,)
 
     def __init__(self, neftune_alpha: float | None = None) -> None:
         self.options = build(LanguageOptions, {"neftune_alpha": neftune_alpha}, "train.task_options")
@@ -62,17 +64,17 @@ class LanguageTask(Task):
     def counts(self, batch: Batch) -> Counts:
         return {LABELS: label_count(batch)}
 
-    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
-        weight, hidden, labels = outputs.head.weight, outputs.hidden, batch["labels"]
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
+        hidden, head = projection(outputs, LOGITS)
+        weight, labels = head.weight, batch["labels"]
         # Logits are expensive; those of images and of questions are not needed.
         if "trained" in batch:
             hidden, labels = take_rows(hidden, batch["trained"]), labels.index_select(0, batch["trained"])
         # `precision.output` may have widened the hidden states; the product is taken in the head's type.
         total, _ = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self._implementation)
         terms = [LossTerm(LANGUAGE_LOSS, total, LABELS)]
-        if outputs.router_aux is not None:
-            terms.append(LossTerm(ROUTER_AUX, outputs.router_aux, LABELS, outputs.router_aux_weight))
-        return Losses(terms)
+        own = {name: output for name, output in outputs.items() if isinstance(output, AuxiliaryLoss)}
+        return Losses([*terms, *(LossTerm(name, loss.sum, LABELS, loss.weight) for name, loss in own.items())])
 
 
 def embedding_noise(batch: Batch, alpha: float, width: int) -> Tensor:

@@ -15,7 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.config.reader import Section, build
-from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.batch import Batch
+from tessera.core.outputs import Outputs
 from tessera.core.task import Counts, Losses, LossTerm
 from tessera.tasks.answers import PAIRS, AnswerTask, answer_lengths, answer_log_probs, pair_metrics, whole_pairs
 
@@ -41,7 +42,7 @@ class OrpoTask(AnswerTask):
         chosen = answer_lengths(batch).view(-1, 2)[:, 0]
         return {**pairs, CHOSEN_LABELS: chosen.where(whole_pairs(batch), 0.0).sum()}
 
-    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         found, whole = answer_log_probs(outputs, batch), whole_pairs(batch)
         means = (found / answer_lengths(batch).clamp(min=1)).view(-1, 2)
         ratio = (_log_odds(means[:, 0]) - _log_odds(means[:, 1])).where(whole, 0.0)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tessera.config.reader import Section, build
 from tessera.config.run_config import RunConfig
-from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.batch import Batch
+from tessera.core.outputs import REWARDS, Outputs, projection
 from tessera.core.task import Losses, LossTerm
 from tessera.errors import TesseraError
 from tessera.tasks.answers import PAIRS, AnswerTask, pair_metrics, whole_pairs
@@ -31,7 +32,7 @@ class RewardTask(AnswerTask):
     """Rank two answers by one number each."""
 
     name = "reward"
-    head = "reward"
+    reads = (REWARDS,)
 
     def __init__(self, center: float = 0.0) -> None:
         self.center = build(RewardOptions, {"center": center}, "train.task_options").center
@@ -45,7 +46,7 @@ class RewardTask(AnswerTask):
                 fix="parallel.tp=1: data ranks share the weights (parallel.shard), and a pipeline the layers",
             )
 
-    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         rewards, whole = answer_rewards(outputs, batch).view(-1, 2), whole_pairs(batch)
         margin = rewards[:, 0] - rewards[:, 1]
         terms = [LossTerm("reward_loss", -F.logsigmoid(margin).where(whole, 0.0).sum(), PAIRS)]
@@ -55,16 +56,16 @@ class RewardTask(AnswerTask):
         return Losses(terms, pair_metrics(rewards, margin, whole))
 
 
-def answer_rewards(outputs: LanguageOutput, batch: Batch) -> Tensor:
+def answer_rewards(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the reward of every answer, better and worse in turn: [2 x pairs], in fp32."""
     pair, answers = batch["pair"], 2 * batch["pair_ids"].shape[0]
     at = torch.arange(pair.shape[0], device=pair.device)
     # Tokens of no answer are looked at behind the last one; an answer without tokens, a hole, has some token's reward,
     # which does not count.
     last = pair.new_zeros(answers + 1).scatter_reduce(0, pair.where(pair >= 0, answers), at, "amax")[:answers]
-    wide = torch.promote_types(outputs.hidden.dtype, torch.float32)
-    found = F.linear(outputs.hidden.index_select(0, last).to(wide), outputs.head.weight.to(wide))
-    return found.squeeze(1)
+    hidden, head = projection(outputs, REWARDS)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return F.linear(hidden.index_select(0, last).to(wide), head.weight.to(wide)).squeeze(1)
 
 
 TASK = RewardTask

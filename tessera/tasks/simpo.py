@@ -12,7 +12,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from tessera.config.reader import Section, build
-from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.batch import Batch
+from tessera.core.outputs import Outputs
 from tessera.core.task import Losses, LossTerm
 from tessera.tasks.answers import PAIRS, AnswerTask, answer_lengths, answer_log_probs, pair_metrics, whole_pairs
 from tessera.tasks.dpo import smoothed_loss
@@ -37,7 +38,7 @@ class SimpoTask(AnswerTask):
         given = {"beta": beta, "gamma": gamma, "label_smoothing": label_smoothing}
         self.options = build(SimpoOptions, given, "train.task_options")
 
-    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         means = answer_log_probs(outputs, batch) / answer_lengths(batch).clamp(min=1)
         rewards, whole = self.options.beta * means.view(-1, 2), whole_pairs(batch)
         margin = rewards[:, 0] - rewards[:, 1]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.config.reader import Section
+from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec
 from tessera.data.tokenizer import UnknownConversationError
 from tessera.errors import TesseraError
@@ -58,7 +59,7 @@ def hf_target(
     `tensors`: native ones, maybe without data. If `folder` has weights, they are written as it has them:
     in as many files, stacked experts the same way round, and a tied head if it stores one.
     """
-    described = exported_config(config, raw, main_dtype(tensors), spec.head)
+    described = exported_config(config, raw, main_dtype(tensors), spec.gives(REWARDS))
     original = is_original(spec, folder)
     shapes, shards = ({}, {}) if original else _stored(folder)
     files: Callable[[Path], object] = functools.partial(copy_side_files, folder)
@@ -84,7 +85,7 @@ def trained_target(
 ) -> FolderTarget:
     """Return the Hugging Face folder of a run, a checkpoint or adapters, as the export of a run is. `tensors`: native
     ones, without data."""
-    described = exported_config(config, base_config(found.files), main_dtype(tensors), spec.head)
+    described = exported_config(config, base_config(found.files), main_dtype(tensors), spec.gives(REWARDS))
     read = None if spec.processor is None else functools.partial(spec.processor, config)
     processor = None if read is None or found.files is None else read(found.files, **found.options)
     files = functools.partial(write_side_files, processor=processor, read=read, own=found.files, weights=found.files)

@@ -10,6 +10,7 @@ from typing import Any
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.state import model_tensors
 from tessera.core.callback import Callback, TrainerHandle
+from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec, Processor
 from tessera.inference.export import export_folder
 from tessera.lora.export import save_adapters
@@ -63,7 +64,7 @@ class Export(Callback):
                 base="" if section.path is None else str(section.path),
                 dropout=section.lora.dropout,
                 language=spec.generation is None,
-                reward=spec.head == "reward",
+                reward=spec.gives(REWARDS),
                 saved=self._saved,
                 origin=made_from("adapters", folder),
                 overwrite=True,

@@ -16,8 +16,9 @@ from tessera.config.pattern import ancestors
 from tessera.config.recipe_patterns import absent_notes
 from tessera.config.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.config.run_length import check_batch
+from tessera.core.outputs import REWARDS
 from tessera.core.spec import Component, ModelSpec, Training
-from tessera.core.task import Task
+from tessera.core.task import Task, check_reads
 from tessera.errors import TesseraError
 from tessera.lora.export import check_forms
 from tessera.lora.modules import add_adapters, find_adapters, trained_whole, with_adapters
@@ -91,7 +92,6 @@ class Objects:
 
 NONE = Objects()
 HEAD_PATH = "head"
-_HEADS = {"language": "logits of tokens", "reward": "one number, a reward"}
 
 
 @dataclass(frozen=True)
@@ -135,26 +135,29 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     section = config.model
     named = None if config.train.task is None else build_task(config.train.task, config.train.task_options)
     task = objects.task or named
-    if task is not None and task.head == "reward" and section.head is None:
+    if task is not None and REWARDS in task.reads and section.head is None:
         section = section.model_copy(update={"head": "reward"})
     spec, model_config = resolve(section) if objects.model is None else spec_of_object(objects.model)
     task = task or build_task(spec.task, config.train.task_options)
-    if task.head != spec.head:
-        raise TesseraError(
-            f"the head of the model gives {_HEADS[spec.head]}, and the objective learns {_HEADS[task.head]}",
-            where="train.task" if config.model.head is None else "model.head",
-            fix="train.task=reward trains a reward model; model.family=transformers trains the class by its own loss"
-            if spec.head == "reward"
-            else "model.head=reward, or leave it out",
-        )
-    if spec.head == "reward" and config.checkpoint.export and (config.model.lora is None or config.model.lora.merge):
-        exported_config(model_config, None, torch.float32, spec.head)  # raises where there is no such folder
+    rewards = spec.gives(REWARDS)
+    check_reads(
+        task,
+        spec,
+        where="train.task" if config.model.head is None else "model.head",
+        fix="train.task=reward trains a reward model; model.family=transformers trains the class by its own loss"
+        if rewards
+        else "model.head=reward, or leave it out"
+        if REWARDS in task.reads
+        else None,
+    )
+    if rewards and config.checkpoint.export and (config.model.lora is None or config.model.lora.merge):
+        exported_config(model_config, None, torch.float32, rewards)  # raises where there is no such folder
     module = build_on_meta(spec, model_config)
     model_plan, lora = spec.main.plan(model_config), config.model.lora
     adapters: Adapters = {}
     paths = {name for name, _ in module.named_modules() if name}
     packed = 0  # weights that become buffers of fewer bits
-    if lora is not None and spec.head == "reward" and HEAD_PATH not in lora.modules_to_save:
+    if lora is not None and rewards and HEAD_PATH not in lora.modules_to_save:
         lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})  # it begins at random
     if lora is not None:
         if lora.quantize is not None and config.parallel.tp > 1:
@@ -297,6 +300,6 @@ def with_model_resolved(config: RunConfig, setup: ModelSetup) -> RunConfig:
     full: dict[str, Any] = {"family": config.model.family or setup.spec.name, "preset": None}
     full["config"] = setup.config.model_dump(mode="json")
     full["lora"] = setup.lora
-    full["head"] = setup.spec.head
+    full["head"] = "reward" if setup.spec.gives(REWARDS) else "language"
     model = config.model.model_copy(update=full)
     return config.model_copy(update={"model": model, "precision": resolve_precision(config)})

@@ -16,8 +16,9 @@ from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.config.pattern import select_trees
 from tessera.config.reader import apply_overrides
 from tessera.config.run_config import ModelSection
-from tessera.core.batch import IGNORE, Batch, LanguageOutput, Segments
+from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.core.model_plan import ModelPlan
+from tessera.core.outputs import LOGITS, AuxiliaryLoss, projection, tensor
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
@@ -107,16 +108,17 @@ class VLModel(MultimodalModel):
         made, kept = self._batch(**given)
         labels = given.get("labels")
         outputs = super().forward(made, logits=labels is None)
-        assert isinstance(outputs, LanguageOutput)
+        assert isinstance(outputs, dict)
         if labels is None:
-            assert outputs.logits is not None
-            logits = outputs.logits.new_zeros(*kept.shape, outputs.logits.shape[-1])
-            logits[kept] = outputs.logits
+            packed = tensor(outputs, LOGITS)
+            logits = packed.new_zeros(*kept.shape, packed.shape[-1])
+            logits[kept] = packed
             return logits
-        weight = outputs.head.weight
-        total, count = linear_cross_entropy(outputs.hidden.to(weight.dtype), weight, made["labels"])
-        if outputs.router_aux is not None:
-            total = total + outputs.router_aux_weight * outputs.router_aux
+        hidden, head = projection(outputs, LOGITS)
+        total, count = linear_cross_entropy(hidden.to(head.weight.dtype), head.weight, made["labels"])
+        for output in outputs.values():
+            if isinstance(output, AuxiliaryLoss):
+                total = total + output.weight * output.sum
         return {"loss": total / count.clamp(min=1), "loss_mask": made["labels"] != IGNORE, "count": count}
 
     def _fill(self, folder: Path | None) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from generation_cases import WAN, example, tiny_parts, tiny_predictor, write_wan
-from tessera_compat.mindspeed_mm.sora_model import SoRAModel
 
 from tessera.errors import TesseraError
 from tessera.training.generation_model import GenerationModel
+from tessera_compat.mindspeed_mm.sora_model import SoRAModel
 
 CAPTIONS = ["a red kite", "the dog"]
 

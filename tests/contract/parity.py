@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from tessera.core.batch import IGNORE, Batch
+from tessera.core.outputs import HIDDEN, LOGITS
 from tessera.core.spec import ModelSpec
 from tessera.ops.loss import linear_cross_entropy
 from tests.close import queries_for_keys
@@ -108,12 +110,12 @@ def compare_outputs(
         total = total + torch.nn.functional.cross_entropy(out, shifted, ignore_index=IGNORE, reduction="sum")
         count += int((shifted != IGNORE).sum())
     total.backward()
-    ours = model(batch, logits=True)
-    loss, counted = linear_cross_entropy(ours.hidden, ours.head.weight, batch["labels"], chunk=16)
+    ours = model(replace(batch, outputs=(HIDDEN,)), logits=True)
+    loss, counted = linear_cross_entropy(ours[HIDDEN], model.head.weight, batch["labels"], chunk=16)
     loss.backward()
     expected = torch.cat(list(logits))
     assert counted == count
-    assert relative(ours.logits[: len(expected)], expected) < tolerance
+    assert relative(ours[LOGITS][: len(expected)], expected) < tolerance
     assert relative(loss, total) < tolerance
 
 

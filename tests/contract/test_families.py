@@ -200,8 +200,8 @@ def test_initialization_is_a_function_of_the_generator_and_gives_finite_gradient
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    out = model(batch)
-    total, count = linear_cross_entropy(out.hidden, out.head.weight, batch["labels"], implementation="eager")
+    hidden, head = model(batch)["logits"]
+    total, count = linear_cross_entropy(hidden, head.weight, batch["labels"], implementation="eager")
     return total / count
 
 

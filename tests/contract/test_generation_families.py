@@ -60,7 +60,7 @@ def test_predictions_loss_and_gradients_are_those_of_diffusers(name: str, case: 
     family = GENERATION[name]
     config, reference, batch = drawn(name, case)
     model = from_foreign(family.spec, config, reference.state_dict())
-    made = results(model, [model(batch).latents[family.trained(batch)]])
+    made = results(model, [model(batch)["latents"][family.trained(batch)]])
     heads = {part: made.pop(part) for part in ("prediction", "loss")}
     ours = heads | to_foreign(family.spec, config, made)
     peers = with_moved_weights(
@@ -105,7 +105,7 @@ def test_a_saved_folder_loads_in_diffusers_and_here_and_predicts_the_same(name: 
     again = spec.main.build(read)
     load_folder(tmp_path / "theirs", model_tensors(again), weights)
     with torch.no_grad():
-        assert torch.equal(again(batch).latents, model(batch).latents)
+        assert torch.equal(again(batch)["latents"], model(batch)["latents"])
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
@@ -154,7 +154,7 @@ def test_flops_agree_with_the_counter_of_torch(name: str, case: str) -> None:
     randomize(model, seed=3)
     batch = family.batch(config, torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as counter:
-        model(batch).latents.square().sum().backward()
+        model(batch)["latents"].square().sum().backward()
     assert family.spec.flops(config, batch, {}) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
@@ -182,7 +182,7 @@ def test_initial_weights_are_a_function_of_the_generator_and_an_example_runs(nam
         for path, parameter in one.named_parameters():
             one.initialize(path, parameter, generator)  # type: ignore[operator]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
-    out = model(family.spec.example(config, 48)).latents
+    out = model(family.spec.example(config, 48))["latents"]
     assert out.isfinite().all()
     out.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)

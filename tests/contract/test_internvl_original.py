@@ -11,7 +11,6 @@ import torch
 from chats import asked_about, picture
 from internvl_original import VOCAB, config, original_folder, weights
 from safetensors.torch import load_file, save_file
-from tessera_compat.mindspeed_mm.convert import run
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import tessera
@@ -21,6 +20,7 @@ from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.internvl.processor import InternVLProcessor
 from tessera.models.transformers.library import load_image_processor
+from tessera_compat.mindspeed_mm.convert import run
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -63,7 +63,7 @@ def test_it_computes_what_its_hugging_face_form_computes_and_goes_back(folder: P
         model, processor = tessera.load(one, device="cpu")
         batch = processor(asked_about(picture(70, 40)))
         assert batch["tokens"].eq(model.config.image_token_id).sum() == 3 * 4  # two tiles and the whole, of 2 x 2
-        outputs.append((batch["tokens"], model(batch).logits))
+        outputs.append((batch["tokens"], model(batch)["logits"]))
     assert torch.equal(outputs[0][0], outputs[1][0])
     assert torch.equal(outputs[0][1], outputs[1][1])
     assert json.loads((hub / "tessera_export.json").read_text())["base"] is None  # names of two forms are not compared

@@ -249,7 +249,7 @@ def test_collate_packs_rows(processor: InternVLProcessor) -> None:
     assert torch.equal(batch["media_patches"], batch["patch_index"].nonzero().flatten())
     assert len(batch["media_slots"]) * 4 == len(batch["media_patches"])
     assert batch["patch_index"][:6].tolist() == [0, 1, 2, 5, 6, 3]
-    assert SPEC.main.build(CONFIG)(batch).hidden.shape == (2 * length, 32)
+    assert SPEC.main.build(CONFIG)(batch)["logits"].hidden.shape == (2 * length, 32)
 
 
 def test_workers_and_words_that_look_special(processor: InternVLProcessor) -> None:

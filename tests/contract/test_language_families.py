@@ -118,5 +118,5 @@ def test_folders_go_both_ways(number: int, tmp_path: Path) -> None:
     text = samples(number)[0]
     with torch.no_grad():
         batch = pack([text], 1)
-        got = model.eval()(batch, logits=True).logits[:-1]
+        got = model.eval()(batch, logits=True)["logits"][:-1]
         torch.testing.assert_close(got, back.eval()(input_ids=text[None]).logits[0], rtol=1e-4, atol=1e-4)

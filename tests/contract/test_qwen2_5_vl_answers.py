@@ -125,5 +125,5 @@ def test_an_answer_is_generated_where_it_is_trained(exported: Path) -> None:
     tokens[start : start + len(said)] = torch.tensor(said)  # where a word stands does not depend on the word
     batch = loaded.processor.collate([[replace(encoded, tokens=tokens)]], len(tokens))
     with torch.no_grad():
-        logits = model.module(batch, logits=True).logits.reshape(len(tokens), -1)
+        logits = model.module(batch, logits=True)["logits"].reshape(len(tokens), -1)
     assert logits[start - 1 :].argmax(-1)[: len(said)].tolist() == said

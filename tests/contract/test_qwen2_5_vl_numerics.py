@@ -20,12 +20,12 @@ def test_windows_matter() -> None:
     pair = FAMILY.pair(0, 3)
     config, model = pair.config, pair.model
     batch = FAMILY.pack(config, FAMILY.cases(pair, 0, ["one"], 3))
-    right = model(batch, logits=True).logits
+    right = model(batch, logits=True)["logits"]
     for full in ((), (0, 1, 2)):
         changed = config.vision.model_copy(update={"fullatt_block_indexes": full})
         other = SPEC.main.build(config.model_copy(update={"vision": changed}))
         other.load_state_dict(model.state_dict())
-        assert relative(other(batch, logits=True).logits, right) > 1e-2
+        assert relative(other(batch, logits=True)["logits"], right) > 1e-2
 
 
 @pytest.mark.parametrize("side", [1, 2, 3, 4, 8])
@@ -42,7 +42,7 @@ def test_a_pass_forward_and_back_asks_the_device_for_nothing() -> None:
     pair = FAMILY.pair(0, 0)
     batch = FAMILY.pack(pair.config, FAMILY.cases(pair, 0, ["mixed", "text", "several"], 0), 3).to("meta")
     model = SPEC.main.build(pair.config).to("meta")
-    out = model(batch, logits=True)
-    assert out.logits.shape == (batch["tokens"].shape[0], pair.config.text.vocab_size)
-    out.logits.sum().backward()
+    logits = model(batch, logits=True)["logits"]
+    assert logits.shape == (batch["tokens"].shape[0], pair.config.text.vocab_size)
+    logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -19,12 +19,12 @@ def test_features_of_every_depth_reach_the_words() -> None:
     family = Qwen3VL()
     pair = family.pair(1, 2)
     model, batch = pair.model, family.pack(pair.config, family.cases(pair, 1, ["one"], 2))
-    before = model(batch, logits=True).logits
+    before = model(batch, logits=True)["logits"]
     for tap in (0, 1, 2):
         merger: Any = model.projector.taps[tap]
         with torch.no_grad():
             merger.down.bias.add_(1.0)
-            assert relative(model(batch, logits=True).logits, before) > 1e-3
+            assert relative(model(batch, logits=True)["logits"], before) > 1e-3
             merger.down.bias.sub_(1.0)
 
 

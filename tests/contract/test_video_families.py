@@ -28,7 +28,7 @@ def test_positions_of_ltx_video_may_be_those_of_the_first_frame_in_each_latent()
     chosen = config.model_copy(update={"coordinates": "frames", "frame_rate": 30.0})
     model = from_foreign(family.spec, chosen, reference.state_dict())
     batch = family.batch(config, torch.Generator().manual_seed(1))
-    found = model(batch).latents.split([*batch.segments["latents"].lengths])
+    found = model(batch)["latents"].split([*batch.segments["latents"].lengths])
     for at, grid in enumerate(family.grids):
         places = (grid_positions(grid) * torch.tensor([[8], [32], [32]])).float()
         places[0] = (places[0] - 7).clamp(min=0) * (1.0 / 30.0)
@@ -43,7 +43,9 @@ def test_positions_of_ltx_video_may_be_those_of_the_first_frame_in_each_latent()
         )[0][0]
         limit = rounding(64, k=64) * float(exact.detach().abs().max())
         torch.testing.assert_close(found[at], exact, rtol=0, atol=limit)
-    assert not torch.allclose(from_foreign(family.spec, config, reference.state_dict())(batch).latents[:12], found[0])
+    assert not torch.allclose(
+        from_foreign(family.spec, config, reference.state_dict())(batch)["latents"][:12], found[0]
+    )
 
 
 def test_a_video_of_another_size_than_stored_positions_is_refused() -> None:
@@ -80,7 +82,7 @@ def test_a_first_frame_in_place_is_sampled_at_the_times_of_samples_alone() -> No
     inputs = packed([SampleConditions(text, pooled, first=first)] * 2, form, (3, 2, 2), 6.0, torch.float32)
     assert "time_index" not in inputs.batch
     assert inputs.generated.tolist() == [*range(4, 12), *range(16, 24)]
-    assert model(inputs.batch.with_tensors(timesteps=torch.tensor([500.0, 500.0]))).latents.shape == (24, 16)
+    assert model(inputs.batch.with_tensors(timesteps=torch.tensor([500.0, 500.0])))["latents"].shape == (24, 16)
 
 
 def test_settings_that_cannot_be_computed_are_named() -> None:
@@ -118,4 +120,4 @@ def test_stages_of_a_pipeline_predict_what_the_whole_model_does(family: Generati
     first.blocks[1], second.blocks[0] = None, None
     if isinstance(first, JointTransformer):
         first.single_blocks = torch.nn.ModuleList()
-    assert torch.equal(second(batch, carry=first(batch)).latents, whole(batch).latents)
+    assert torch.equal(second(batch, carry=first(batch))["latents"], whole(batch)["latents"])

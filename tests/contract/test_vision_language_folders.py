@@ -54,7 +54,7 @@ def test_transformers_reads_what_we_write(name: str, number: int, tmp_path: Path
     (case,) = family.cases(pair, number, [shown], 3)
     with torch.no_grad():
         expected = back.eval()(**family.inputs(type(pair)(pair.config, back, pair.model), case)).logits[0]
-        ours = pair.model.eval()(family.pack(pair.config, [case]), logits=True).logits
+        ours = pair.model.eval()(family.pack(pair.config, [case]), logits=True)["logits"]
     assert relative(ours, expected) < family.tolerance
 
 

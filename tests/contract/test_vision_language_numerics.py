@@ -48,7 +48,7 @@ def test_every_attention_gives_the_same_logits(name: str, implementation: str) -
     batch = family.pack(pair.config, family.cases(pair, 2, shown, 7), 3)
     config = family.config(2, attention=implementation)
     other = from_foreign(family.spec, config, family.state(pair.reference))
-    assert relative(other(batch, logits=True).logits, pair.model(batch, logits=True).logits) < family.tolerance
+    assert relative(other(batch, logits=True)["logits"], pair.model(batch, logits=True)["logits"]) < family.tolerance
 
 
 @pytest.mark.parametrize(("name", "number"), ALONE)
@@ -65,16 +65,16 @@ def test_cached_decoding_equals_the_full_forward(name: str, number: int) -> None
     ]
     lengths = [case.tokens.numel() for case in cases]
     with torch.no_grad():
-        full = model(family.pack(pair.config, cases), logits=True).logits
+        full = model(family.pack(pair.config, cases), logits=True)["logits"]
         cache = model.new_cache(len(cases), max(lengths))
-        got = [model(family.pack(pair.config, prompts), logits="last", cache=cache).logits]
+        got = [model(family.pack(pair.config, prompts), logits="last", cache=cache)["logits"]]
         assert cache.lengths.tolist() == [length - steps for length in lengths]
         for at in range(-steps, 0):
             batch = family.pack(pair.config, prompts).with_tensors(
                 tokens=torch.stack([case.tokens[at] for case in cases]),
                 positions=torch.stack([case.positions[..., at] for case in cases], dim=-1),
             )
-            got.append(model(batch, logits=True, cache=cache).logits)
+            got.append(model(batch, logits=True, cache=cache)["logits"])
     assert cache.lengths.tolist() == lengths
     ends = torch.tensor(lengths).cumsum(0)
     for step, logits in enumerate(got):
@@ -88,10 +88,10 @@ def test_an_idle_encoder_changes_nothing_and_gets_zero_gradients(name: str, numb
     pair = family.pair(number, 5)
     model = pair.model.train(training)
     batch = family.pack(pair.config, family.cases(pair, number, ["text"], 1))
-    out = model(batch)
+    hidden = model(batch)["logits"].hidden
     plain = model.text(model.text.embed(batch["tokens"]), batch["positions"], batch.segments["text"])
-    assert torch.equal(out.hidden, plain)
-    out.hidden.sum().backward()
+    assert torch.equal(hidden, plain)
+    hidden.sum().backward()
     for path, parameter in model.named_parameters():
         if path != "head.weight":  # what no part of an answer reads is not trained, and has no gradient
             assert (parameter.grad is not None) == parameter.requires_grad, path
@@ -109,8 +109,8 @@ def test_bf16_weights_take_fp32_pixels_and_stay_near_fp32(name: str) -> None:
     (case,) = family.cases(pair, 0, [shown], 1)
     batch = family.pack(pair.config, [case])
     with torch.no_grad():
-        wide = pair.model(batch, logits=True).logits
-        narrow = pair.model.bfloat16()(batch, logits=True).logits
+        wide = pair.model(batch, logits=True)["logits"]
+        narrow = pair.model.bfloat16()(batch, logits=True)["logits"]
         given = family.inputs(pair, case)
         given = {key: x.bfloat16() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in given.items()}
         theirs = pair.reference.bfloat16()(**given).logits[0]

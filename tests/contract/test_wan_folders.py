@@ -120,7 +120,7 @@ def test_a_model_in_half_precision_keeps_what_is_published_in_float32(tmp_path: 
     assert {name: tensor.dtype for name, tensor in names.items()} == expected
     batch = of_dtype(WAN.batch(config, torch.Generator().manual_seed(1)), torch.bfloat16)
     with torch.no_grad():
-        ours = loaded.module(batch).latents[WAN.trained(batch)]
+        ours = loaded.module(batch)["latents"][WAN.trained(batch)]
         assert ours.dtype == torch.bfloat16
         peers = torch.cat(WAN.outputs(theirs, config, batch))
         exact = torch.cat(

@@ -58,7 +58,7 @@ def step(quantize: str | None, block_offload: bool) -> tuple[float, dict[str, to
     torch.accelerator.reset_peak_memory_stats()
     for _ in range(2):  # the second pass meets what the first left behind
         module.zero_grad(set_to_none=True)
-        loss = module(batch).latents.float().square().mean()
+        loss = module(batch)["latents"].float().square().mean()
         loss.backward()
     torch.accelerator.synchronize()
     gradients = {clean_name(n): p.grad for n, p in module.named_parameters() if p.grad is not None}

@@ -10,8 +10,9 @@ from torch import nn
 
 from tessera.config.model import WeightBits
 from tessera.config.run_config import LoraSection, ModelSection, ParallelSection
-from tessera.core.batch import Batch, Prediction
+from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
+from tessera.core.outputs import LATENTS, LOGITS
 from tessera.lora.modules import QuantizedLoraLinear, adapted_layers, add_adapters, find_adapters, with_adapters
 from tessera.models import FAMILIES, resolve
 from tessera.ops.loss import linear_cross_entropy
@@ -26,11 +27,12 @@ LIMIT = 0.03
 def gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     out = model(batch)
-    if isinstance(out, Prediction):
-        waves = torch.linspace(-9, 9, out.latents.numel(), device="cuda").view_as(out.latents).sin()
-        loss = (out.latents - waves).square().mean()
+    if LATENTS in out:
+        waves = torch.linspace(-9, 9, out[LATENTS].numel(), device="cuda").view_as(out[LATENTS]).sin()
+        loss = (out[LATENTS] - waves).square().mean()
     else:
-        total, count = linear_cross_entropy(out.hidden, out.head.weight, batch["labels"])
+        hidden, head = out[LOGITS]
+        total, count = linear_cross_entropy(hidden, head.weight, batch["labels"])
         loss = total / count
     loss.backward()
     assert loss.isfinite()

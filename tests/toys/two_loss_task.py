@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tessera.core.batch import Batch, LanguageOutput
+from tessera.core.batch import Batch
+from tessera.core.outputs import HIDDEN, LOGITS, Outputs, tensor
 from tessera.core.task import Counts, Losses, LossTerm
 from tessera.tasks.language import LanguageTask
 
 
 class TwoLossTask(LanguageTask):
+    reads = (LOGITS, HIDDEN)
+
     def __init__(self, weight: float = 0.5) -> None:
         super().__init__()
         self.weight = weight
@@ -17,8 +20,8 @@ class TwoLossTask(LanguageTask):
     def counts(self, batch: Batch) -> Counts:
         return {**super().counts(batch), "codes": codes(batch).sum()}
 
-    def losses(self, outputs: LanguageOutput, batch: Batch) -> Losses:
-        error = (outputs.hidden[:, 0].float() - batch["tokens"].float().sin()).square()
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
+        error = (tensor(outputs, HIDDEN)[:, 0].float() - batch["tokens"].float().sin()).square()
         regression = LossTerm("regression_loss", (error * codes(batch)).sum(), "codes", self.weight)
         return Losses([*super().losses(outputs, batch).terms, regression])
 

@@ -76,7 +76,7 @@ def run(settings: dict[str, Any], steps: int = 2) -> tuple[list[float], dict[str
     batch.tensors["latents"].copy_(torch.randn(batch["latents"].shape, generator=chance))
     losses = []
     for _ in range(steps):
-        loss = module(batch).latents.float().square().mean()
+        loss = module(batch)["latents"].float().square().mean()
         losses.append(float(loss.detach()))
         loss.backward()
     gradients = {clean_name(n): p.grad for n, p in module.named_parameters() if p.grad is not None}
@@ -129,8 +129,8 @@ def test_evaluation_and_a_pass_without_gradient_fetch_weights_too() -> None:
     setup = build_meta_model(config, 1)
     assert setup.spec.example is not None
     with torch.no_grad():
-        first = module(setup.spec.example(setup.config, 64)).latents
-        assert torch.equal(first, module(setup.spec.example(setup.config, 64)).latents)
+        first = module(setup.spec.example(setup.config, 64))["latents"]
+        assert torch.equal(first, module(setup.spec.example(setup.config, 64))["latents"])
     assert watched.copies > before
 
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import tessera
 from tessera.config.reader import build
 from tessera.config.run_config import DataSection, load_config
-from tessera.core.batch import Batch, Prediction
+from tessera.core.batch import Batch
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.task import FrozenModule
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.diffusion.objectives.diffusion_dpo import DiffusionDpoTask
@@ -72,11 +73,11 @@ class Toy(torch.nn.Module):
         self.latents = torch.nn.Linear(CROSS.patch_values, CROSS.patch_values)
         self.text = torch.nn.Linear(TEXT_SIZE, CROSS.patch_values)
 
-    def forward(self, batch: Batch) -> Prediction:
+    def forward(self, batch: Batch) -> Outputs:
         dtype = self.latents.weight.dtype
         captions = self.text(batch["text"].to(dtype)).mean(0)
         times = (batch["timesteps"] / 1000).to(dtype)[batch["sample_index"]]
-        return Prediction((self.latents(batch["latents"].to(dtype)) + captions) * (1 + times[:, None]))
+        return {LATENTS: (self.latents(batch["latents"].to(dtype)) + captions) * (1 + times[:, None])}
 
 
 def bound_task(pipeline: Path, reference: torch.nn.Module, **options: Any) -> DiffusionDpoTask:
@@ -100,7 +101,7 @@ def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline
     model, prior = Toy(2).double(), Toy(1).double()
     errors = []
     for net in (model, prior):
-        squares = (net(made).latents - made["target"].double()).square().mean(1)
+        squares = (net(made)["latents"] - made["target"].double()).square().mean(1)
         errors.append([squares[made["sample_index"] == n].mean() for n in (0, 1, 2, 3, 4, 5, 6, 7)])
     noise = [made["target"][made["sample_index"] == n] + made["clean"][made["sample_index"] == n] for n in (0, 1)]
     assert torch.allclose(noise[0], noise[1], atol=1e-5)  # one noise for both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +100,19 @@ def test_logits_loss_and_gradients_are_those_of_peft(tmp_path: Path) -> None:
     labels = torch.cat([tokens[1:], torch.tensor([IGNORE])])
     tensors = {"tokens": tokens, "labels": labels, "positions": torch.arange(TOKENS)}
     batch = Batch(tensors, {"text": Segments.of([TOKENS])}, seeds=(0,))
-    out = module(batch, logits=True)
-    total, count = linear_cross_entropy(out.hidden, out.head.weight, labels, chunk=16)
+    out = module(replace(batch, outputs=("hidden",)), logits=True)
+    total, count = linear_cross_entropy(out["hidden"], module.head.weight, labels, chunk=16)
     (total / count).backward()
-    mine = {"logits": out.logits, "loss": total / count}
+    mine = {"logits": out["logits"], "loss": total / count}
     mine |= {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     peer, exact = (results_of_peft(theirs, tokens, dtype) for dtype in (torch.float32, torch.float64))
     assert mine.keys() == peer.keys()
     for name, found in mine.items():
         assert_as_close(found, peer[name], exact[name], what=name)
     with without_adapters(module), theirs.disable_adapter():
-        before = module(batch, logits=True).logits
+        before = module(batch, logits=True)["logits"]
         torch.testing.assert_close(before, theirs(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
-    assert float((before - out.logits).detach().abs().max()) > 0.1
+    assert float((before - out["logits"]).detach().abs().max()) > 0.1
 
 
 def test_no_matrix_of_a_weights_size_is_made_in_a_step() -> None:
@@ -346,13 +347,13 @@ def test_a_folder_of_expert_adapters_is_a_model_by_itself_and_is_merged(tmp_path
     loaded, processor = tessera.load(tmp_path / "adapter", device="cpu")
     batch = processor([{"role": "user", "content": "red blue"}])
     with torch.no_grad():
-        expected = module(batch, logits=True).logits
+        expected = module(batch, logits=True)["logits"]
         tessera.convert(tmp_path / "adapter", tmp_path / "merged")
         beside, _ = tessera.load(tmp_path / "base", device="cpu", adapters=tmp_path / "adapter")
         for one in (loaded, tessera.load(tmp_path / "merged", device="cpu")[0], beside):
-            torch.testing.assert_close(one(batch).logits, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(one(batch)["logits"], expected, rtol=1e-4, atol=1e-5)
         with without_adapters(module):
-            assert float((module(batch, logits=True).logits - expected).abs().max()) > 0.01
+            assert float((module(batch, logits=True)["logits"] - expected).abs().max()) > 0.01
     tessera.convert(tmp_path / "adapter", tmp_path / "again", adapters=True)
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
     assert all(torch.equal(first[name], second[name]) for name in first | second)
@@ -512,7 +513,7 @@ def test_preferences_train_experts_and_a_stopped_run_goes_on_bitwise(tmp_path: P
     tessera.convert(whole.folder, tmp_path / "merged")
     merged, _ = tessera.load(tmp_path / "merged", device="cpu")
     batch = processor([{"role": "user", "content": "Say old red blue"}])
-    torch.testing.assert_close(merged(batch).logits, loaded(batch).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged(batch)["logits"], loaded(batch)["logits"], rtol=1e-4, atol=1e-5)
     assert isinstance(loaded.generate(batch, max_new_tokens=3), str)
 
 

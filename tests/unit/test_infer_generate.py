@@ -66,10 +66,10 @@ class Counter:
     def new_cache(self, rows: int, capacity: int) -> SimpleNamespace:
         return SimpleNamespace(rows=rows, capacity=capacity)
 
-    def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> SimpleNamespace:
+    def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> dict[str, Tensor]:
         self.asked.append(batch)
         ends = batch.segments["text"].bounds[1:] - 1 if batch.segments else torch.arange(cache.rows)
-        return SimpleNamespace(logits=10.0 * torch.nn.functional.one_hot(batch["tokens"][ends] + 1, 20))
+        return {"logits": 10.0 * torch.nn.functional.one_hot(batch["tokens"][ends] + 1, 20)}
 
 
 def prompt() -> Batch:
@@ -106,8 +106,8 @@ def test_all_done_ends_early_and_nothing_asked_is_nothing_done() -> None:
 
 def test_nan_is_an_error_not_a_token() -> None:
     class Broken(Counter):
-        def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> SimpleNamespace:
-            return SimpleNamespace(logits=torch.full((cache.rows, 20), float("nan")))
+        def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> dict[str, Tensor]:
+            return {"logits": torch.full((cache.rows, 20), float("nan"))}
 
     with pytest.raises(TesseraError, match="nan"):
         generate_tokens(Broken(), prompt(), max_new_tokens=2, stop_tokens=(), sampling=GREEDY)
@@ -116,8 +116,8 @@ def test_nan_is_an_error_not_a_token() -> None:
 def test_a_seed_gives_the_same_again_whoever_is_in_the_next_row() -> None:
     def run(batch: Batch, seed: int) -> list[list[int]]:
         class Flat(Counter):
-            def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> SimpleNamespace:
-                return SimpleNamespace(logits=torch.zeros(cache.rows, 1000))
+            def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> dict[str, Tensor]:
+                return {"logits": torch.zeros(cache.rows, 1000)}
 
         return generate_tokens(Flat(), batch, max_new_tokens=8, stop_tokens=(), sampling=Sampling(1.0, seed=seed))
 

@@ -157,10 +157,10 @@ def test_the_run_keeps_what_it_adapts_and_answers(data: Path, tmp_path: Path) ->
     assert len(model.adapters) == 14
     batch = processor([{"role": "user", "content": "red blue"}])
     with torch.no_grad():
-        expected = model(batch).logits
+        expected = model(batch)["logits"]
         merged = tessera.load(run.folder / "hf", device="cpu")[0](batch).logits
         with without_adapters(model.module):
-            assert not torch.allclose(model(batch).logits, expected, atol=1e-3)
+            assert not torch.allclose(model(batch)["logits"], expected, atol=1e-3)
     assert float((merged - expected).abs().max() / expected.abs().max()) < 1e-5
     assert (run.folder / "adapter" / "adapter_config.json").is_file()
 

@@ -65,7 +65,7 @@ def adapted_model(dropout: float = 0.0, bits: WeightBits | None = None) -> tuple
 
 def reference(model: nn.Module, batch: Batch) -> Tensor:
     with torch.no_grad(), without_adapters(model):
-        hidden: Tensor = model(batch).hidden
+        hidden: Tensor = model(batch)["logits"].hidden
     return hidden
 
 
@@ -74,7 +74,7 @@ def test_gradients_and_the_reference_of_dpo_and_nothing_is_compiled_again() -> N
     config, model, blocks = adapted_model()
     batches = [batch_of(config, [44, 52], [(4, 6), (4, 4)], 0), batch_of(config, [34, 30, 32], [(4, 4), (6, 2)] * 2, 1)]
     plain = [(reference(model, batch), gradients(model, batch)) for batch in batches]
-    assert not torch.equal(plain[0][0], model(batches[0]).hidden)  # adapters matter
+    assert not torch.equal(plain[0][0], model(batches[0])["logits"].hidden)  # adapters matter
     counter = CompileCounter()
     # The encoder that sees has no adapters here; the slow test below compiles it as well.
     apply_compile(model, [path for path in blocks if path.startswith("text.")], backend=counter)  # type: ignore[arg-type]
@@ -221,11 +221,11 @@ def test_adapters_of_experts_break_no_graph() -> None:
     tokens = torch.arange(40) % 97
     tensors = {"tokens": tokens, "labels": tokens.roll(-1), "positions": torch.arange(40)}
     batch = Batch(tensors, {"text": Segments.of([40])}, seeds=(0,))
-    expected, before = model(batch).hidden.detach(), reference(model, batch)
+    expected, before = model(batch)["logits"].hidden.detach(), reference(model, batch)
     counter = CompileCounter()
     blocks = make_plan(ParallelSection(compile=True), with_adapters(plan), model, 1).compiled
     apply_compile(model, blocks, backend=counter)  # type: ignore[arg-type]
-    torch.testing.assert_close(model(batch).hidden.detach(), expected)
+    torch.testing.assert_close(model(batch)["logits"].hidden.detach(), expected)
     torch.testing.assert_close(reference(model, batch), before)
     assert not torch.equal(expected, before)
     assert counter.frame_count == 2  # with adapters and without

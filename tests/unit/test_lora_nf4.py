@@ -102,7 +102,7 @@ def test_a_run_trains_stops_goes_on_and_exports(data: Path, tmp_path: Path, bits
     assert all(isinstance(layer, QuantizedLoraLinear) for layer in layers.values())
     name = "text.layers.0.attn.q"
     assert torch.equal(layers[name].scales, saved[f"model.{name}.scales"])  # type: ignore[arg-type]  # not in bf16
-    assert model(processor([{"role": "user", "content": "red"}])).logits.isfinite().all()
+    assert model(processor([{"role": "user", "content": "red"}]))["logits"].isfinite().all()
     assert (whole.folder / "adapter" / "adapter_config.json").is_file()
     with pytest.raises(TesseraError, match="fewer bits"):
         tessera.convert(whole.folder, tmp_path / "merged")

@@ -16,7 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from tessera.checkpoint.state import model_tensors
-from tessera.core.batch import IGNORE, Batch, LanguageOutput, Segments
+from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.outputs import LOGITS, projection
 from tessera.errors import TesseraError
 from tessera.models import FAMILIES
 from tessera.nn.causal_lm import LanguageModel
@@ -252,7 +253,7 @@ def gradients(made: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
 
 def task_loss(made: LanguageModel, data: Batch) -> Tensor:
     out = made(data)
-    assert isinstance(out, LanguageOutput)
+    assert isinstance(out, dict)
     return sum_and_count(LanguageTask(), out, data)[0]
 
 
@@ -294,8 +295,8 @@ def test_nothing_is_balanced_where_nothing_is_trained() -> None:
     data = batch([0])
     unlabelled = Batch({k: v for k, v in data.tensors.items() if k != "labels"}, data.segments)
     out = made(unlabelled)
-    assert isinstance(out, LanguageOutput)
-    out.hidden.sum().backward()
+    assert isinstance(out, dict)
+    projection(out, LOGITS).hidden.sum().backward()
     assert not any(b.any() for name, b in made.named_buffers() if name.endswith("loads"))
     with torch.no_grad():
         made(data)
@@ -327,11 +328,11 @@ def test_reading_token_by_token_gives_what_reading_at_once_gives() -> None:
     made = model(dense_layers=1, tied=True)
     data = token_rows.TokenRows(16, 64, seed=1).batch([0])
     single = Batch({"tokens": data["tokens"], "positions": torch.arange(16)}, {"text": data.segments["text"].of([16])})
-    whole = made(single, logits=True).logits
+    whole = made(single, logits=True)["logits"]
     cache = made.new_cache(1, 16)
     first = {name: single[name][:9] for name in ("tokens", "positions")}
-    found = [made(Batch(first, {"text": single.segments["text"].of([9])}), logits="last", cache=cache).logits]
+    found = [made(Batch(first, {"text": single.segments["text"].of([9])}), logits="last", cache=cache)["logits"]]
     for at in range(9, 16):
         step = Batch({"tokens": single["tokens"][at : at + 1], "positions": torch.tensor([at])})
-        found.append(made(step, logits=True, cache=cache).logits)
+        found.append(made(step, logits=True, cache=cache)["logits"])
     torch.testing.assert_close(torch.cat(found), whole[8:], rtol=1e-4, atol=1e-5)

@@ -71,11 +71,13 @@ def batch_of(samples: list[tuple[int, int]], text_first: bool = True, seed: int 
 @pytest.mark.parametrize("options", [{"rope_axes": (2, 2, 4)}, {"single": 0}], ids=["rotated", "double alone"])
 def test_a_sample_alone_is_predicted_as_among_others_and_with_its_text_behind_it(options: dict[str, Any]) -> None:
     model, samples = model_of(**options), [(3, 7), (0, 4), (5, 2)]
-    together = model(batch_of(samples)).latents
-    behind = model(batch_of(samples, text_first=False)).latents
+    together = model(batch_of(samples))["latents"]
+    behind = model(batch_of(samples, text_first=False))["latents"]
     assert torch.allclose(behind, together, atol=1e-12)
     alone = [
-        model(batch_of([sample], seed=1 + number).with_tensors(timesteps=torch.tensor([100.0 * (number + 1)]))).latents
+        model(batch_of([sample], seed=1 + number).with_tensors(timesteps=torch.tensor([100.0 * (number + 1)])))[
+            "latents"
+        ]
         for number, sample in enumerate(samples)
     ]
     assert torch.allclose(torch.cat(alone), together, atol=1e-12)
@@ -93,7 +95,7 @@ def test_stages_of_a_pipeline_predict_what_the_whole_model_does(options: dict[st
         first.single_blocks[at] = None  # type: ignore[assignment]
     carry = first(batch)
     assert carry.shape == (2 * 17, BLOCK.hidden)
-    assert torch.allclose(second(batch, carry=carry).latents, whole(batch).latents, atol=1e-12)
+    assert torch.allclose(second(batch, carry=carry)["latents"], whole(batch)["latents"], atol=1e-12)
 
 
 def test_more_samples_than_tokens_do_not_fit_between_stages() -> None:
@@ -105,7 +107,7 @@ def test_more_samples_than_tokens_do_not_fit_between_stages() -> None:
 
 def test_weights_behind_the_last_text_are_frozen_and_have_no_effect() -> None:
     model, batch = model_of(single=0), batch_of([(3, 7)])
-    before = model(batch).latents
+    before = model(batch)["latents"]
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert {name.rpartition(".")[0] for name in frozen} == {
         *("blocks.1.attn.text_out", "blocks.1.text_mlp.up", "blocks.1.text_mlp.down")
@@ -114,7 +116,7 @@ def test_weights_behind_the_last_text_are_frozen_and_have_no_effect() -> None:
         for name, parameter in model.named_parameters():
             if name in frozen:
                 parameter.fill_(7)
-    assert torch.equal(model(batch).latents, before)
+    assert torch.equal(model(batch)["latents"], before)
     assert all(parameter.requires_grad for parameter in model_of(single=1).parameters())
 
 

@@ -68,8 +68,8 @@ def varied(config: Any) -> list[Batch]:
 
 def gradients(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    out = model(batch)
-    linear_cross_entropy(out.hidden, out.head.weight, batch["labels"])[0].backward()
+    hidden, head = model(batch)["logits"]
+    linear_cross_entropy(hidden, head.weight, batch["labels"])[0].backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -244,7 +244,7 @@ def model_with_adapters(setup: Any) -> torch.nn.Module:
 
 def plain_log_probs(module: torch.nn.Module, batch: Batch) -> Tensor:
     """[pairs, 2] from whole logits, answer by answer."""
-    logits = module(batch, logits=True).logits.float().log_softmax(-1)
+    logits = module(batch, logits=True)["logits"].float().log_softmax(-1)
     found = logits.gather(1, batch["labels"].clamp(min=0)[:, None])[:, 0].where(batch["labels"] != IGNORE, 0.0)
     sides = range(2 * batch["pair_ids"].shape[0])
     return torch.stack([found[batch["pair"] == side].sum() for side in sides]).view(-1, 2)

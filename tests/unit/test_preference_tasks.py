@@ -63,7 +63,7 @@ def rated(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Batches:
 
 def log_probs(module: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [samples, 2] of answers and their lengths, token by token from whole logits."""
-    logits = module(batch, logits=True).logits.log_softmax(-1)
+    logits = module(batch, logits=True)["logits"].log_softmax(-1)
     known = batch["labels"] != IGNORE
     found = logits.gather(1, batch["labels"].clamp(min=0)[:, None])[:, 0].where(known, 0.0)
     answers = [batch["pair"] == side for side in range(2 * batch["pair_ids"].shape[0])]

@@ -14,6 +14,7 @@ from torch import Tensor
 import tessera
 from tessera.config.run_config import load_config
 from tessera.core.batch import Batch
+from tessera.core.outputs import REWARDS
 from tessera.data.tokenizer import train_tokenizer
 from tessera.errors import TesseraError
 from tessera.models.text.reward import as_classifier, is_classifier
@@ -40,12 +41,11 @@ def recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
 
 def formula(module: torch.nn.Module, batch: Batch, center: float) -> Tensor:
     """As the paper has it, pair by pair."""
-    out = module(batch)
+    hidden, head = module(batch)["rewards"]
     losses = []
     for number in range(batch["pair_ids"].shape[0]):
         better, worse = (
-            (out.hidden[int((batch["pair"] == 2 * number + side).nonzero()[-1])] * out.head.weight[0]).sum()
-            for side in (0, 1)
+            (hidden[int((batch["pair"] == 2 * number + side).nonzero()[-1])] * head.weight[0]).sum() for side in (0, 1)
         )
         losses.append(-torch.sigmoid(better - worse).log() + center * (better + worse) ** 2)
     return torch.stack(losses).mean()
@@ -54,7 +54,7 @@ def formula(module: torch.nn.Module, batch: Batch, center: float) -> Tensor:
 def test_loss_and_gradients_are_those_of_the_formula_in_float64(data: Path, tmp_path: Path) -> None:
     config = load_config(recipe(data, tmp_path), {"model.lora": None})
     setup = build_meta_model(config, 1)
-    assert setup.spec.head == "reward"
+    assert setup.spec.gives(REWARDS)
     batch = build_rows(config, setup, "train", build_processor(config, setup)).batch([0, 1])
     assert batch["pair_ids"].shape[0] > 1
 
@@ -184,8 +184,8 @@ def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tm
     for changes, said in (
         (whole, "transformers has no class that gives a Qwen2VLForConditionalGeneration a head of one number"),
         ({"parallel.tp": 2}, "parallel.tp=2 cannot share"),
-        ({"model.head": "language"}, "gives logits of tokens, and the objective learns one number"),
-        ({"train.task": "simpo", "train.task_options": {}, "model.head": "reward"}, "the objective learns logits"),
+        ({"model.head": "language"}, "reads the output 'rewards'"),
+        ({"train.task": "simpo", "train.task_options": {}, "model.head": "reward"}, "reads the output 'logits'"),
         ({"train.task_options": {"centre": 1}}, "centre"),
     ):
         with pytest.raises(TesseraError) as caught:
@@ -200,7 +200,7 @@ def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tm
 
 def test_what_a_row_costs_can_be_sent_to_worker_processes(data: Path, tmp_path: Path) -> None:
     spec = build_meta_model(load_config(recipe(data, tmp_path)), 1).spec
-    assert spec.head == "reward"
+    assert spec.gives(REWARDS)
     assert pickle.loads(pickle.dumps(spec.work)).func is spec.work.func  # noqa: S301  # type: ignore[union-attr]
 
 

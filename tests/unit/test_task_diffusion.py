@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tessera.config.reader import build
-from tessera.core.batch import Batch, Prediction, Segments
+from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.spec import Component, ModelSpec
 from tessera.diffusion.forms import GenerationForm, TextForm
 from tessera.diffusion.noise_levels import Betas, NoiseLevels, ShiftByTokens, TimeOptions
@@ -217,7 +218,7 @@ class Toy(nn.Module):
         self.latents = nn.Linear(form.patch_values + extra, form.patch_values)
         self.text = nn.Linear(TEXT, form.patch_values)
 
-    def forward(self, batch: Batch) -> Prediction:
+    def forward(self, batch: Batch) -> Outputs:
         samples = batch["sample_index"]
         if self.form.joint:
             samples = samples[batch["latent_index"]]
@@ -226,7 +227,7 @@ class Toy(nn.Module):
             self.text(batch["text"].to(dtype)), "sum", lengths=torch.tensor(batch.segments["text"].lengths)
         )
         times = (batch["timesteps"] / 1000).to(dtype)[samples]
-        return Prediction((self.latents(batch["latents"].to(dtype)) + texts[samples]) * (1 + times[:, None]))
+        return {LATENTS: (self.latents(batch["latents"].to(dtype)) + texts[samples]) * (1 + times[:, None])}
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -245,7 +246,7 @@ def test_any_split_of_a_batch_gives_the_gradient_of_a_float64_reference(
     task = bound(form, **values)
     reference = Toy(form).double()
     whole = task.inputs(row_batch(form, rows, seeds))
-    error = (reference(whole).latents - whole["target"].double()).square()[whole["trained_here"]]
+    error = (reference(whole)["latents"] - whole["target"].double()).square()[whole["trained_here"]]
     weights = whole["token_weights"].double()[whole["trained_here"]]
     assert len(weights) == 3 + 5 + 7 + 6 + 6
     ((error * weights[:, None]).sum() / error.numel()).backward()

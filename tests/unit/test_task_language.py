@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tessera.config.run_config import load_config
-from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, LanguageOutput, Segments, trained_positions
+from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, Segments, trained_positions
+from tessera.core.outputs import LOGITS, Projection
 from tessera.errors import TesseraError
 from tessera.tasks.answers import answer_log_probs
 from tessera.tasks.language import LanguageTask, embedding_noise
@@ -29,7 +30,7 @@ def test_the_loss_of_trained_positions_is_the_loss(share: float) -> None:
     batch, hidden, head = given(share)
     found = []
     for one in (batch, batch.with_tensors(trained=trained_positions(batch["labels"]))):
-        total, count = sum_and_count(LanguageTask(), LanguageOutput(hidden, head), one)
+        total, count = sum_and_count(LanguageTask(), {LOGITS: Projection(hidden, head)}, one)
         found.append((total, count, *torch.autograd.grad(total, (hidden, head.weight))))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -41,7 +42,7 @@ def test_so_it_is_for_pairs_of_answers() -> None:
     batch = batch.with_tensors(pair=pair, pair_ids=torch.arange(2))
     found = []
     for one in (batch, batch.with_tensors(trained=trained_positions(batch["labels"]))):
-        logs = answer_log_probs(LanguageOutput(hidden, head), one)
+        logs = answer_log_probs({LOGITS: Projection(hidden, head)}, one)
         found.append((logs, *torch.autograd.grad((logs * torch.arange(4)).sum(), (hidden, head.weight))))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -88,8 +89,8 @@ def test_training_reads_the_noise_and_evaluation_does_not() -> None:
     noisy = setup.task.inputs(batch)
     assert noisy[EMBEDDING_NOISE].shape == (16, module.text.embed.embedding_dim)
     with torch.no_grad():
-        assert not torch.equal(module.train()(noisy).hidden, module(batch).hidden)
-        assert torch.equal(module.eval()(noisy).hidden, module(batch).hidden)
+        assert not torch.equal(module.train()(noisy)["logits"].hidden, module(batch)["logits"].hidden)
+        assert torch.equal(module.eval()(noisy)["logits"].hidden, module(batch)["logits"].hidden)
 
 
 def test_a_model_that_reads_no_noise_is_told() -> None:

@@ -54,7 +54,7 @@ def test_run_checkpoint_and_folder_are_the_same_model(run: tessera.Run, data: Pa
         model, processor = tessera.load(place, device="cpu")
         batch = processor(ask(data / "pictures/1-0.png"))
         with torch.no_grad():
-            logits.append(model(batch, logits=True).logits)
+            logits.append(model(batch, logits=True)["logits"])
         answers.append(model.generate(batch, max_new_tokens=6))
     assert torch.equal(logits[0], logits[1])
     assert torch.allclose(logits[0], logits[2], atol=1e-6)

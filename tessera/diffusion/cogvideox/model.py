@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.batch import Batch, Prediction, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.diffusion.cogvideox.config import OFFSET, CogVideoXConfig
 from tessera.diffusion.cogvideox.positions import rope_positions, sine_embedding
 from tessera.errors import TesseraError
@@ -179,7 +180,7 @@ class CogVideoXModel(nn.Module):
         self.blocks = nn.ModuleList(CogVideoXBlock(config) for _ in range(config.num_layers))
         self.head: CogVideoXHead | None = CogVideoXHead(config)
 
-    def forward(self, batch: Batch, carry: Tensor | None = None) -> Prediction | Tensor:
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Outputs | Tensor:
         samples, width = batch["sample_index"], self.config.time_embed_dim
         if self.embed is not None:
             x, time = self.embed(batch)
@@ -195,7 +196,7 @@ class CogVideoXModel(nn.Module):
                 x = block(x, time, kinds, angles, batch.segments["latents"])
         if self.head is None:
             return pack_carry(x, F.pad(time, (0, x.shape[1] - width)))
-        return Prediction(self.head(x.index_select(0, latent_index), time, latent_samples))
+        return {LATENTS: self.head(x.index_select(0, latent_index), time, latent_samples)}
 
     def _angles(self, batch: Batch, samples: Tensor) -> Angles:
         """Return the rotation of every element; text is not rotated. `samples`: which one each latent is of."""

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.batch import Batch, Prediction, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.diffusion.costs import latent_segments
 from tessera.diffusion.ltx_video.config import LTXVideoConfig
 from tessera.nn.dit import (
@@ -128,7 +129,7 @@ class LTXVideoModel(nn.Module):
         self.blocks = nn.ModuleList(LTXVideoBlock(config) for _ in range(config.num_layers))
         self.head: LTXVideoHead | None = LTXVideoHead(config)
 
-    def forward(self, batch: Batch, carry: Tensor | None = None) -> Prediction | Tensor:
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Outputs | Tensor:
         if self.embed is not None:
             x, text, time = self.embed(batch)
         else:
@@ -141,7 +142,7 @@ class LTXVideoModel(nn.Module):
                 x = block(x, text, time[:, 1:], layout)
         if self.head is None:
             return pack_carry(x, text, time.flatten(0, 1))
-        return Prediction(self.head(x, time[:, :1], layout.times))
+        return {LATENTS: self.head(x, time[:, :1], layout.times)}
 
     def _layout(self, batch: Batch) -> LTXVideoLayout:
         segments = batch.segments["latents"]

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from tessera.config.reader import build
 from tessera.config.run_config import RunConfig
-from tessera.core.batch import Batch, Prediction
+from tessera.core.batch import Batch
 from tessera.core.model_plan import Stream
+from tessera.core.outputs import LATENTS as PREDICTION
+from tessera.core.outputs import Outputs, tensor
 from tessera.core.spec import Component, ModelSpec, Residence
 from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Task
 from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, EditImages, edit_form
@@ -57,6 +59,7 @@ BANDS = ("low", "middle", "high")  # thirds of the times, by noise
 class DiffusionTask(Task):
     """Train a generation model by flow matching, or to predict noise or v. Options: `DiffusionOptions`."""
 
+    reads = (PREDICTION,)
     section: ClassVar[type[DiffusionOptions]] = DiffusionOptions
 
     def __init__(self, **options: Any) -> None:
@@ -397,8 +400,8 @@ class DiffusionTask(Task):
 
     # ------------------------------------------------------------------------------------------ losses
 
-    def losses(self, outputs: Prediction, batch: Batch) -> Losses:
-        error = (outputs.latents.to(torch.float32) - batch["target"]).square().sum(1)
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
+        error = (tensor(outputs, PREDICTION).to(torch.float32) - batch["target"]).square().sum(1)
         weights = batch["token_weights"]
         metrics = {}
         with torch.no_grad():

@@ -22,7 +22,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from tessera.config.run_config import RunConfig
-from tessera.core.batch import Batch, Prediction
+from tessera.core.batch import Batch
+from tessera.core.outputs import LATENTS, Outputs, tensor
 from tessera.core.spec import Component, ModelSpec
 from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Reference
 from tessera.diffusion.objectives.diffusion import DiffusionTask
@@ -53,7 +54,7 @@ class PriorModel(Reference):
     def active(self, module: nn.Module) -> AbstractContextManager[None]:
         return without_adapters(module)
 
-    def tensors(self, outputs: Prediction, batch: Batch) -> dict[str, Tensor]:
+    def tensors(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         return {REFERENCE_ERRORS: sample_errors(outputs, batch)}
 
 
@@ -128,7 +129,7 @@ class DiffusionDpoTask(DiffusionTask):
         with self._frozen.use() as model:
             return batch.with_tensors(**{REFERENCE_ERRORS: sample_errors(model(batch), batch)})
 
-    def losses(self, outputs: Prediction, batch: Batch) -> Losses:
+    def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         change = sample_errors(outputs, batch) - batch[REFERENCE_ERRORS]
         better, worse = change.view(-1, 2).unbind(1)
         margin = -0.5 * self.options.beta * (better - worse)
@@ -140,9 +141,9 @@ class DiffusionDpoTask(DiffusionTask):
         return Losses([LossTerm("diffusion_dpo_loss", -F.logsigmoid(margin).sum(), PAIRS)], metrics)
 
 
-def sample_errors(outputs: Prediction, batch: Batch) -> Tensor:
+def sample_errors(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the mean squared error on each sample of the pairs, better and worse in turn: [2 x pairs], in fp32."""
-    error = (outputs.latents.to(torch.float32) - batch["target"]).square().mean(1)
+    error = (tensor(outputs, LATENTS).to(torch.float32) - batch["target"]).square().mean(1)
     index, samples = batch["sample_of_latents"], len(batch.segments["latents"].lengths)
     summed = error.new_zeros(2, samples).index_add(
         1, index, torch.stack([error * batch["token_weights"], batch["trained_here"].to(error)])

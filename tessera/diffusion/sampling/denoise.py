@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch
+from tessera.core.outputs import LATENTS
 from tessera.diffusion.sampling.guidance import Guidance
 from tessera.diffusion.sampling.over_ranks import PassRanks
 from tessera.diffusion.sampling.solver import Solver
@@ -91,7 +92,7 @@ def _predict(model: Callable[[Batch], Any], inputs: Inputs, flat: Tensor, time: 
     samples = batch.segments["latents"].bounds.numel() - 1
     times = torch.full((samples + ("time_index" in batch),), time, dtype=torch.float32, device=flat.device)
     times[samples:] = 0
-    return model(batch.with_tensors(latents=tokens, timesteps=times)).latents.index_select(0, index)  # type: ignore[no-any-return]
+    return model(batch.with_tensors(latents=tokens, timesteps=times))[LATENTS].index_select(0, index)  # type: ignore[no-any-return]
 
 
 def _check_numbers(latents: Sequence[Tensor], number: int) -> None:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tessera.core.batch import Batch, Prediction
+from tessera.core.batch import Batch
 from tessera.core.model_plan import Stream
+from tessera.core.outputs import LATENTS, Outputs, tensor
 from tessera.diffusion.forms import GenerationForm
 from tessera.errors import TesseraError
 from tessera.parallel.collectives import gathered
@@ -74,18 +75,18 @@ class ModelOverRanks:
         return PassRanks(self.mesh.group(DATA), self.mesh.position(DATA))
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Prediction:
+    def __call__(self, batch: Batch) -> Outputs:
         sharding = self.plan.batch_sharding
         if sharding is None or self.mesh.size(CONTEXT) == 1:
             return self._predict(batch)
         own = self._own(batch, sharding)
-        found = self._predict(own).latents
+        found = tensor(self._predict(own), LATENTS)
         shared = self._shared(batch, sharding)
         padded = found.new_zeros(shared.longest, found.shape[1])
         padded[: len(found)] = found
         group = self.mesh.group(CONTEXT)
         assert group is not None, "several ranks share the sequence"
-        return Prediction(gathered(padded, group).index_select(0, shared.order))
+        return {LATENTS: gathered(padded, group).index_select(0, shared.order)}
 
     def _own(self, batch: Batch, sharding: BatchSharding) -> Batch:
         """Return this rank's part of a batch, as the task makes it in training."""
@@ -118,12 +119,12 @@ class ModelOverRanks:
             self._known[key] = SharedTokens(max(map(len, by_rank)), order.to(self.device))
         return self._known[key]
 
-    def _predict(self, batch: Batch) -> Prediction:
+    def _predict(self, batch: Batch) -> Outputs:
         if self._stages is None:
             return self.module(batch)  # type: ignore[no-any-return]
 
         def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
             out = stage.run(batch, carry)
-            return out.latents if stage.is_last else out
+            return out[LATENTS] if stage.is_last else out
 
-        return Prediction(self._stages.share(self._stages.run(work)))
+        return {LATENTS: self._stages.share(self._stages.run(work))}

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tessera.core.batch import Batch, Prediction, Segments
+from tessera.core.batch import Batch, Segments
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.diffusion.costs import latent_segments
 from tessera.diffusion.wan.config import WanConfig
 from tessera.errors import TesseraError
@@ -160,7 +161,7 @@ class WanModel(nn.Module):
         self.blocks = nn.ModuleList(WanBlock(config) for _ in range(config.num_layers))
         self.head: WanHead | None = WanHead(config)
 
-    def forward(self, batch: Batch, carry: Tensor | None = None) -> Prediction | Tensor:
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Outputs | Tensor:
         if self.embed is not None:
             x, text, image, time = self.embed(batch)
         else:
@@ -172,7 +173,7 @@ class WanModel(nn.Module):
         if self.head is None:
             parts = (text, image, time.flatten(0, 1))
             return pack_carry(x, *(part for part in parts if part is not None))
-        return Prediction(self.head(x, time[:, 0], layout.times))
+        return {LATENTS: self.head(x, time[:, 0], layout.times)}
 
     def _layout(self, batch: Batch) -> WanLayout:
         segments = batch.segments["latents"]

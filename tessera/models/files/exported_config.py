@@ -46,18 +46,18 @@ def keep_base_config(source: Path | None, target: Path) -> None:
 
 
 def exported_config(
-    config: Any, base: Mapping[str, Any] | None, dtype: torch.dtype, head: str = "language"
+    config: Any, base: Mapping[str, Any] | None, dtype: torch.dtype, reward: bool = False
 ) -> dict[str, Any]:
     """Return the config.json of a model whose weights are stored as `dtype`.
 
     `config`: of the family. `base`: of the folder that the weights came from. It is taken whole if it describes this
-    model; otherwise its plain values that the family does not write are added to what the family writes. `head`: see
-    `ModelSpec.head`.
+    model; otherwise its plain values that the family does not write are added to what the family writes. `reward`: the
+    head of the model is one number.
     """
     written = config.to_hf()
     fitting = (one for one in _candidates(written, base) if _describes(one, config, written))
     described = with_dtype(next(fitting, written), dtype)
-    return as_classifier(described) if head == "reward" else described
+    return as_classifier(described) if reward else described
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
+from tessera.core.outputs import LOGITS, REWARDS
 from tessera.core.spec import Component, ModelSpec, Passes, Training
 from tessera.errors import TesseraError
 from tessera.nn.causal_lm import CausalLMBase
@@ -23,7 +24,7 @@ _LANGUAGE, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 def with_reward_head(spec: ModelSpec) -> ModelSpec:
     """Return the family with a head of one number: the module, its plan and its weight map."""
-    if spec.head == "reward":
+    if spec.gives(REWARDS):
         return spec
     main = spec.main
     maps = {"hf": _mapped(main.weights["hf"])} if "hf" in main.weights else {}
@@ -34,7 +35,7 @@ def with_reward_head(spec: ModelSpec) -> ModelSpec:
         flops=_without_vocabulary(spec.flops),
         work=_without_vocabulary(spec.work),
         task="reward",
-        head="reward",
+        outputs=(REWARDS, *(name for name in spec.outputs or () if name != LOGITS)),
     )
 
 
@@ -48,6 +49,7 @@ def _built(family: str, build: Callable[[Any], nn.Module]) -> Callable[[Any], nn
                 fix="take a language or vision-language family",
             )
         module.head = nn.Linear(module.text.shape.hidden, 1, bias=False)
+        module.heads = {REWARDS: "head"}
         return module
 
     return make

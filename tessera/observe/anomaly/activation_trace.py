@@ -132,6 +132,10 @@ class _TracedTask(Task):
         self.found: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: its loss times its count, and its count
 
     @property
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._task.reads
+
+    @property
     def reference(self) -> Reference | None:
         return self._task.reference
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tessera.config.reader import Section
-from tessera.core.batch import Batch, Prediction
+from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.spec import Component, ModelSpec
 from tessera.diffusion.family import generation_processor
 from tessera.diffusion.forms import GenerationForm, TextForm
@@ -36,7 +37,7 @@ class Mixer(nn.Module):
         self.words = nn.Linear(config.text, config.width)
         self.outlet = nn.Linear(config.width, values)
 
-    def forward(self, batch: Batch) -> Prediction:
+    def forward(self, batch: Batch) -> Outputs:
         index = batch["sample_index"]
         index = index.index_select(0, batch["latent_index"]) if "latent_index" in batch else index
         times = batch["timesteps"].index_select(0, index).unsqueeze(1) / 1000
@@ -45,7 +46,7 @@ class Mixer(nn.Module):
         sums = x.new_zeros(len(lengths), batch["text"].shape[1])
         sums = sums.index_add(0, torch.repeat_interleave(lengths), batch["text"].to(x))
         x = x + self.words(sums / lengths.clamp(min=1).unsqueeze(1)).index_select(0, index)
-        return Prediction(self.outlet(nn.functional.silu(x)))
+        return {LATENTS: self.outlet(nn.functional.silu(x))}
 
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.zero_() if name.endswith("bias") else tensor.normal_(0, 0.1, generator=generator)

@@ -1,0 +1,78 @@
+"""Define what a model returns: outputs by name.
+
+A model family declares the outputs it gives (`ModelSpec.outputs`), a task those it reads (`Task.reads`). Heads are
+always given. Hidden states of layers cost memory: a model returns them only if the batch asks for them
+(`Batch.outputs`). A name is a dotted path, so that a declaration can be a pattern (see `config.pattern`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tessera.errors import TesseraError
+
+LOGITS = "logits"  # of the next token, by the main head
+REWARDS = "rewards"  # one number for each token: how good the sequence up to here is
+LATENTS = "latents"  # the raw prediction of a generation model (a velocity, the noise or v), [N, channels x patch]
+HIDDEN = "hidden"  # the final hidden states; `hidden_of(path)`: those behind a layer
+ROUTER_AUX = "router_aux_loss"  # the loss that keeps experts evenly used
+# What families of `nn.causal_lm` and `nn.multimodal` give.
+LANGUAGE_OUTPUTS = (LOGITS, HIDDEN, f"{HIDDEN}.text.layers.{{*}}")
+
+
+class Projection(NamedTuple):
+    """Hold the output of a head before the head is applied: hidden states, and the head *module*. A loss multiplies by
+    the head's weight in chunks, so that the logits of a long row never exist at once."""
+
+    hidden: Tensor  # [T, D]
+    head: Any  # nn.Module with .weight [V, D]; a module, because functions over trees of tensors leave it alone
+
+
+class AuxiliaryLoss(NamedTuple):
+    """Hold a loss that a model computes itself: a sum over the trained labels, and its weight in the loss."""
+
+    sum: Tensor
+    weight: float
+
+
+# Plain dictionaries and tuples: FSDP looks for tensors in these to run its hooks.
+Outputs = dict[str, Tensor | Projection | AuxiliaryLoss]
+
+
+def hidden_of(path: str) -> str:
+    """Return the name of the hidden states behind the layer at a module path, such as `text.layers.3`."""
+    return f"{HIDDEN}.{path}"
+
+
+def projection(outputs: Mapping[str, Any], name: str) -> Projection:
+    """Return the output of a head, before the head is applied."""
+    output = _output(outputs, name)
+    if not isinstance(output, Projection):
+        raise TesseraError(
+            f"the model's output {name!r} is a {type(output).__name__}, and the task needs hidden states with a head",
+            where="train.task",
+            fix="return a Projection(hidden, head) under this name",
+        )
+    return output
+
+
+def tensor(outputs: Mapping[str, Any], name: str) -> Tensor:
+    """Return an output that is a tensor."""
+    output = _output(outputs, name)
+    assert isinstance(output, Tensor), f"the output {name!r} is a {type(output).__name__}, not a tensor"
+    return output
+
+
+def _output(outputs: Mapping[str, Any], name: str) -> Any:
+    if not isinstance(outputs, Mapping) or name not in outputs:
+        names = list(outputs) if isinstance(outputs, Mapping) else [type(outputs).__name__]
+        raise TesseraError(
+            f"the model returned no output {name!r}",
+            where="train.task",
+            allowed=names,
+            fix="a model returns its outputs by name: {name: tensor or Projection(hidden, head)}",
+        )
+    return outputs[name]
