@@ -26,7 +26,6 @@ from tessera.tools.push import push
 from tessera.training.generation_model import GenerationModel
 from tessera.training.run import Run, resume, train
 from tessera.training.setup import build_meta_model, check_rows, precision_guess
-from tessera_compat.mindspeed_mm.migrate import migrate
 
 __all__ = [
     "GenerationModel",
@@ -41,7 +40,6 @@ __all__ = [
     "evaluate",
     "generate",
     "load",
-    "migrate",
     "pipeline",
     "plan",
     "preflight",

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError, nearest
 from tessera.runtime import device as devices
+from tessera.runtime.debug import check_debug, wait_for_debugger
 from tessera.runtime.distributed import environment_ranks
 from tessera_compat.cpu_affinity import VARIABLE as AFFINITY
 from tessera_compat.cpu_affinity import bind_rank, parse_affinity
-from tessera_compat.debug import check_debug, wait_for_debugger
 
 Treatment = Literal["honoured", "passed on", "no effect"]
 

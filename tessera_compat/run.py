@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from tessera.errors import TesseraError, nearest, reported
 from tessera.runtime import log
+from tessera.runtime.debug import check_debug, wait_for_debugger
 from tessera.runtime.distributed import environment_ranks, free_port
 from tessera_compat import state
-from tessera_compat.debug import check_debug, wait_for_debugger
 from tessera_compat.environment import explain_environment, prepare_rank
 from tessera_compat.script_device import devices_of_this_machine
 from tessera_compat.served import ROOTS, NotServed, serving

@@ -66,7 +66,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="data set to read")],
     target: Annotated[Path, typer.Argument(help="file to write")],
     to: Annotated[
-        str, typer.Option("--to", help="messages, or mllm: MindSpeed-MM's form of LLaVA-Instruct")
+        str, typer.Option("--to", help="messages, or mllm: LLaVA-Instruct rows as one JSON array")
     ] = "messages",
     images: Annotated[
         Path | None, typer.Option("--images", help="mllm: the folder that holds COCO's train2017")

@@ -19,10 +19,10 @@ from tessera.cli.chat import chat
 from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
-from tessera.cli.migrate import migrate
 from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
+from tessera.config.extensions import extensions
 from tessera.config.foreign_keys import find_foreign
-from tessera.errors import TesseraError, reported
+from tessera.errors import TesseraError, nearest, reported
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
 
@@ -52,9 +52,10 @@ ProveOption = Annotated[
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
-for _verb in (run.train, run.resume, run.preflight, run.launch, generate, chat, download, push, migrate):
+for _verb in (run.train, run.resume, run.preflight, run.launch, generate, chat, download, push):
     app.command()(_verb)
-app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run_script)
+for _commands in extensions("tessera.commands"):
+    app.registered_commands += _commands.registered_commands
 
 
 @app.callback(invoke_without_command=False)
@@ -325,7 +326,7 @@ def config_vscode(
     only_print: Annotated[bool, typer.Option("--print", help="write to the screen alone")] = False,
 ) -> None:
     """Write .vscode/launch.json to attach to ranks that TESSERA_DEBUG lets wait."""
-    from tessera_compat.debug import vscode_launch, write_vscode
+    from tessera.runtime.debug import vscode_launch, write_vscode
 
     text = vscode_launch(range(nproc), host, remote_root)
     if only_print:
@@ -340,6 +341,7 @@ def main() -> None:
         with reported(), launcher_blamed():
             quiet_libraries()
             try:
+                _refuse_unknown_command(sys.argv[1:])
                 _refuse_foreign_options(sys.argv[1:])
                 app()
             except TesseraError as error:
@@ -356,6 +358,20 @@ def _tell_other_ranks(error: TesseraError) -> None:
         from tessera.runtime.rendezvous import report_refusal
 
         report_refusal(error)
+
+
+def _refuse_unknown_command(words: list[str]) -> None:
+    """Raise for a command that neither Tessera nor an installed package offers."""
+    commands = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    commands += [group.name for group in app.registered_groups if group.name]
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        raise TesseraError(
+            f"no such command: {words[0]}",
+            where="command line",
+            allowed=commands,
+            nearest=nearest(words[0], commands),
+            fix="install the package that adds it, if it is none of these (entry points of the group tessera.commands)",
+        )
 
 
 def _refuse_foreign_options(words: list[str]) -> None:

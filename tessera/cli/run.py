@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tessera.config.extensions import extensions
 from tessera.errors import TesseraError, first_line
 
 if TYPE_CHECKING:
@@ -231,21 +232,20 @@ def launch(
 
 def _read_environment(cluster: Cluster) -> dict[str, Any]:
     """Check the environment variables of a run and explain them once; return the settings that follow from them."""
+    from tessera.runtime.debug import check_debug
     from tessera.runtime.distributed import environment_ranks
-    from tessera_compat.debug import check_debug
-    from tessera_compat.environment import explain_environment
 
-    explain_environment()
+    for check in extensions("tessera.check_environment"):
+        check()
     return check_debug(cluster.ranks if cluster.launches else environment_ranks()[1])
 
 
 def _prepare_rank() -> list[Callback]:
-    """Wait for a debugger if one is asked for, bind this rank to cores, and return the callbacks of that."""
-    from tessera_compat.debug import wait_for_debugger
-    from tessera_compat.environment import prepare_rank
+    """Wait for a debugger if the environment asks for one; return the callbacks that extensions add to this rank."""
+    from tessera.runtime.debug import wait_for_debugger
 
     wait_for_debugger()
-    return prepare_rank()
+    return [callback for prepare in extensions("tessera.prepare_rank") for callback in prepare()]
 
 
 @contextmanager
@@ -268,28 +268,6 @@ def _finish(run: object) -> None:
         word = f"stopped by {run.stopped}, saved" if run.stopped else ended
         further = f"; `tessera resume {run.folder}` goes on" if run.stopped else ""
         typer.echo(f"{word}: {run.folder}{further}")
-
-
-def run_script(
-    context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="a Python program; what follows are its own arguments")],
-    as_megatron: Annotated[
-        bool, typer.Option("--as-megatron", help="serve megatron, mindspeed and mindspeed_mm from Tessera")
-    ] = False,
-) -> None:
-    """Run a program that imports Megatron or MindSpeed-MM, unmodified, without either of them installed."""
-    from tessera.runtime import log
-    from tessera.runtime.distributed import environment_ranks
-    from tessera_compat.run import run_script
-
-    if not as_megatron:
-        raise TesseraError(
-            "nothing says as what the script should run",
-            where="tessera run",
-            fix=f"tessera run --as-megatron {script}; a script without these imports runs with plain python",
-        )
-    log.setup(environment_ranks()[0])
-    run_script(script, context.args)
 
 
 def check_path(path: Path) -> None:

@@ -114,7 +114,7 @@ class ParallelSection(Section):
         default_factory=dict, description="encoders that are split in another way than the model, by name"
     )
     fsdp2_config: Path | None = Field(
-        None, description="a MindSpeed-MM fsdp2_config.yaml; what it says becomes part of this section"
+        None, description="an fsdp2_config.yaml of another trainer; its settings become part of the recipe"
     )
     shard: Ranks | Literal["auto"] = Field(
         "auto", description="ranks that share one copy; auto: all that read other rows"

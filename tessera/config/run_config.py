@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from tessera.config.data import DataSection, RecordFormat, SourceSection
-from tessera.config.fsdp2_file import with_fsdp2_file
+from tessera.config.extensions import extension
 from tessera.config.model import MAX_ADAPTER_ALPHA, MAX_ADAPTER_RANK, AdapterForm, LoraSection, LoraTarget, ModelSection
 from tessera.config.output import CheckpointSection, GuardSection, LogSection, ProfileSection, TrackerSection
 from tessera.config.parallel import (
@@ -34,6 +34,7 @@ from tessera.config.train import (
     ScheduleSection,
     TrainSection,
 )
+from tessera.errors import TesseraError
 
 NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
 ADAPTER_LR = 1e-4
@@ -95,11 +96,17 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_up_fsdp2_file(cls, data: Any) -> Any:
+    def _read_fsdp2_config(cls, data: Any) -> Any:
         parallel = data.get("parallel") if isinstance(data, Mapping) else None
-        if isinstance(parallel, Mapping) and parallel.get("fsdp2_config") is not None:
-            return with_fsdp2_file(data)
-        return data
+        if not isinstance(parallel, Mapping) or parallel.get("fsdp2_config") is None:
+            return data
+        key = "parallel.fsdp2_config"
+        read = extension("tessera.recipe_files", key)
+        if read is None:
+            raise TesseraError(
+                "no installed package reads this file", where=key, fix="write its settings into parallel and precision"
+            )
+        return read(data)
 
     @model_validator(mode="before")
     @classmethod

@@ -95,9 +95,6 @@ class ModelPlan:
     # Modules that read the weights of another one: a head that is the table of embeddings. In a pipeline the last
     # stage, which has the reader, gets a copy of what it reads.
     tied: Mapping[str, str] = field(default_factory=dict)  # path of the reader -> path of what it reads
-    # Modules as files of other systems call them -> their paths here; none: nothing here has parameters for it. Read
-    # where a pattern matches no path of the model.
-    foreign_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def encoders(self) -> dict[str, Stream]:

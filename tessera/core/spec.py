@@ -17,7 +17,6 @@ from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.core.sample import Encoded, MediaSize, Sample
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,6 @@ class Component:
     residence: Residence = "sharded"  # of a frozen component that is not split
     # Of a frozen component. One that is split is laid out like the trained model and has its initial weights.
     stage: Stage = "split"
-
-    megatron: Callable[[Any], MegatronForm] | None = None  # how Megatron-style jobs keep it
 
     def loaded(self, config: Any = None) -> nn.Module:
         """Return the module of `load`, with its weights."""

@@ -17,7 +17,6 @@ from tessera.core.spec import Component, ModelSpec, Processor
 from tessera.diffusion.forms import GenerationForm
 from tessera.models.text.hf import HFTextFormat
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
 
 HFTextFormats = Mapping[str, tuple[HFTextFormat, str]]  # model_type -> format, class of transformers
 
@@ -37,7 +36,6 @@ def generation_family(
     weights: Callable[[Any], WeightMap],
     costs: tuple[Callable[..., float], Callable[..., dict[str, np.ndarray]]],
     example: Callable[[Any, int], Batch],
-    megatron: Callable[[Any], MegatronForm] | None = None,
     other_weights: Mapping[str, Callable[[Any], WeightMap]] | None = None,
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
 ) -> ModelSpec:
@@ -47,7 +45,7 @@ def generation_family(
     return ModelSpec(
         name=name,
         config=config,
-        main=Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron),
+        main=Component(build, plan, {"hf": weights, **(other_weights or {})}),
         processor=generation_processor(config.generation),
         flops=flops,
         work=work,

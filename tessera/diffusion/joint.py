@@ -18,7 +18,6 @@ from tessera.core.spec import FULL, ModelSpec, Training
 from tessera.diffusion.config import DiffusersConfig
 from tessera.diffusion.family import generation_family
 from tessera.diffusion.forms import GenerationForm
-from tessera.models.foreign_names import GENERATION_NAMES
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
 from tessera.nn.stage_carry import CARRY
@@ -120,7 +119,6 @@ def joint_plan(shape: TransformerShape) -> ModelPlan:
         blocks=tuple(blocks),
         tensor=joint_styles(shape),
         units=tuple(units),
-        foreign_names=GENERATION_NAMES,
         streams={"latents": JOINT_STREAM},
         attention=tuple(attention),
         heads=heads,

@@ -49,6 +49,7 @@ from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, rank_on_machine
 from tessera.runtime.modules import computed_buffers, put_back_buffers
 from tessera.weights.layouts import detect_layout, folder_layout, pipeline_folder
+from tessera.weights.megatron_form import megatron_form_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUN_CONFIG = "config.yaml"
@@ -189,8 +190,7 @@ def load(
     elif shards is not None:
         if origin != "folder" or weights is None:
             raise TesseraError("shards belong to a Hugging Face folder", where=str(folder), fix="name that folder")
-        megatron = None if spec.main.megatron is None else spec.main.megatron(config)
-        fill_from_form(Path(shards), tensors, weights, megatron, shapes, tied)
+        fill_from_form(Path(shards), tensors, weights, megatron_form_of(spec.name, config), shapes, tied)
     else:
         fill_from(folder, tensors, weights, tied, [name for name in names if name not in fresh], base=section.path)
     for path_of_adapters, strength in merged.items():

@@ -18,7 +18,6 @@ from tessera.core.outputs import LANGUAGE_OUTPUTS
 from tessera.core.spec import Component, ModelSpec, Processor
 from tessera.data.chat import ChatTemplate
 from tessera.errors import TesseraError
-from tessera.models.foreign_names import TEXT_NAMES
 from tessera.models.text.costs import VisionCosts, batch_flops, example_batch, language_work, vision_language_work
 from tessera.models.text.decoder import (
     ATTENTION,
@@ -37,7 +36,6 @@ from tessera.models.text.hf import HFTextFormat
 from tessera.nn.causal_lm import LanguageModel
 from tessera.ops.attention import AttentionBackend
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
 
 HFTextFormats = Mapping[str, tuple[HFTextFormat, str]]  # model_type -> format, class of transformers
 
@@ -103,7 +101,6 @@ def vision_family(
     example: Callable[[Any, int], Batch],
     processor: str,
     hf_types: tuple[str, ...] = (),
-    megatron: Callable[[Any], MegatronForm] | None = None,
     other_weights: Mapping[str, Callable[[Any], WeightMap]] | None = None,
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
 ) -> ModelSpec:
@@ -117,7 +114,7 @@ def vision_family(
     return ModelSpec(
         name=name,
         config=config,
-        main=Component(build, plan, {"hf": weights, **(other_weights or {})}, megatron=megatron),
+        main=Component(build, plan, {"hf": weights, **(other_weights or {})}),
         flops=functools.partial(batch_flops, work),
         work=work,
         example=example,
@@ -194,7 +191,6 @@ def _plan(config: LanguageConfig) -> ModelPlan:
         heads=text_heads(config.text),
         fsdp_root=("text.embed", "head"),
         tied={"head": "text.embed"} if tied else {},
-        foreign_names=TEXT_NAMES,
     )
 
 

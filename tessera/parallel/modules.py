@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from tessera.config.extensions import extensions
 from tessera.config.pattern import home, is_class_path, matches, nothing_matches
 from tessera.config.run_config import ParallelSection, RecomputeSection
 from tessera.core.model_plan import ModelPlan
@@ -63,7 +64,7 @@ class ModulePlan:
 
 def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, frozen: set[str]) -> ModulePlan:
     tree = {name: part for name, part in module.named_modules() if name}
-    section = _with_native_names(section, model_plan, tree)
+    section = _with_native_names(section, model_plan, module, tree)
     ignored = _ignored(section, tree, frozen)
     blocks = _blocks(section, model_plan, tree, ignored)
     _refuse_ties_across_groups(module, blocks, ignored)
@@ -268,16 +269,19 @@ def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored
             )
 
 
-# ---------------------------------------------------------------------------------------------- names of other systems
+# ---------------------------------------------------------------------------------------------- other names of modules
 
 
 def _with_native_names(
-    section: ParallelSection, model_plan: ModelPlan, tree: Mapping[str, nn.Module]
+    section: ParallelSection, model_plan: ModelPlan, module: nn.Module, tree: Mapping[str, nn.Module]
 ) -> ParallelSection:
-    """Return the section with the paths of this model where it has class names, or names of another system's file."""
+    """Return the section with paths of this model in place of class names and of names that an extension knows."""
+    if not (section.wrap or section.ignore or section.recompute):
+        return section
+    other_names = {name: paths for names in extensions("tessera.module_names") for name, paths in names(module).items()}
 
     def native(patterns: Sequence[str]) -> list[str]:
-        return native_patterns(patterns, tree, model_plan.foreign_names)
+        return native_patterns(patterns, tree, other_names)
 
     recompute: list[str | RecomputeSection] = []
     for item in section.recompute:
@@ -298,30 +302,32 @@ def _with_native_names(
 
 
 def native_patterns(
-    patterns: Sequence[str], tree: Mapping[str, nn.Module], foreign_names: Mapping[str, tuple[str, ...]]
+    patterns: Sequence[str], tree: Mapping[str, nn.Module], other_names: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
-    """Return patterns in the paths of a model. A pattern that matches a path stays as it is; one that does not may be
-    a name that `foreign_names` translates (of a class by its name alone), or the import path of a class, whose
-    instances are meant. Of several classes some may have no instance: published files list those of all sizes of a
-    model. So may of several paths that one name means some not be there."""
-    found: dict[str, None] = {}
+    """Translate patterns to paths of a model. A pattern that matches a path is returned unchanged.
+
+    Any other pattern may be a key of `other_names` (a class by its name alone), or the import path of a class, which
+    selects its instances. Published files list the classes of all sizes of a model, so classes without an instance and
+    paths that this model lacks are dropped, unless nothing else is selected.
+    """
+    native: dict[str, None] = {}
     absent: list[str] = []
     for pattern in patterns:
         name = pattern.rpartition(".")[2] if is_class_path(pattern) else pattern
-        known = home(name, foreign_names)
+        listed = home(name, other_names)
         if any(matches(pattern, path) for path in tree):
-            found[pattern] = None
-        elif known is not None:
-            paths = [path + name[len(known) :] for path in foreign_names[known]]
-            there = [path for path in paths if any(matches(path, other) for other in tree)]
-            found.update(dict.fromkeys(there or ([pattern] if paths else [])))
+            native[pattern] = None
+        elif listed is not None:
+            paths = [path + name[len(listed) :] for path in other_names[listed]]
+            present = [path for path in paths if any(matches(path, other) for other in tree)]
+            native.update(dict.fromkeys(present or ([pattern] if paths else [])))
         elif instances := _instances(pattern, tree):
-            found.update(dict.fromkeys(instances))
+            native.update(dict.fromkeys(instances))
         elif is_class_path(pattern):
             absent.append(pattern)
         else:
-            found[pattern] = None
-    return list(found) or absent
+            native[pattern] = None
+    return list(native) or absent
 
 
 def _instances(class_path: str, tree: Mapping[str, nn.Module]) -> list[str]:

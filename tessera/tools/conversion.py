@@ -45,7 +45,7 @@ from tessera.tools.shard_layout import Recipe, layout_of_recipe
 from tessera.weights.file_plan import FolderPlan
 from tessera.weights.layouts import folder_layout, single_folder
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 
 Form = Literal["hf", "original", "mm", "dcp", "dcp-safetensors"]
 
@@ -210,7 +210,8 @@ def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, shards
 
 def megatron_form(spec: ModelSpec, config: Section, where: str = "--to mm") -> MegatronForm:
     """Return how a family keeps Megatron-style shards, or raise if it does not."""
-    if spec.main.megatron is None:
+    form = megatron_form_of(spec.name, config)
+    if form is None:
         fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
         raise TesseraError(f"the family {spec.name} has no Megatron-style form", where=where, fix=fix)
-    return spec.main.megatron(config)
+    return form

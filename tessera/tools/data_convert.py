@@ -79,7 +79,7 @@ def convert_llava(
     check_images: bool = True,
     overwrite: bool = False,
 ) -> Converted:
-    """Write LLaVA-Instruct rows about the images of COCO in the `mllm` form of MindSpeed-MM: a JSON array of
+    """Write LLaVA-Instruct rows about the images of COCO in the `mllm` form: a JSON array of
 
         {"images": ["./data/COCO2017/train2017/000000033471.jpg"], "messages": [{"role": "user", ...}, ...]}
 

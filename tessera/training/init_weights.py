@@ -26,7 +26,7 @@ from tessera.models import fresh_names
 from tessera.parallel.apply import initialize, start_parameters, start_tensors
 from tessera.training.adapter_start import start_from_weights
 from tessera.training.setup import ModelSetup
-from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 
 
 def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
@@ -157,8 +157,7 @@ def _layer_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def _shards(setup: ModelSetup) -> MegatronForm | None:
-    make = setup.spec.main.megatron
-    return None if make is None else make(setup.config)
+    return megatron_form_of(setup.spec.name, setup.config)
 
 
 def _quantizes(setup: ModelSetup) -> bool:

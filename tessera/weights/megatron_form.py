@@ -1,7 +1,8 @@
-"""The form in which Megatron-style jobs keep a model, as data: names, splits over tensor ranks, parts of a pipeline.
+"""Describe Megatron-style shards as data: names of tensors, splits over tensor ranks, parts of a pipeline.
 
-A family declares it beside its other forms (`Component.megatron`). `checkpoint.legacy.megatron` reads and writes files
-by it. Names are those of whole tensors; a file of a rank holds slices, with layers counted from the first of its stage.
+`checkpoint.legacy.megatron` reads and writes files by such a description. Names are those of unsharded tensors. A file
+of a rank holds slices, with layers counted from the first of its stage. The description of a family comes from the
+package that knows the jobs which wrote the files (`megatron_form_of`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from tessera.config.extensions import extension
 from tessera.weights.map import Box, Concat, Shapes, WeightMap
 from tessera.weights.rows import Columns, TensorRows
 
@@ -186,3 +188,13 @@ class MegatronForm:
 @functools.lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
+
+
+def megatron_form_of(family: str, config: Any) -> MegatronForm | None:
+    """Return the form of a family's shards for one configuration; None if no installed package describes it."""
+    describe = extension("tessera.megatron_forms", family)
+    if describe is None:
+        return None
+    form = describe(config)
+    assert isinstance(form, MegatronForm)
+    return form

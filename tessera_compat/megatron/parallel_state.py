@@ -121,42 +121,51 @@ def initialize_model_parallel(
                 f"tensor {tp}, pipeline {pp}, context {cp}, expert {ep}",
                 "change the sizes or the number of ranks",
             )
-    names = tuple(order.lower().split("-"))
-    if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
-        raise _refuse(f"order {order!r} must name each of {', '.join(AXES)} at most once", "order")
-    left_out = [axis for axis, size in zip(AXES, (tp, cp, ep, 0, pp), strict=True) if size > 1 and axis not in names]
-    if left_out:
-        raise _refuse(f"order {order!r} leaves out {', '.join(left_out)}, whose size is above 1", "order")
-    names += tuple(axis for axis in AXES if axis not in names)
     if virtual_pipeline_model_parallel_size is not None and pp < 2:
         raise _refuse("an interleaved schedule needs two pipeline stages or more", "pipeline_model_parallel_size")
     state = ParallelState(
         sizes={"tp": tp, "cp": cp, "ep": 1, "dp": world // (tp * pp * cp), "pp": pp},
         expert_sizes={"tp": etp, "cp": 1, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp},
-        order=names,
+        order=_axis_order(order, (tp, cp, ep, 0, pp)),
         timeout=datetime.timedelta(minutes=distributed_timeout_minutes),
         virtual_size=virtual_pipeline_model_parallel_size,
         virtual_rank=None if virtual_pipeline_model_parallel_size is None else 0,
     )
-    for name in ("tp", "pp", "dp", "cp", "dp-cp", "tp-pp", "tp-dp", "tp-dp-cp", "tp-cp"):
-        state.make(name, name)
-    # Each kind of message has a group of its own, so that one kind never waits behind another: gradients, and with
-    # several model chunks what goes from the last stage to the first.
-    state.make("pp backward", "pp")
-    if virtual_pipeline_model_parallel_size is not None:
-        state.make("pp wrap", "pp")
-        state.make("pp wrap backward", "pp")
-    for name, axes in (("ep", "ep"), ("etp", "tp"), ("etp-ep", "tp-ep"), ("etp-ep-pp", "tp-ep-pp"), ("edp", "dp")):
-        state.make(name, axes, state.expert_sizes)
-    if create_gloo_process_groups:
-        for name in ("dp", "dp-cp"):
-            state.make(f"{name} gloo", name, backend="gloo")
+    _make_groups(state, create_gloo_process_groups)
     for ranks in rank_groups(world, state.sizes, state.order, ["pp"]):
         ends = [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
         state.make_group("embedding", get_embedding_ranks(ranks) if get_embedding_ranks else ends)
         first = get_position_embedding_ranks(ranks) if get_position_embedding_ranks else ranks[:1]
         state.make_group("position embedding", first)
     current().parallel = state
+
+
+def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
+    """Return the axes from the one whose ranks are neighbours outwards. `sizes`: of `AXES`."""
+    names = tuple(order.lower().split("-"))
+    if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
+        raise _refuse(f"order {order!r} must name each of {', '.join(AXES)} at most once", "order")
+    missing = [axis for axis, size in zip(AXES, sizes, strict=True) if size > 1 and axis not in names]
+    if missing:
+        raise _refuse(f"order {order!r} leaves out {', '.join(missing)}, whose size is above 1", "order")
+    return names + tuple(axis for axis in AXES if axis not in names)
+
+
+def _make_groups(state: ParallelState, gloo: bool) -> None:
+    """Create the groups of all axes and of their combinations; with `gloo`, also groups of host memory."""
+    for name in ("tp", "pp", "dp", "cp", "dp-cp", "tp-pp", "tp-dp", "tp-dp-cp", "tp-cp"):
+        state.make(name, name)
+    # Each kind of message has a group of its own, so that one kind never waits behind another: gradients, and with
+    # several model chunks what goes from the last stage to the first.
+    state.make("pp backward", "pp")
+    if state.virtual_size is not None:
+        state.make("pp wrap", "pp")
+        state.make("pp wrap backward", "pp")
+    for name, axes in (("ep", "ep"), ("etp", "tp"), ("etp-ep", "tp-ep"), ("etp-ep-pp", "tp-ep-pp"), ("edp", "dp")):
+        state.make(name, axes, state.expert_sizes)
+    if gloo:
+        for name in ("dp", "dp-cp"):
+            state.make(f"{name} gloo", name, backend="gloo")
 
 
 def destroy_model_parallel() -> None:

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from tessera.config.fsdp2_file import FSDP2_KEYS
 from tessera.errors import TesseraError, nearest
 from tessera_compat.mindspeed_mm.config_files import ConfigReader, MissingKeyError, read_job_file, read_job_yaml
 from tessera_compat.mindspeed_mm.flags import FLAGS, Flag
+from tessera_compat.mindspeed_mm.fsdp2_file import FSDP2_KEYS
 from tessera_compat.mindspeed_mm.report import JobReport
 
 WHERE = "command line"

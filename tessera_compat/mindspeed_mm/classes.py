@@ -177,7 +177,6 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
         return ModelPlan(
             blocks=tuple(f"model.{path}" for path in blocks),
             tensor={name: "replicate" for name, _ in self.named_parameters()},
-            foreign_names={name: (f"model.{name}",) for name, _ in self.model.named_children()},
         )
 
     def offer_parameter_type(self, dtype: torch.dtype) -> None:

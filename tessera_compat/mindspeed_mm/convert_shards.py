@@ -22,7 +22,7 @@ from tessera.tools.convert import convert
 from tessera.tools.resplit import resplit
 from tessera.tools.shard_layout import parse_layout
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.megatron_form import COLUMNS, ROWS, MegatronForm
+from tessera.weights.megatron_form import COLUMNS, ROWS, MegatronForm, megatron_form_of
 from tessera.weights.rows import TensorRows
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
@@ -65,8 +65,9 @@ def resplit_mm(family: str, options: Options) -> Path:
 
 def _form_of(model: ModelSection) -> MegatronForm:
     spec, config = resolve(model)
-    assert spec.main.megatron is not None, "a converter is of a family with such a form"
-    return spec.main.megatron(config)
+    form = megatron_form_of(spec.name, config)
+    assert form is not None, "each converter is for a family with such a form"
+    return form
 
 
 def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tessera.tools.resplit import resplit
 from tessera.tools.shard_layout import parse_layout
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 from tessera.weights.rows import TensorRows
 from tessera_compat.mindspeed_mm.convert_shards import is_run
 
@@ -84,8 +84,9 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
 def _form(family: str) -> MegatronForm:
     """Return the form of a family by its names alone: sizes are those of what is converted."""
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
-    assert spec.main.megatron is not None, "a converter is of a family with such a form"
-    return spec.main.megatron(config)
+    form = megatron_form_of(spec.name, config)
+    assert form is not None, "each converter is for a family with such a form"
+    return form
 
 
 def _check_version(options: Options) -> None:

@@ -66,6 +66,13 @@ _MODEL_PATH = "model.path, where it is a Hugging Face folder, a run or a checkpo
 
 
 def _training() -> Iterator[Flag]:
+    """Yield the honoured flags of a training job by their types."""
+    yield from _honoured_numbers()
+    yield from _honoured_words()
+    yield from _honoured_switches()
+
+
+def _honoured_numbers() -> Iterator[Flag]:
     yield from _honoured(
         "int",
         None,
@@ -118,6 +125,9 @@ def _training() -> Iterator[Flag]:
         ("lr-mult", 1.0, "optim.groups, with --lr-scale-modules"),
     ):
         yield Flag(f"--{name}", "float", rate, "honoured", note)
+
+
+def _honoured_words() -> Iterator[Flag]:
     for name, word, note in (
         ("mm-model", None, "model: see model.json"),
         ("mm-data", None, "data: see data.json"),
@@ -143,6 +153,9 @@ def _training() -> Iterator[Flag]:
         ("lr-scale-modules", "optim.groups"),
     ):
         yield Flag(f"--{name}", "words", [], "honoured", note)
+
+
+def _honoured_switches() -> Iterator[Flag]:
     yield from _honoured(
         "switch",
         False,

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from tessera.config.fsdp2_file import TYPE_NAMES, read_fsdp2_file
 from tessera.config.pattern import select
 from tessera.errors import TesseraError
 from tessera.parallel.activations import apply_recompute
@@ -27,6 +26,7 @@ from tessera.parallel.plan import DTYPES, Plan
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import rank_on_machine
 from tessera.runtime.modules import clean_name
+from tessera_compat.mindspeed_mm.fsdp2_file import TYPE_NAMES, read_fsdp2_file
 from tessera_compat.state import current
 
 _WORDS = {DTYPES[name]: word for word, name in TYPE_NAMES.items()}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tessera.config.fsdp2_file import TYPE_NAMES
 from tessera.errors import TesseraError, nearest
 from tessera_compat.mindspeed_mm.data_json import DataFile, read_data
+from tessera_compat.mindspeed_mm.fsdp2_file import TYPE_NAMES
 from tessera_compat.mindspeed_mm.fsdp_video_yaml import is_container, set_video_parts, with_our_modules
 from tessera_compat.mindspeed_mm.model_json import AUX_LOSS, unknown_model, with_aux_loss
 from tessera_compat.mindspeed_mm.recipe_parts import (

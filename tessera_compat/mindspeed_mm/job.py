@@ -11,12 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tessera.config.fsdp2_file import read_fsdp2_file
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import run_exists
 from tessera_compat.mindspeed_mm.arguments import Args, flag_report
 from tessera_compat.mindspeed_mm.callback_recipe import resumes
 from tessera_compat.mindspeed_mm.data_json import DataFile, read_data
+from tessera_compat.mindspeed_mm.fsdp2_file import read_fsdp2_file
 from tessera_compat.mindspeed_mm.memory_flags import set_memory
 from tessera_compat.mindspeed_mm.model_json import ModelFile, read_model
 from tessera_compat.mindspeed_mm.recipe_parts import (

@@ -10,13 +10,13 @@ from typing import Any
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors
 from tessera.checkpoint.legacy.dcp import METADATA
 from tessera.checkpoint.legacy.megatron import LATEST
-from tessera.config.fsdp2_file import read_fsdp2_file
 from tessera.config.run_config import NAME_PATTERN, ModelSection
 from tessera.errors import TesseraError, nearest
 from tessera.models import resolve
-from tessera.models.foreign_names import VISION_LANGUAGE_NAMES
 from tessera_compat.mindspeed_mm.data_json import DataFile
+from tessera_compat.mindspeed_mm.fsdp2_file import read_fsdp2_file
 from tessera_compat.mindspeed_mm.model_json import COMPARED, TEXT, VISION, ModelFile
+from tessera_compat.mindspeed_mm.module_names import VISION_LANGUAGE_NAMES
 from tessera_compat.mindspeed_mm.report import JobReport, part_of, put
 
 KEEP_ALL = 10**6  # checkpoints

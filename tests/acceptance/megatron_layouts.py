@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from tessera.errors import TesseraError
+from tessera_compat import state
 from tessera_compat.megatron import dist_checkpointing, parallel_state
 from tessera_compat.megatron.config import TransformerConfig
 from tessera_compat.megatron.distributed import finalize_model_grads
@@ -17,9 +20,6 @@ from tessera_compat.megatron.module import unwrap_model
 from tessera_compat.megatron.random import model_parallel_cuda_manual_seed
 from tessera_compat.megatron.schedules import get_forward_backward_func
 from tessera_compat.megatron.training import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank, get_model
-
-from tessera.errors import TesseraError
-from tessera_compat import state
 
 LENGTH, VOCABULARY, MICROBATCHES, STEPS = 8, 32, 4, 2
 GPT: dict[str, Any] = {}

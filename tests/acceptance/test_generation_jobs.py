@@ -24,6 +24,10 @@ from generation_cases import (
     write_wan,
 )
 from safetensors.torch import load_file
+
+import tessera
+from tessera.diffusion.noise_levels import NoiseLevels, TimeOptions
+from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.convert import run as mm_convert
 from tessera_compat.mindspeed_mm.entry_points import extract_features, inference_sora, pretrain
@@ -31,10 +35,6 @@ from tessera_compat.mindspeed_mm.job import recipe_of
 from tessera_compat.mindspeed_mm.migrate import lay_out, migrate
 from tessera_compat.mindspeed_mm.report import JobReport
 from tessera_compat.state import destroy
-
-import tessera
-from tessera.diffusion.noise_levels import NoiseLevels, TimeOptions
-from tessera.errors import TesseraError
 
 MODEL_22 = "wan2.2/A14B/t2v/pretrain_model_high.json"
 DATA_22 = "wan2.2/A14B/t2v/data.json"

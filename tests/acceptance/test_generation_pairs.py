@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from generation_cases import WAN, example, put, tiny_parts, tiny_predictor, tiny_videos, write_videos, write_wan
+
+from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.entry_points import inference_sora, posttrain_sora_dpo, pretrain
 from tessera_compat.mindspeed_mm.job import recipe_of
 from tessera_compat.mindspeed_mm.migrate import lay_out
 from tessera_compat.state import destroy
-
-from tessera.errors import TesseraError
 from tests.toys.generation_set import write_video
 
 ROOT = Path(__file__).parents[2]

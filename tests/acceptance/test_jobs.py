@@ -28,6 +28,15 @@ from job_cases import (
 )
 from safetensors.torch import load_file
 from small_folders import small_folder
+from typer.testing import CliRunner
+
+import tessera
+from tessera.cli.main import app
+from tessera.config.reader import dump_yaml
+from tessera.config.run_config import load_config
+from tessera.errors import TesseraError
+from tessera.evaluation.benchmarks import anls, chosen_letter, relaxed
+from tessera.runtime.distributed import free_port
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.config_files import read_job_yaml
 from tessera_compat.mindspeed_mm.continued import changes_of_job
@@ -40,15 +49,6 @@ from tessera_compat.mindspeed_mm.job_words import in_words_of_job
 from tessera_compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
 from tessera_compat.mindspeed_mm.report import JobReport
 from tessera_compat.run import run_script as run_entry_file
-from typer.testing import CliRunner
-
-import tessera
-from tessera.cli.main import app
-from tessera.config.reader import dump_yaml
-from tessera.config.run_config import load_config
-from tessera.errors import TesseraError
-from tessera.evaluation.benchmarks import anls, chosen_letter, relaxed
-from tessera.runtime.distributed import free_port
 from tests.acceptance import flags_page
 
 ROOT = Path(__file__).parents[2]

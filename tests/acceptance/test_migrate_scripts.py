@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tessera_compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
 from typer.testing import CliRunner
 
 from tessera.cli.main import app
+from tessera_compat.mindspeed_mm.migrate import MigratedJob, lay_out, migrate
 from tests.acceptance.job_cases import write_published_configs
 
 HOSTS = """

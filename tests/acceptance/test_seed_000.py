@@ -13,12 +13,6 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tessera_compat.mindspeed_mm.classes import ModelHub, TransformersModel
-from tessera_compat.mindspeed_mm.data import build_iterations, build_mm_dataloader, build_mm_dataset, move_to_device
-from tessera_compat.mindspeed_mm.fsdp2 import Fsdp2Config, get_submodules_by_path
-from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, WeightInitMixin
-from tessera_compat.mindspeed_mm.training import pretrain
-from tessera_compat.served import serving
 from torch.utils.data import DataLoader, Dataset
 
 from tessera.config.run_config import load_config
@@ -27,6 +21,12 @@ from tessera.parallel.plan import Plan
 from tessera.runtime.files import read_metrics
 from tessera.training.setup import build_meta_model
 from tessera_compat import state
+from tessera_compat.mindspeed_mm.classes import ModelHub, TransformersModel
+from tessera_compat.mindspeed_mm.data import build_iterations, build_mm_dataloader, build_mm_dataset, move_to_device
+from tessera_compat.mindspeed_mm.fsdp2 import Fsdp2Config, get_submodules_by_path
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, WeightInitMixin
+from tessera_compat.mindspeed_mm.training import pretrain
+from tessera_compat.served import serving
 from tests.close import rounding
 from tests.contract.small_folders import small_folder
 from tests.toys import pretrain_parts as toy

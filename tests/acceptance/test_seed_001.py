@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tessera_compat.cpu_affinity import cores_of_rank, parse_affinity
-from tessera_compat.environment import check_environment
-from tessera_compat.mindspeed_mm.migrate import lay_out
 from typer.testing import CliRunner
 
 import tessera
@@ -25,6 +22,9 @@ from tessera.data.media.files import resolve
 from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
 from tessera_compat.affinity import Topology, format_cores
+from tessera_compat.cpu_affinity import cores_of_rank, parse_affinity
+from tessera_compat.environment import check_environment
+from tessera_compat.mindspeed_mm.migrate import lay_out
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 SERVER = Topology(

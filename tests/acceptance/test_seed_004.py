@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from tessera.errors import TesseraError
+from tessera.runtime.distributed import fake_world
+from tessera_compat import state
 from tessera_compat.megatron import dist_checkpointing, parallel_state
 from tessera_compat.megatron.config import TransformerConfig
 from tessera_compat.megatron.distributed import finalize_model_grads
@@ -25,10 +29,6 @@ from tessera_compat.megatron.schedules import get_forward_backward_func
 from tessera_compat.megatron.training import get_model
 from tessera_compat.mindspeed_mm.migrate import lay_out
 from tessera_compat.run import run_script
-
-from tessera.errors import TesseraError
-from tessera.runtime.distributed import fake_world
-from tessera_compat import state
 from tests.acceptance.megatron_layouts import (
     LENGTH,
     MICROBATCHES,

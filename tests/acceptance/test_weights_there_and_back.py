@@ -33,10 +33,6 @@ from generation_cases import (
 from internvl_original import original_folder
 from job_cases import EXAMPLES, tiny_data_json, tiny_model_json, write_mllm_data
 from small_folders import small_folder
-from tessera_compat.mindspeed_mm.convert import run as mm_convert
-from tessera_compat.mindspeed_mm.entry_points import pretrain, pretrain_fsdp2
-from tessera_compat.mindspeed_mm.migrate import lay_out
-from tessera_compat.state import destroy
 from test_jobs import environment
 from test_megatron_forms import hub_weights
 
@@ -44,6 +40,10 @@ import tessera
 from tessera.config.reader import read_mapping
 from tessera.runtime.distributed import free_port
 from tessera.runtime.files import read_metrics
+from tessera_compat.mindspeed_mm.convert import run as mm_convert
+from tessera_compat.mindspeed_mm.entry_points import pretrain, pretrain_fsdp2
+from tessera_compat.mindspeed_mm.migrate import lay_out
+from tessera_compat.state import destroy
 from tests.dist.layouts import LIMIT
 from tests.toys.hf_folders import IMAGE_TOKEN, TEXT
 

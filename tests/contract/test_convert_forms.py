@@ -27,7 +27,7 @@ from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.tools.shard_layout import layout_of_recipe
 from tessera.weights.file_plan import PlannedTensor
-from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 from tessera.weights.rows import TensorRows
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -228,8 +228,9 @@ def recipe_of(folder: Path, **parallel: Any) -> dict[str, Any]:
 
 def form_of(model: ModelSection) -> MegatronForm:
     spec, config = resolve(model)
-    assert spec.main.megatron is not None
-    return spec.main.megatron(config)
+    form = megatron_form_of(spec.name, config)
+    assert form is not None
+    return form
 
 
 def layout_of(folder: Path, target: Path) -> MegatronLayout:

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tessera_compat.megatron import parallel_state
-from tessera_compat.megatron.config import TransformerConfig
-from tessera_compat.megatron.gpt_model import GPTModel, get_gpt_layer_local_spec
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tessera_compat import state
+from tessera_compat.megatron import parallel_state
+from tessera_compat.megatron.config import TransformerConfig
+from tessera_compat.megatron.gpt_model import GPTModel, get_gpt_layer_local_spec
 from tests.close import rounding
 
 LENGTH, VOCABULARY, HIDDEN, HEADS, LAYERS = 12, 40, 32, 4, 2

@@ -15,8 +15,6 @@ import torch
 import yaml
 from parity import randomize
 from small_folders import small_folder
-from tessera_compat.mindspeed_mm.convert import main, run
-from tessera_compat.mindspeed_mm.convert_table import CONVERTERS
 from test_megatron_forms import hub_weights
 
 import tessera
@@ -25,6 +23,8 @@ from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
+from tessera_compat.mindspeed_mm.convert import main, run
+from tessera_compat.mindspeed_mm.convert_table import CONVERTERS
 from tests.dist.spawn import fork_context
 
 # As the guide (seed 001) has them, but that one size of the model stands for both.

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from safetensors.torch import load_file, save_file
-from tessera_compat.mindspeed_mm.convert import run
 
 from tessera.checkpoint.legacy.dcp import read_dcp
 from tessera.errors import TesseraError
+from tessera_compat.mindspeed_mm.convert import run
 
 LAYER = "language_model.model.layers.0.mlp.experts"
 Tensors = dict[str, torch.Tensor]

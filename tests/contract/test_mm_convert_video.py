@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tessera_compat.mindspeed_mm.convert import run
 from test_megatron_forms import hub_weights
 from torch import Tensor, nn
 
 import tessera
 from tessera.errors import TesseraError
+from tessera_compat.mindspeed_mm.convert import run
 from tests.toys.sampling_folders import moved
 
 SIZES: dict[str, dict[str, Any]] = {

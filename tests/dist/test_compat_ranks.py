@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tessera_compat.mindspeed_mm import training
-from tessera_compat.mindspeed_mm.forward_step import MicroBatch
-from tessera_compat.served import serving
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -21,6 +18,9 @@ import tessera
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.runtime.files import read_metrics
 from tessera_compat import state
+from tessera_compat.mindspeed_mm import training
+from tessera_compat.mindspeed_mm.forward_step import MicroBatch
+from tessera_compat.served import serving
 from tests.close import assert_as_close
 from tests.dist.spawn import run_ranks
 from tests.toys import pretrain_parts as toy

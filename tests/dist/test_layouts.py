@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tessera_compat.mindspeed_mm.fsdp2 import (
-    set_fullyshard_modules_to_wrap,
-    set_modules_to_prefetch,
-    set_recompute_modules_to_wrap,
-)
-from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -26,6 +20,12 @@ from tessera.parallel.engine import SimpleEngine
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.plan import make_plan
 from tessera.training.run import train
+from tessera_compat.mindspeed_mm.fsdp2 import (
+    set_fullyshard_modules_to_wrap,
+    set_modules_to_prefetch,
+    set_recompute_modules_to_wrap,
+)
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
 from tests.dist.layout_cases import MEMORY, MIXED
 from tests.dist.layouts import LIMIT, Case, Record, good, measure_selected, params, recipe_of, relative
 from tests.dist.spawn import RankError, run_ranks

@@ -23,7 +23,7 @@ from tessera.parallel.mesh import Mesh
 from tessera.training.init_weights import initial_weights
 from tessera.training.setup import ModelSetup, build_meta_model
 from tessera.weights.map import WeightMap, can_read_boxes
-from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.megatron_form import megatron_form_of
 from tests.dist.spawn import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -81,8 +81,8 @@ def load(rank: int, world: int, folder: str, parallel: dict[str, Any], form: str
 
 def weight_map(setup: ModelSetup, form: str) -> WeightMap:
     if form == "mm":
-        assert setup.spec.main.megatron is not None
-        shards: MegatronForm = setup.spec.main.megatron(setup.config)
+        shards = megatron_form_of(setup.spec.name, setup.config)
+        assert shards is not None
         return shards.weights
     found = setup.spec.main.weight_map(setup.config)
     assert found is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tessera_compat.run import run_script
 
 SCRIPT = Path(__file__).parents[1] / "acceptance" / "seed_004_script.py"

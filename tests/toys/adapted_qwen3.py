@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import Qwen3ForCausalLM
+
 from tessera_compat.mindspeed_mm.fsdp2 import set_fullyshard_modules_to_wrap
 from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin
-from transformers import Qwen3ForCausalLM
 
 
 class AdaptedQwen3(Qwen3ForCausalLM, FSDP2Mixin):

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
 from tessera_compat.mindspeed_mm.fsdp2 import (
     set_fullyshard_modules_to_wrap,
     set_modules_to_prefetch,
     set_recompute_modules_to_wrap,
 )
 from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule, WeightInitMixin
-from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 VOCABULARY = 17
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tessera_compat.mindspeed_mm.fsdp2 import set_fullyshard_modules_to_wrap, set_recompute_modules_to_wrap
-from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule, WeightInitMixin
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tessera.core.batch import Batch
+from tessera_compat.mindspeed_mm.fsdp2 import set_fullyshard_modules_to_wrap, set_recompute_modules_to_wrap
+from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule, WeightInitMixin
 
 
 class Block(nn.Module):

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tessera_compat.mindspeed_mm.data import move_to_device
-from tessera_compat.state import get_args
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from tessera_compat.mindspeed_mm.data import move_to_device
+from tessera_compat.state import get_args
 
 WIDTH, LENGTH = 4, 6
 

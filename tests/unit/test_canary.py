@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tessera_compat.megatron import dist_checkpointing
-from tessera_compat.mindspeed_mm.convert import run as mm_convert
 
 import tessera
 from tessera.errors import TesseraError
+from tessera_compat.megatron import dist_checkpointing
+from tessera_compat.mindspeed_mm.convert import run as mm_convert
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 pytestmark = pytest.mark.slow  # make test has a poisoned file of each form, in the tests of their readers

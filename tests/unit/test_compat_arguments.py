@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.config_files import ConfigReader, read_job_json, read_job_yaml
 from tessera_compat.mindspeed_mm.flags import FLAGS
-
-from tessera.errors import TesseraError
 
 
 @pytest.fixture(autouse=True)

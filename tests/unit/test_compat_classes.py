@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tessera_compat.mindspeed_mm.classes import ModelHub, TransformersModel
-from tessera_compat.mindspeed_mm.config_files import ConfigReader
-from tessera_compat.mindspeed_mm.mixins import MultiModalModule
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -20,6 +17,9 @@ from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.runtime.modules import clean_name
 from tessera_compat import state
+from tessera_compat.mindspeed_mm.classes import ModelHub, TransformersModel
+from tessera_compat.mindspeed_mm.config_files import ConfigReader
+from tessera_compat.mindspeed_mm.mixins import MultiModalModule
 from tests.toys.adapted_qwen3 import AdaptedQwen3
 from tests.toys.hf_folders import CASES, write_folder
 from tests.toys.keyword_rows import KeywordRows

@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from tessera.core.batch import IGNORE
+from tessera.data.media.files import resolve
+from tessera.errors import TesseraError
+from tessera_compat import state
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.data import (
     ConversationDataset,
@@ -21,11 +26,6 @@ from tessera_compat.mindspeed_mm.data import (
 )
 from tessera_compat.mindspeed_mm.data_json import read_data
 from tessera_compat.mindspeed_mm.report import JobReport
-
-from tessera.core.batch import IGNORE
-from tessera.data.media.files import resolve
-from tessera.errors import TesseraError
-from tessera_compat import state
 from tests.contract.small_folders import small_folder
 from tests.toys import pretrain_parts as toy
 

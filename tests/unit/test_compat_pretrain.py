@@ -13,12 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tessera_compat.megatron.timers import get_timers
-from tessera_compat.mindspeed_mm import training
-from tessera_compat.mindspeed_mm.arguments import parse_args
-from tessera_compat.mindspeed_mm.callback_recipe import callback_recipe
-from tessera_compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, mean_reports
-from tessera_compat.mindspeed_mm.training import pretrain
 from torch.utils.data import DataLoader
 
 from tessera.checkpoint.legacy.megatron import LATEST
@@ -26,6 +20,12 @@ from tessera.errors import TesseraError
 from tessera.parallel.engine import SimpleEngine
 from tessera.runtime.files import read_metrics
 from tessera_compat import state
+from tessera_compat.megatron.timers import get_timers
+from tessera_compat.mindspeed_mm import training
+from tessera_compat.mindspeed_mm.arguments import parse_args
+from tessera_compat.mindspeed_mm.callback_recipe import callback_recipe
+from tessera_compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, mean_reports
+from tessera_compat.mindspeed_mm.training import pretrain
 from tests.close import rounding
 from tests.toys import pretrain_parts as toy
 

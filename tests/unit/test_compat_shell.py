@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.config_files import read_job_file
 from tessera_compat.mindspeed_mm.shell.launch import Launch, ShellJob
 from tessera_compat.mindspeed_mm.shell.reader import read_shell
-
-from tessera.errors import TesseraError
 
 SCRIPT = r"""#!/bin/bash
 source /nowhere/set_env.sh

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tessera_compat.mindspeed_mm.vl_model import VLModel
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -18,6 +17,7 @@ from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.parallel.plan import make_plan
 from tessera.runtime.modules import clean_name
+from tessera_compat.mindspeed_mm.vl_model import VLModel
 from tests.close import rounding
 from tests.unit.test_parallel_fsdp2_file import EXAMPLE
 

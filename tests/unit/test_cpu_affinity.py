@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tessera_compat.cpu_affinity import AffinityConf, KeepThreadsBound, bind_rank, cores_of_rank, parse_affinity
 
 from tessera.errors import TesseraError
 from tessera_compat import affinity
 from tessera_compat.affinity import ThreadBinder, Topology, format_cores, parse_cores, read_topology
+from tessera_compat.cpu_affinity import AffinityConf, KeepThreadsBound, bind_rank, cores_of_rank, parse_affinity
 from tests.dist.spawn import fork_context
 
 

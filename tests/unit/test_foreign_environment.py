@@ -6,9 +6,9 @@ import re
 import tomllib
 
 import pytest
-from tessera_compat.environment import VARIABLES, check_environment, job_settings, prepare_rank
 
 from tessera.errors import TesseraError
+from tessera_compat.environment import VARIABLES, check_environment, job_settings, prepare_rank
 from tests.acceptance.items import ROOT
 
 # What a launch script of MindSpeed-MM exports.

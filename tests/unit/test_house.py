@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tessera"
-COMPAT = ROOT / "tessera_compat"  # the same distribution, another import package: nothing in `tessera` imports it
+COMPAT = ROOT / "tessera_compat"  # the same distribution, another import package
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
 
 # What each package may import besides itself.
 BASE = {"errors", "config", "runtime", "weights", "core"}
@@ -89,7 +90,13 @@ def device_words(source: str) -> list[str]:
 
 
 def files() -> list[Path]:
+    """Return the files of the library that belong to a package of `MAY_IMPORT`."""
     return sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name in ("api.py", "errors.py"))
+
+
+def both_packages() -> list[Path]:
+    """Return the files of the library and of `tessera_compat`."""
+    return [*files(), *sorted(COMPAT.rglob("*.py"))]
 
 
 def package_of(path: Path) -> str:
@@ -123,14 +130,14 @@ SLOW_TO_IMPORT = re.compile(
 
 def test_what_is_slow_to_import_is_imported_where_it_is_used() -> None:
     """Every command and every process of a run would wait for it: the compiler takes longer than all of Tessera."""
-    assert [str(path) for path in files() if SLOW_TO_IMPORT.search(path.read_text(encoding="utf-8"))] == []
+    assert [str(path) for path in both_packages() if SLOW_TO_IMPORT.search(path.read_text(encoding="utf-8"))] == []
     assert SLOW_TO_IMPORT.search("import torch\nfrom torch.distributed.pipelining import PipelineStage\n")
 
 
 def test_device_words_live_in_one_file() -> None:
     # The copied API itself says cuda; these files translate its words to the device of this machine.
     copied_api = {COMPAT / "script_device.py"}
-    others = [path for path in files() if path not in {PACKAGE / "runtime" / "device.py", *copied_api}]
+    others = [path for path in both_packages() if path not in {PACKAGE / "runtime" / "device.py", *copied_api}]
     assert {str(path): words for path in others if (words := device_words(path.read_text(encoding="utf-8")))} == {}
 
 
@@ -142,8 +149,10 @@ def test_a_planted_device_word_is_found() -> None:
 
 def folders_that_import_each_other(folder: Path) -> set[tuple[str, str]]:
     """Return pairs of packages below a folder of which each imports from the other."""
-    sources = [path for path in folder.rglob("*.py") if path.name != "__main__.py"]  # a program, which nothing imports
+    faces = {folder / "__main__.py", folder / "__init__.py"}  # above all folders: nothing inside imports them
+    sources = [path for path in folder.rglob("*.py") if path not in faces]
     packages = {".".join(p.parent.relative_to(ROOT).parts) for p in sources if p.name == "__init__.py"}
+    packages.add(folder.name)
     edges: set[tuple[str, str]] = set()
     for path in sources:
         here = ".".join(path.parent.relative_to(ROOT).parts)
@@ -158,6 +167,31 @@ def folders_that_import_each_other(folder: Path) -> set[tuple[str, str]]:
 
 def test_folders_import_in_one_direction() -> None:
     assert folders_that_import_each_other(PACKAGE) == set()
+    assert folders_that_import_each_other(COMPAT) == set()
+
+
+def names_of_compat(source: str) -> list[str]:
+    """Return the mentions of the second package: in imports, in strings for importlib, in comments."""
+    return re.findall(r"\btessera_compat\b", source)
+
+
+def test_the_library_never_names_the_package_that_stands_on_it() -> None:
+    """It joins by the entry points of `tessera/config/extensions.py`."""
+    sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert [str(path) for path, source in sources.items() if names_of_compat(source)] == []
+
+
+def test_a_planted_mention_of_the_second_package_is_found() -> None:
+    for line in ("import tessera_compat", "from tessera_compat.run import main", "import_module('tessera_compat.run')"):
+        assert names_of_compat(line), line
+    assert not names_of_compat("from tessera.config.extensions import extensions")
+
+
+def test_the_library_knows_no_other_trainer() -> None:
+    """Megatron-style shards are a file format; what jobs of MindSpeed-MM call things is in `tessera_compat`."""
+    classes_in_pickles = PACKAGE / "checkpoint" / "legacy" / "torch_files.py"
+    others = [path for path in PACKAGE.rglob("*.py") if path != classes_in_pickles]
+    assert [str(path) for path in others if "mindspeed" in path.read_text(encoding="utf-8").lower()] == []
 
 
 def test_parallel_names_no_modality() -> None:
@@ -172,8 +206,8 @@ def test_no_pickle_and_no_globals() -> None:
         r"^\s*(?:import pickle\b|from pickle\b|global )|torch\.(?:load|save)\(|allow_pickle=True", re.MULTILINE
     )
     between_processes = PACKAGE / "data" / "workers" / "messages.py"  # sockets of our own, never a file
-    found = [p for p in files() if bad.search(p.read_text(encoding="utf-8"))]
-    assert [str(p) for p in found if p != between_processes] == []
+    others = [path for path in both_packages() if path != between_processes]
+    assert [str(path) for path in others if bad.search(path.read_text(encoding="utf-8"))] == []
 
 
 def trusting_loads(source: str) -> list[str]:
@@ -189,7 +223,7 @@ def trusting_loads(source: str) -> list[str]:
 
 
 def test_folders_are_loaded_without_their_code_and_without_the_network() -> None:
-    sources = {path: path.read_text(encoding="utf-8") for path in files()}
+    sources = {path: path.read_text(encoding="utf-8") for path in both_packages()}
     assert {str(path): calls for path, source in sources.items() if (calls := trusting_loads(source))} == {}
 
 
@@ -239,7 +273,7 @@ def private_symbols(source: str, own: set[str]) -> list[str]:
 
 
 def test_private_symbols_live_in_one_file() -> None:
-    sources = {path: path.read_text(encoding="utf-8") for path in files()}
+    sources = {path: path.read_text(encoding="utf-8") for path in both_packages()}
     del sources[PACKAGE / "runtime" / "torch_internals.py"]
     own = own_private_names(list(sources.values()))
     assert {str(path): found for path, source in sources.items() if (found := private_symbols(source, own))} == {}
@@ -304,7 +338,6 @@ def test_optional_abilities_are_declared_and_not_found_by_name() -> None:
     asked = {
         (str(path.relative_to(PACKAGE)), name)
         for path in files()
-        if package_of(path) != "compat"
         for name in attributes_asked_by_name(path.read_text(encoding="utf-8"))
     }
     assert asked - ASKED_BY_NAME.keys() == set()
@@ -353,7 +386,8 @@ def test_contributing_names_every_package_in_the_order_of_imports() -> None:
 
 
 def test_paths_that_contributing_names_exist() -> None:
-    paths = [one for one in named(CONTRIBUTING) if re.fullmatch(r"(?:tessera|tests|docs|bench)/[\w./-]*", one)]
+    folders = "tessera|tessera_compat|tests|docs|bench"
+    paths = [one for one in named(CONTRIBUTING) if re.fullmatch(rf"(?:{folders})/[\w./-]*", one)]
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -362,7 +396,7 @@ def test_paths_that_contributing_names_exist() -> None:
 def test_classes_that_a_page_names_exist(page: Path) -> None:
     classes = {
         node.name
-        for path in files()
+        for path in both_packages()
         for node in nodes(path.read_text(encoding="utf-8"))
         if isinstance(node, ast.ClassDef)
     }
@@ -373,11 +407,79 @@ def test_classes_that_a_page_names_exist(page: Path) -> None:
 
 def test_no_two_public_classes_share_a_name() -> None:
     names: dict[str, list[str]] = {}
-    for path in files():
+    for path in both_packages():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                names.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+                names.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
+
+
+def long_functions(source: str) -> dict[str, int]:
+    """Return the functions of a source that are longer than allowed, with their lines."""
+    lengths = {
+        node.name: (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in nodes(source)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    return {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
+
+
+@pytest.mark.parametrize("folder", [COMPAT], ids=lambda folder: folder.name)
+def test_files_and_functions_stay_short(folder: Path) -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+    assert {str(path) for path, source in sources.items() if len(source.splitlines()) > MAX_FILE_LINES} == set()
+    assert {str(path): long for path, source in sources.items() if (long := long_functions(source))} == {}
+
+
+NAMES_WITHOUT_CONTENT = {"found", "one", "made", "own", "known", "given", "kept", "left", "shown", "asked"}
+
+
+def names_without_content(source: str) -> list[str]:
+    """Return the variables, arguments, fields, functions and aliases whose names do not tell what they hold, with their
+    lines. Loop variables of one-line comprehensions and arguments of lambdas may be short."""
+    comprehensions = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    short = {
+        id(name)
+        for node in nodes(source)
+        if isinstance(node, comprehensions) and node.lineno == node.end_lineno
+        for generator in node.generators
+        for name in ast.walk(generator.target)
+    }
+    short |= {id(argument) for node in nodes(source) if isinstance(node, ast.Lambda) for argument in node.args.args}
+    names: list[tuple[str | None, ast.AST]] = []
+    for node in nodes(source):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.append((node.id if isinstance(node, ast.Name) else node.attr, node))
+        elif isinstance(node, ast.arg):
+            names.append((node.arg, node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append((node.name, node))
+        elif isinstance(node, ast.alias):
+            names.append((node.asname, node))
+    return [
+        f"{name} in line {getattr(node, 'lineno', 0)}"
+        for name, node in names
+        if name and name.lstrip("_") in NAMES_WITHOUT_CONTENT and id(node) not in short
+    ]
+
+
+@pytest.mark.parametrize("folder", [COMPAT], ids=lambda folder: folder.name)
+def test_a_name_tells_what_it_holds(folder: Path) -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+    assert {str(path): names for path, source in sources.items() if (names := names_without_content(source))} == {}
+
+
+def test_a_planted_name_without_content_is_found() -> None:
+    for line in (
+        "found = 1",
+        "def f(given): ...",
+        "self.kept = 2",
+        "def _made(): ...",
+        "from a import b as own",
+        "for one in x:\n    print(one)",
+    ):
+        assert names_without_content(line), line
+    assert not names_without_content("[one for one in x if one]; f(key=lambda one: one); adapters = found()")
 
 
 def test_tests_that_the_makefile_names_exist() -> None:
@@ -426,7 +528,7 @@ OWN_IMPORT = re.compile(
 
 
 def broken_imports(source: str) -> list[str]:
-    """Return the imports of `tessera` and `tests` that name a module or a symbol that does not exist."""
+    """Return the imports of our packages and of `tests` that name a module or a symbol that does not exist."""
     broken: list[str] = []
     # Only these statements are parsed: walking whole trees takes many seconds.
     statements = [re.sub(r"(?:#[^\n]*)?\s+", " ", found).strip() for found in OWN_IMPORT.findall(source)]
@@ -438,7 +540,7 @@ def broken_imports(source: str) -> list[str]:
         else:
             continue
         for module, name in wanted:
-            if module.split(".")[0] in ("tessera", "tests"):
+            if module.split(".")[0] in ("tessera", "tessera_compat", "tests"):
                 names = names_of_module(module)
                 if names is None or (name and name not in names):
                     broken.append(f"{module}.{name}".rstrip("."))
@@ -448,7 +550,7 @@ def broken_imports(source: str) -> list[str]:
 def python_sources() -> dict[str, str]:
     """Return all Python files by path, and the Python blocks of the docs that can be parsed by page and number."""
     found = {}
-    for folder in ("tessera", "tests", "bench", "recipes"):
+    for folder in ("tessera", "tessera_compat", "tests", "bench", "recipes"):
         found |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -471,6 +573,8 @@ def test_a_planted_broken_import_is_found() -> None:
         "from tessera.training.trainer import NoSuchTrainer",
         "def f():\n    from tessera.training.no_such_module import Trainer",
         "import tessera.no_such_package",
+        "from tessera_compat.megatron import no_such_module",
+        "import tessera_compat.no_such_package",
         "from tests.toys import no_such_toy",
     ):
         assert broken_imports(line), line

@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from tessera.cli.main import main
+from tessera.errors import TesseraError
+from tessera_compat import run, state
 from tessera_compat.megatron import dist_checkpointing, parallel_state
 from tessera_compat.megatron.config import HINTS, REFUSED, REFUSED_BEGINNINGS, TransformerConfig, layer_counts
 from tessera_compat.megatron.datasets import GPTDatasetConfig, MockGPTDataset, _NullTokenizer
@@ -28,10 +32,6 @@ from tessera_compat.megatron.sharding import LocalNonpersistentObject, ShardedOb
 from tessera_compat.mindspeed_mm.classes import ModelHub
 from tessera_compat.mindspeed_mm.migrate import lay_out
 from tessera_compat.served import ROOTS, SERVED, packages, serving, source_parts
-
-from tessera.cli.main import main
-from tessera.errors import TesseraError
-from tessera_compat import run, state
 from tests.close import assert_as_close
 
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}

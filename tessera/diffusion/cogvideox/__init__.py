@@ -8,7 +8,7 @@ from typing import Any
 from tessera.diffusion.cogvideox.config import CogVideoXConfig
 from tessera.diffusion.cogvideox.model import CogVideoXModel
 from tessera.diffusion.cogvideox.plan import example, flops, plan, work
-from tessera.diffusion.cogvideox.weights import megatron, weights
+from tessera.diffusion.cogvideox.weights import weights
 from tessera.diffusion.family import generation_family
 
 _LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
@@ -41,5 +41,4 @@ SPEC = generation_family(
     weights=weights,
     costs=(flops, work),
     example=example,
-    megatron=megatron,
 )

@@ -13,7 +13,6 @@ from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Te
 from tessera.core.spec import FULL, Training
 from tessera.diffusion.cogvideox.config import CogVideoXConfig
 from tessera.diffusion.joint import JOINT_STREAM, batch_measures, joint_example
-from tessera.models.foreign_names import GENERATION_NAMES
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
@@ -34,7 +33,6 @@ def plan(config: CogVideoXConfig) -> ModelPlan:
             PipelineUnit("blocks.{*}", 1.0, "latents", StageActivation(CARRY, size)),
             PipelineUnit("head", config.out_channels * config.patch_values * size / block),
         ),
-        foreign_names=GENERATION_NAMES,
         streams={"latents": JOINT_STREAM},
         attention=("blocks.{*}.attn.core",),
         heads={f"blocks.{{*}}.attn.{name}": heads for name in ("qkv", "qkv.{q,k,v}")},

@@ -9,7 +9,7 @@ from tessera.diffusion.family import generation_family
 from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
 from tessera.diffusion.hunyuan_video.model import HunyuanVideoModel
 from tessera.diffusion.hunyuan_video.plan import example, flops, plan, work
-from tessera.diffusion.hunyuan_video.weights import megatron, original, weights
+from tessera.diffusion.hunyuan_video.weights import original, weights
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -38,5 +38,4 @@ SPEC = generation_family(
     costs=(flops, work),
     example=example,
     other_weights={"original": original},
-    megatron=megatron,
 )

@@ -1,11 +1,10 @@
-"""Parameter names of HunyuanVideo: in diffusers folders, in the files of its makers, and in jobs of MindSpeed-MM."""
+"""Parameter names of HunyuanVideo in diffusers folders and in the original checkpoints."""
 
 from __future__ import annotations
 
 from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoConfig
 from tessera.diffusion.joint import CONDITIONS, double_rules, plain_rules, single_rules
-from tessera.weights.map import ColumnsByHead, Reshape, Rule, SwappedHalves, TensorChunk, WeightMap, fused_rules
-from tessera.weights.megatron_form import COLUMNS, QUERIES_KEYS_VALUES, ROWS, JoinedColumns, MegatronForm, PipelinePart
+from tessera.weights.map import ColumnsByHead, Reshape, Rule, SwappedHalves, WeightMap, fused_rules
 
 _BLOCK = ("embed.text.blocks.{i}.", "context_embedder.token_refiner.refiner_blocks.{i}.")
 _BLOCK_PAIRS = (
@@ -113,79 +112,3 @@ def _patches(config: HunyuanConfig, foreign: str) -> Rule:
     size, channels = config.hidden_size, config.in_channels
     flat = Reshape((size, channels * config.patch_values), (size, channels, *config.patch))
     return Rule("embed.latents.weight", foreign, flat)
-
-
-_REFINER = "txt_in.individual_token_refiner.blocks.{i}."
-_DOUBLE, _SINGLE = "double_blocks.{i}.", "single_blocks.{i}."
-_JOB_PAIRS = (
-    ("embed.latents.bias", "img_in.proj.bias"),
-    ("embed.text.embed.{kind}", "txt_in.input_embedder.{kind}"),
-    ("embed.text.time.up.{kind}", "txt_in.t_embedder.time_embed.0.{kind}"),
-    ("embed.text.time.down.{kind}", "txt_in.t_embedder.time_embed.2.{kind}"),
-    ("embed.text.pooled.up.{kind}", "txt_in.c_embedder.linear_1.{kind}"),
-    ("embed.text.pooled.down.{kind}", "txt_in.c_embedder.linear_2.{kind}"),
-    ("embed.text.blocks.{i}.attn_norm.{kind}", _REFINER + "norm1.{kind}"),
-    ("embed.text.blocks.{i}.out.{kind}", _REFINER + "self_attn_proj.{kind}"),
-    ("embed.text.blocks.{i}.mlp_norm.{kind}", _REFINER + "norm2.{kind}"),
-    ("embed.text.blocks.{i}.mlp.up.{kind}", _REFINER + "mlp.fc1.{kind}"),
-    ("embed.text.blocks.{i}.mlp.down.{kind}", _REFINER + "mlp.fc2.{kind}"),
-    ("embed.text.blocks.{i}.modulation.{kind}", _REFINER + "adaLN_modulation.1.{kind}"),
-    ("embed.time.up.{kind}", "time_in.time_embed.0.{kind}"),
-    ("embed.time.down.{kind}", "time_in.time_embed.2.{kind}"),
-    ("embed.guidance.up.{kind}", "guidance_in.time_embed.0.{kind}"),
-    ("embed.guidance.down.{kind}", "guidance_in.time_embed.2.{kind}"),
-    ("embed.pooled.up.{kind}", "vector_in.fc1.{kind}"),
-    ("embed.pooled.down.{kind}", "vector_in.fc2.{kind}"),
-    *(
-        (f"blocks.{{i}}.{native.format(ours)}", _DOUBLE + foreign.format(theirs))
-        for ours, theirs in (("latent", "img"), ("text", "txt"))
-        for native, foreign in (
-            ("{}_modulation.{{kind}}", "{}_mod.linear.{{kind}}"),
-            ("attn.{}_norm.{{h}}.weight", "{}_attn_{{h}}_norm.weight"),
-            ("attn.{}_out.{{kind}}", "{}_attn_proj.{{kind}}"),
-            ("{}_mlp.up.{{kind}}", "{}_mlp.fc1.{{kind}}"),
-            ("{}_mlp.down.{{kind}}", "{}_mlp.fc2.{{kind}}"),
-        )
-    ),
-    ("single_blocks.{i}.modulation.{kind}", _SINGLE + "modulation.linear.{kind}"),
-    ("single_blocks.{i}.norm.{h}.weight", _SINGLE + "{h}_norm.weight"),
-    ("single_blocks.{i}.proj.up.{kind}", _SINGLE + "linear1_mlp.{kind}"),
-    ("single_blocks.{i}.out.bias", _SINGLE + "linear2.bias"),
-    ("head.proj.{kind}", "proj_out.{kind}"),
-)
-_FUSED = (
-    ("embed.text.blocks.{i}.qkv.{h}.{kind}", _REFINER + "self_attn_qkv.{kind}"),
-    ("blocks.{i}.attn.latent.{h}.{kind}", _DOUBLE + "img_attn_qkv.{kind}"),
-    ("blocks.{i}.attn.text.{h}.{kind}", _DOUBLE + "txt_attn_qkv.{kind}"),
-    ("single_blocks.{i}.proj.{h}.{kind}", _SINGLE + "linear1_qkv.{kind}"),
-)
-JOB_SPLITS = (
-    (r"(vector_in\.fc1|proj_out|adaLN_modulation\.1)\.(weight|bias)", ROWS),
-    (r"vector_in\.fc2\.weight", COLUMNS),
-    (r"double_blocks\.\d+\.(img|txt)_(mod\.linear|mlp\.fc1)\.(weight|bias)", ROWS),
-    (r"double_blocks\.\d+\.(img|txt)_(attn_proj|mlp\.fc2)\.weight", COLUMNS),
-    (r"double_blocks\.\d+\.(img|txt)_attn_qkv\.(weight|bias)", QUERIES_KEYS_VALUES),
-    (r"single_blocks\.\d+\.(modulation\.linear|linear1_mlp)\.(weight|bias)", ROWS),
-    (r"single_blocks\.\d+\.linear1_qkv\.(weight|bias)", QUERIES_KEYS_VALUES),
-    (r"single_blocks\.\d+\.linear2\.weight", JoinedColumns()),
-)
-_FIRST = ("img_in.", "txt_in.", "time_in.", "vector_in.", "guidance_in.")
-
-
-def megatron(config: HunyuanVideoConfig) -> MegatronForm:
-    """Return the form in which jobs of MindSpeed-MM keep the transformer: tensor ranks have files of their own."""
-    block = config.shape.block
-    joined = ColumnsByHead(block.heads, (block.hidden, block.intermediate))
-    rules = [
-        _patches(config, "img_in.proj.weight"),
-        Rule("head.modulation.{kind}", "adaLN_modulation.1.{kind}", SwappedHalves()),
-        Rule("single_blocks.{i}.out.weight", _SINGLE + "linear2.weight", joined),
-        *plain_rules(_JOB_PAIRS),
-    ]
-    for native, foreign in _FUSED:
-        rules += [Rule(native.replace("{h}", h), foreign, TensorChunk(n, 3)) for n, h in enumerate("qkv")]
-    parts = (
-        PipelinePart("dit", "double_blocks.", _FIRST, (), config.num_layers),
-        PipelinePart("dit_single", "single_blocks.", (), ("proj_out.", "adaLN_modulation."), config.num_single_layers),
-    )
-    return MegatronForm(WeightMap(tuple(rules)), JOB_SPLITS, parts, kv_heads=config.num_attention_heads)

@@ -43,9 +43,7 @@ class DiffusionDpoOptions(DiffusionOptions):
     """Declare `train.task_options` of `DiffusionDpoTask`."""
 
     beta: float = Field(2500.0, gt=0, le=1e9, description="how far the model may move from the reference: less is more")
-    beta_by_time: bool = Field(
-        False, description="multiply beta by the time of a pair's noise level, 0 to 1000, as MindSpeed-MM does"
-    )
+    beta_by_time: bool = Field(False, description="multiply beta by the time of a pair's noise level, 0 to 1000")
 
 
 class PriorModel(Reference):

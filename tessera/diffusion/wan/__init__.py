@@ -10,7 +10,7 @@ from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.model import WanModel
 from tessera.diffusion.wan.original import MODEL_TYPES, hf_config
 from tessera.diffusion.wan.plan import example, flops, plan, work
-from tessera.diffusion.wan.weights import megatron, original, weights
+from tessera.diffusion.wan.weights import original, weights
 
 _SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # 14B is the default of diffusers
 _IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -49,7 +49,6 @@ SPEC = generation_family(
     weights=weights,
     costs=(flops, work),
     example=example,
-    megatron=megatron,
     other_weights={"original": original},
     originals=dict.fromkeys(MODEL_TYPES, hf_config),
 )

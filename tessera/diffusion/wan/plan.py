@@ -13,7 +13,6 @@ from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Te
 from tessera.core.spec import Training
 from tessera.diffusion.costs import LATENTS, CrossCosts, cross_example, cross_flops, cross_work
 from tessera.diffusion.wan.config import WanConfig
-from tessera.models.foreign_names import GENERATION_NAMES
 from tessera.models.text.costs import Measures
 from tessera.nn.stage_carry import CARRY
 
@@ -34,7 +33,6 @@ def plan(config: WanConfig) -> ModelPlan:
             PipelineUnit("blocks.{*}", 1.0, "latents", carry),
             PipelineUnit("head", cost.head / cost.block),
         ),
-        foreign_names=GENERATION_NAMES,
         streams={"latents": LATENTS},
         attention=("blocks.{*}.attn.core",),
         float32=_float32(config),

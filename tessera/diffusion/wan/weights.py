@@ -1,4 +1,4 @@
-"""Parameter names of Wan: in diffusers folders ("hf"), in the files of its makers ("original"), and in MindSpeed-MM."""
+"""Parameter names of Wan in diffusers folders ("hf") and in the original checkpoints ("original")."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from math import prod
 
 from tessera.diffusion.wan.config import WanConfig
 from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
-from tessera.weights.megatron_form import MegatronForm, PipelinePart
 
 # Native name, name in diffusers folders, name in the makers' files.
 _NAMES = (
@@ -54,30 +53,6 @@ def weights(config: WanConfig) -> WeightMap:
 def original(config: WanConfig) -> WeightMap:
     """Return the names and shapes of the files that Wan's makers publish."""
     return WeightMap(_rules(config, 2), mark="time_embedding.0.weight")
-
-
-# What MindSpeed-MM calls otherwise than the makers do.
-_IN_JOBS = (
-    *((f"text_embedding.{number}.", f"text_embedding.linear_{number // 2 + 1}.") for number in (0, 2)),
-    *((f"_attn.{kind}.", f"_attn.proj_{kind}.") for kind in "qkv"),
-    ("_attn.o.", "_attn.proj_out."),
-    ("_attn.norm_k_img.", "_attn.k_norm_img."),
-    *((f"_attn.norm_{kind}.", f"_attn.{kind}_norm.") for kind in "qk"),
-)
-_FIRST = ("patch_embedding.", "text_embedding.", "time_embedding.", "time_projection.", "img_emb.")
-
-
-def megatron(config: WanConfig) -> MegatronForm:
-    """Return the form in which jobs of MindSpeed-MM keep the transformer: stages of a pipeline have files of their own,
-    tensor ranks do not."""
-    rules = []
-    for rule in _rules(config, 2):
-        (name,) = rule.foreign_names()
-        for theirs, job in _IN_JOBS:
-            name = name.replace(theirs, job)
-        rules.append(Rule(rule.native, name, rule.op))
-    part = PipelinePart("dit", "blocks.", _FIRST, ("head.",), config.num_layers)
-    return MegatronForm(WeightMap(tuple(rules)), (), (part,), kv_heads=1)
 
 
 def _rules(config: WanConfig, column: int) -> tuple[Rule, ...]:

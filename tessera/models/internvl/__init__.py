@@ -12,7 +12,7 @@ from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.model import build, costs, plan
 from tessera.models.internvl.original import MODEL_TYPE, hf_config, internlm_weights, original_weights
-from tessera.models.internvl.weights import megatron, weights
+from tessera.models.internvl.weights import weights
 from tessera.models.text.costs import example_batch
 
 _300M = {
@@ -120,7 +120,6 @@ SPEC = vision_family(
     build=build,
     plan=plan,
     weights=weights,
-    megatron=megatron,
     # InternLM2 first: its folders have the mark of the other form as well.
     other_weights={"internlm2": internlm_weights, "original": original_weights},
     originals={MODEL_TYPE: hf_config},

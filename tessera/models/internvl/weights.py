@@ -8,10 +8,8 @@ saved without its head.
 from __future__ import annotations
 
 from tessera.models.internvl.config import InternVLConfig
-from tessera.models.megatron import TEXT_SPLITS, text_megatron_rules, text_part
 from tessera.models.text.decoder import language_weights
 from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
-from tessera.weights.megatron_form import COLUMNS, ROWS, EvenSplit, MegatronForm, PipelinePart
 
 TEXT = "language_model.model."
 _BLOCK = "vision_tower.encoder.layer.{i}."
@@ -57,65 +55,3 @@ def weights(config: InternVLConfig) -> WeightMap:
     ]
     head = "language_model.lm_head.weight"
     return language_weights(config.text, config.tie_word_embeddings, rules, prefix=TEXT, head=head, renames=_RENAMES)
-
-
-_LAYER = "image_encoder.encoder.encoder.layers.{i}."
-_EMBEDDINGS = "image_encoder.encoder.embeddings."
-_MEGATRON_PAIRS = (
-    ("vision.patch_embed.bias", _EMBEDDINGS + "patch_embedding.bias"),
-    ("vision.blocks.{i}.attn_norm.{kind}", _LAYER + "input_layernorm.{kind}"),
-    ("vision.blocks.{i}.attn.q_norm.weight", _LAYER + "self_attention.q_layernorm.weight"),
-    ("vision.blocks.{i}.attn.k_norm.weight", _LAYER + "self_attention.k_layernorm.weight"),
-    ("vision.blocks.{i}.attn.proj.{kind}", _LAYER + "self_attention.linear_proj.{kind}"),
-    ("vision.blocks.{i}.attn_scale.weight", _LAYER + "ls1"),
-    ("vision.blocks.{i}.mlp_norm.{kind}", _LAYER + "pre_mlp_layernorm.{kind}"),
-    ("vision.blocks.{i}.mlp.up.{kind}", _LAYER + "mlp.linear_fc1.{kind}"),
-    ("vision.blocks.{i}.mlp.down.{kind}", _LAYER + "mlp.linear_fc2.{kind}"),
-    ("vision.blocks.{i}.mlp_scale.weight", _LAYER + "ls2"),
-    ("projector.norm.{kind}", "image_encoder.projector.norm.{kind}"),
-    ("projector.up.{kind}", "image_encoder.projector.linear_fc1.{kind}"),
-    ("projector.down.{kind}", "image_encoder.projector.linear_fc2.{kind}"),
-)
-
-
-def megatron(config: InternVLConfig) -> MegatronForm:
-    """Return the form in which MindSpeed-MM keeps these models. It has the names of the original repository's encoder,
-    with queries, keys and values behind one another, and gives the first ranks one head more where it must."""
-    vision = config.vision
-    hidden, patch, heads = vision.hidden_size, vision.patch_size, vision.num_attention_heads
-    rules = [
-        Rule(
-            "vision.patch_embed.weight",
-            _EMBEDDINGS + "patch_embedding.weight",
-            Reshape((hidden, vision.patch_values), (hidden, vision.num_channels, patch, patch)),
-        ),
-        Rule(
-            "vision.table.weight",
-            _EMBEDDINGS + "position_embedding",
-            Reshape((vision.tile_patches, hidden), (1, vision.tile_patches, hidden)),
-        ),
-        Rule("vision.table.class_token", _EMBEDDINGS + "class_embedding", Reshape((hidden,), (1, 1, hidden))),
-        Rule("vision.blocks.{i}.attn.qkv.{kind}", _LAYER + "self_attention.linear_qkv.{kind}", GroupByHead(heads)),
-        *(Rule(native, foreign) for native, foreign in _MEGATRON_PAIRS),
-    ]
-    layer = r"image_encoder\.encoder\.encoder\.layers\.\d+\."
-    part = PipelinePart(
-        "vit",
-        "image_encoder.encoder.encoder.layers.",
-        (_EMBEDDINGS,),
-        ("image_encoder.projector.",),
-        vision.num_hidden_layers,
-    )
-    return MegatronForm(
-        WeightMap((*rules, *text_megatron_rules(config.text, config.tie_word_embeddings))),
-        (
-            (layer + r"self_attention\.linear_qkv\.(weight|bias)", EvenSplit(blocks=3, units=heads)),
-            (layer + r"self_attention\.linear_proj\.weight", EvenSplit(dim=1, units=heads)),
-            (layer + r"mlp\.linear_fc1\.(weight|bias)", ROWS),
-            (layer + r"mlp\.linear_fc2\.weight", COLUMNS),
-            *TEXT_SPLITS,
-        ),
-        (part, text_part(config.text)),
-        kv_heads=config.text.num_key_value_heads,
-        tied=config.tie_word_embeddings,
-    )

@@ -11,7 +11,7 @@ from tessera.core.batch import Batch, Segments
 from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.model import build, costs, plan, window_sizes
-from tessera.models.qwen2_5_vl.weights import megatron, weights
+from tessera.models.qwen2_5_vl.weights import weights
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
 from tessera.models.text.costs import example_with_images
 
@@ -63,7 +63,6 @@ SPEC = vision_family(
     build=build,
     plan=plan,
     weights=weights,
-    megatron=megatron,
     costs=costs,
     example=example,
     processor="Qwen25VLProcessor",

@@ -6,12 +6,10 @@ renames accept the names of its modules in memory, and of a base model saved wit
 
 from __future__ import annotations
 
-from tessera.models.megatron import grid_megatron_form
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.text.decoder import language_weights
 from tessera.models.vision.family import grid_tower_rules
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
 
 _PAIRS = (
     ("vision.blocks.{i}.attn_norm.weight", "blocks.{i}.norm1.weight"),
@@ -29,11 +27,6 @@ _RENAMES = (
     ("model.language_model.", "model."),
     ("language_model.", "model."),
 )
-_MEGATRON_PROJECTOR = (
-    ("projector.norm.{kind}", "layernorm.{kind}"),
-    ("projector.up.{kind}", "encoder.linear_fc1.{kind}"),
-    ("projector.down.{kind}", "encoder.linear_fc2.{kind}"),
-)
 
 
 def weights(config: Qwen25VLConfig) -> WeightMap:
@@ -44,17 +37,4 @@ def weights(config: Qwen25VLConfig) -> WeightMap:
         grid_tower_rules(vision, vision.hidden_size, vision.num_heads, "visual.", _PAIRS),
         renames=_RENAMES,
         ignored=("visual.rotary_pos_emb.inv_freq",),
-    )
-
-
-def megatron(config: Qwen25VLConfig) -> MegatronForm:
-    """Return the form in which MindSpeed-MM keeps these models."""
-    return grid_megatron_form(
-        config.text,
-        config.tie_word_embeddings,
-        config.vision,
-        config.vision.hidden_size,
-        config.vision.depth,
-        gated=True,
-        projector=_MEGATRON_PROJECTOR,
     )

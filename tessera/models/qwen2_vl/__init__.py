@@ -9,7 +9,7 @@ from tessera.core.batch import Batch
 from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen2_vl.model import build, costs, plan
-from tessera.models.qwen2_vl.weights import megatron, weights
+from tessera.models.qwen2_vl.weights import weights
 from tessera.models.text.costs import example_with_images
 
 # 504 end of text (and padding), 505 and 506 open and close a message, in the order of the published models.
@@ -49,7 +49,6 @@ SPEC = vision_family(
     build=build,
     plan=plan,
     weights=weights,
-    megatron=megatron,
     costs=costs,
     example=example,
     processor="Qwen2VLProcessor",

@@ -11,7 +11,7 @@ from tessera.models.family import preset, quickstart_preset, vision_family
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.model import bilinear_positions, build, costs, plan
-from tessera.models.qwen3_vl.weights import megatron, weights
+from tessera.models.qwen3_vl.weights import weights
 from tessera.models.text.costs import example_with_images
 
 # Larger models have the encoder of the configuration's defaults.
@@ -79,7 +79,6 @@ SPEC = vision_family(
     build=build,
     plan=plan,
     weights=weights,
-    megatron=megatron,
     costs=costs,
     example=example,
     processor="Qwen3VLProcessor",

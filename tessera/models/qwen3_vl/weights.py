@@ -5,12 +5,10 @@ The renames accept a base model saved without its head.
 
 from __future__ import annotations
 
-from tessera.models.megatron import grid_megatron_form
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.text.decoder import language_weights
 from tessera.models.vision.family import grid_tower_rules
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import COLUMNS, ROWS, MegatronForm
 
 _TEXT = "model.language_model."
 _PAIRS = (
@@ -33,12 +31,6 @@ _RENAMES = (
     ("language_model.", _TEXT),
 )
 
-_MEGATRON_PROJECTOR = (
-    ("projector.last.norm.{kind}", "layernorm.{kind}"),
-    ("projector.last.up.{kind}", "encoder.linear_fc1.{kind}"),
-    ("projector.last.down.{kind}", "encoder.linear_fc2.{kind}"),
-)
-
 
 def weights(config: Qwen3VLConfig) -> WeightMap:
     vision, prefix = config.vision, "model.visual."
@@ -50,28 +42,4 @@ def weights(config: Qwen3VLConfig) -> WeightMap:
         stacked=True,
         renames=_RENAMES,
         ignored=(prefix + "rotary_pos_emb.inv_freq",),
-    )
-
-
-def megatron(config: Qwen3VLConfig) -> MegatronForm:
-    """Return the form in which MindSpeed-MM keeps these models. A merger of features lies with the block it reads."""
-    deep = "image_encoder.encoder.blocks.layers.{block}.deepstack_layer."
-    more = [
-        (f"projector.taps.{tap}.{native}.{{kind}}", deep.replace("{block}", str(block)) + f"{theirs}.{{kind}}")
-        for tap, block in enumerate(config.vision.deepstack_visual_indexes)
-        for native, theirs in (("norm", "layernorm"), ("up", "encoder.linear_fc1"), ("down", "encoder.linear_fc2"))
-    ]
-    return grid_megatron_form(
-        config.text,
-        config.tie_word_embeddings,
-        config.vision,
-        config.vision.hidden_size,
-        config.vision.depth,
-        gated=False,
-        projector=_MEGATRON_PROJECTOR,
-        more=more,
-        extra_splits=(
-            (r".*\.deepstack_layer\.encoder\.linear_fc1\.(weight|bias)", ROWS),
-            (r".*\.deepstack_layer\.encoder\.linear_fc2\.weight", COLUMNS),
-        ),
     )

@@ -11,7 +11,6 @@ from torch import nn
 
 from tessera.config.reader import Section
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
-from tessera.models.foreign_names import VISION_LANGUAGE_NAMES
 from tessera.models.text.costs import VisionCosts
 from tessera.models.text.decoder import (
     ATTENTION,
@@ -193,7 +192,6 @@ def vision_language_plan(
         attention=(f"{used}.attn.core", ATTENTION),
         heads={f"{VISION_BLOCKS}.attn.qkv": shape.heads, **text_heads(text)},
         tied={"head": "text.embed"} if tied else {},
-        foreign_names=VISION_LANGUAGE_NAMES,
     )
 
 

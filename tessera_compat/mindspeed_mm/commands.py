@@ -1,4 +1,4 @@
-"""Offer `tessera migrate`: recipes of MindSpeed-MM jobs, and a folder laid out for their commands."""
+"""Add `tessera migrate` and `tessera run` to the command line. Nothing here imports torch before a command runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from tessera.cli.run import check_output, write_output
 from tessera.errors import TesseraError
 
 WORKSPACE = "workspace"
+app = typer.Typer()
 
 
+@app.command()
 def migrate(
     job: Annotated[str, typer.Argument(help="JOB.sh or JOB.yaml of MindSpeed-MM; or the word workspace")],
     folder: Annotated[Path | None, typer.Argument(help="workspace: folder to lay out")] = None,
@@ -23,8 +25,11 @@ def migrate(
     world: Annotated[int | None, typer.Option("--world", min=1, help="ranks; default: as the script starts")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the recipe")] = False,
 ) -> None:
-    """Write the recipe of a MindSpeed-MM job and say what becomes of each flag and key, and which commands start it; or
-    lay out a folder for its commands (tessera migrate workspace DIR). Exit code 1 if something is not supported."""
+    """Write the recipe of a MindSpeed-MM job, and report each flag and key and the commands that start it.
+
+    tessera migrate workspace DIR lays out a folder for the job's own commands. Exit code 1 if something is not
+    supported.
+    """
     from tessera_compat.mindspeed_mm import migrate as jobs
 
     if job == WORKSPACE:
@@ -56,3 +61,26 @@ def migrate(
         typer.echo(f"start it{several if done.machines > 1 else ''}: {line}")
     if done.report.refused:
         raise typer.Exit(1)
+
+
+@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run_script(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="a Python program; what follows are its own arguments")],
+    as_megatron: Annotated[
+        bool, typer.Option("--as-megatron", help="serve megatron, mindspeed and mindspeed_mm from Tessera")
+    ] = False,
+) -> None:
+    """Run a program that imports Megatron or MindSpeed-MM, unmodified, without either of them installed."""
+    from tessera.runtime import log
+    from tessera.runtime.distributed import environment_ranks
+    from tessera_compat.run import run_script as start
+
+    if not as_megatron:
+        raise TesseraError(
+            "--as-megatron is missing",
+            where="tessera run",
+            fix=f"tessera run --as-megatron {script}; a script without imports of Megatron runs with plain python",
+        )
+    log.setup(environment_ranks()[0])
+    start(script, context.args)

@@ -1,7 +1,7 @@
-"""Read MindSpeed-MM's `fsdp2_config.yaml` as it stands into the keys of our `parallel` and `precision` sections.
+"""Translate MindSpeed-MM's `fsdp2_config.yaml` to the `parallel` and `precision` sections of a recipe.
 
-The file keeps its own key names, type words and defaults; what it says becomes part of the recipe, so that a run saved
-with it does not need the file again. It is read while a recipe is validated, hence in this package and not in `compat`.
+The file keeps its key names, type words and defaults. Its values become part of the recipe, so that a saved run does
+not need the file. `tessera.config` calls `with_fsdp2_file` for the recipe key `parallel.fsdp2_config`.
 """
 
 from __future__ import annotations

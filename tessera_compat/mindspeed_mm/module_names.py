@@ -1,18 +1,20 @@
-"""Names that modules have in other systems: Megatron and MindSpeed-MM, and the classes of transformers.
+"""Names of our modules in Megatron, MindSpeed-MM and the classes of transformers.
 
-A file written for one of these systems (`fsdp2_config.yaml`) selects modules of our families by their names there.
+A file written for one of these systems, such as `fsdp2_config.yaml`, selects modules by these names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import nn
+
 Names = Mapping[str, tuple[str, ...]]
 _LAYERS, _BLOCKS = ("text.layers.{*}",), ("vision.blocks.{*}",)
 
 
 def _decoder(layers: str, embedding: str, norm: str, rotary: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of the parts of a text decoder. Rotations have no parameters, and no module here."""
+    """Return the names of the parts of a text decoder. Rotary embeddings have no parameters, and no module here."""
     return {layers: ("text.layers",), embedding: ("text.embed",), norm: ("text.norm",), rotary: ()}
 
 
@@ -91,7 +93,7 @@ VISION_LANGUAGE_NAMES: Names = {
     **_CLASSES,
 }
 
-# A generation job of MindSpeed-MM has the transformer as `predictor`, beside encoders that are no part of a model here.
+# A generation job of MindSpeed-MM calls the transformer `predictor`. Its encoders are not part of the model here.
 GENERATION_NAMES: Names = {
     "predictor": ("blocks.{*}", "single_blocks.{*}"),
     "predictor.blocks": ("blocks",),  # Wan
@@ -101,3 +103,17 @@ GENERATION_NAMES: Names = {
     "predictor.videodit_blocks": ("blocks",),  # CogVideoX
     **dict.fromkeys(("ae", "text_encoder", "image_encoder"), ()),
 }
+
+
+def module_names(model: nn.Module) -> Names:
+    """Return the other names of a model's modules, with the paths that each name selects."""
+    from tessera_compat.mindspeed_mm.classes import TransformersModel
+
+    if isinstance(model, TransformersModel):  # patterns name the modules of the class that it wraps
+        return {name: (f"model.{name}",) for name, _ in model.model.named_children()}
+    if not any(base.__module__.partition(".")[0] in ("tessera", "tessera_compat") for base in type(model).__mro__):
+        return {}
+    parts = dict(model.named_children())
+    if "text" in parts:
+        return VISION_LANGUAGE_NAMES if "vision" in parts else TEXT_NAMES
+    return GENERATION_NAMES if "blocks" in parts else {}

@@ -1,0 +1,65 @@
+"""Load what other packages add to Tessera: the entry points of groups that begin with `tessera.`.
+
+| group | name | object |
+|---|---|---|
+| `tessera.commands` | any | a `typer.Typer` whose commands join the command line |
+| `tessera.check_environment` | any | `() -> None`: check environment variables before the ranks of a run start |
+| `tessera.prepare_rank` | any | `() -> list[Callback]`: prepare the process of a rank before it joins the others |
+| `tessera.recipe_files` | recipe key | `(recipe) -> recipe`: replace the key by the settings of the file it names |
+| `tessera.module_names` | any | `(model) -> {name: paths}`: other names of modules, for patterns that match no path |
+| `tessera.megatron_forms` | model family | `(config) -> MegatronForm`: its tensors in files of Megatron-style ranks |
+
+A package declares them in its `pyproject.toml`, and an installer stores them as metadata. A source tree on the import
+path has no metadata: the `pyproject.toml` beside this package replaces it. Entry points of a package that cannot be
+found are ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from tessera.errors import TesseraError, first_line
+
+_PROJECT_FILE = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def extension(group: str, name: str) -> Any | None:
+    """Import the object that a package adds under this name; None if no package does."""
+    point = _entry_points(group).get(name)
+    return None if point is None else _imported(point)
+
+
+def extensions(group: str) -> list[Any]:
+    """Import all objects that packages add to a group."""
+    return [_imported(point) for point in _entry_points(group).values()]
+
+
+@functools.cache
+def _entry_points(group: str) -> dict[str, EntryPoint]:
+    points = [*entry_points(group=group), *_of_source_tree(group)]
+    return {point.name: point for point in points if importlib.util.find_spec(point.module.partition(".")[0])}
+
+
+def _of_source_tree(group: str) -> list[EntryPoint]:
+    if not _PROJECT_FILE.is_file():
+        return []
+    import tomllib
+
+    project = tomllib.loads(_PROJECT_FILE.read_text(encoding="utf-8")).get("project", {})
+    points = project.get("entry-points", {}).get(group, {})
+    return [EntryPoint(name, value, group) for name, value in points.items()]
+
+
+def _imported(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise TesseraError(
+            f"{point.value} cannot be imported: {first_line(error)}",
+            where=f"entry point {point.name} of the group {point.group}",
+            fix=f"install the package of {point.module} again, or remove it",
+        ) from error
