@@ -40,12 +40,9 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.core.mpu": ("megatron.parallel_state",),
     "megatron.core.model_parallel_config": ("megatron.config:ModelParallelConfig",),
     "megatron.core.enums": ("megatron.module:ModelType",),
-    "megatron.core.num_microbatches_calculator": (
-        "mindspeed_mm.entry_names:get_num_microbatches,update_num_microbatches,get_micro_batch_size",
-        "mindspeed_mm.entry_names:get_current_global_batch_size",
-    ),
+    "megatron.core.num_microbatches_calculator": ("mindspeed_mm.entry_names:get_num_microbatches",),
     "megatron.core.utils": (
-        "megatron.module:get_attr_wrapped_model,get_model_config,get_model_type",
+        "megatron.module:get_attr_wrapped_model,get_model_config",
         "megatron.mappings:divide,ensure_divisibility",
         "megatron.config:init_method_normal,scaled_init_method_normal",
     ),
@@ -55,9 +52,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.core.tensor_parallel.data": ("megatron.mappings:broadcast_data",),
     "megatron.core.tensor_parallel.cross_entropy": ("megatron.mappings:vocab_parallel_cross_entropy",),
     "megatron.core.tensor_parallel.random": ("megatron.random",),
-    "megatron.core.tensor_parallel.utils": (
-        "megatron.mappings:VocabUtility,divide,ensure_divisibility,split_tensor_along_last_dim",
-    ),
+    "megatron.core.tensor_parallel.utils": ("megatron.mappings:VocabUtility,divide,ensure_divisibility",),
     "megatron.core.transformer": (
         "megatron.config:TransformerConfig",
         "megatron.module:MegatronModule,ModuleSpec,build_module",
@@ -68,7 +63,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.module": (
         "megatron.module:MegatronModule,GraphableMegatronModule,Float16Module,float16_to_fp32,fp32_to_float16",
     ),
-    "megatron.core.transformer.enums": ("megatron.module:AttnBackend,AttnMaskType,LayerType,ModelType",),
+    "megatron.core.transformer.enums": ("megatron.module:AttnMaskType,ModelType",),
     "megatron.core.transformer.identity_op": ("megatron.module:IdentityOp,IdentityFuncOp",),
     "megatron.core.transformer.attention": ("megatron.attention:SelfAttention,SelfAttentionSubmodules",),
     "megatron.core.transformer.dot_product_attention": ("megatron.attention:DotProductAttention",),
@@ -76,10 +71,9 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.torch_norm": ("megatron.attention:WrappedTorchNorm",),
     "megatron.core.transformer.transformer_layer": (
         "megatron.transformer:TransformerLayer,TransformerLayerSubmodules,BaseTransformerLayer",
-        "megatron.transformer:get_transformer_layer_offset",
     ),
     "megatron.core.transformer.transformer_block": (
-        "megatron.transformer:TransformerBlock,TransformerBlockSubmodules,get_num_layers_to_build",
+        "megatron.transformer:TransformerBlock,TransformerBlockSubmodules",
     ),
     "megatron.core.transformer.utils": (
         "megatron.attention:attention_mask_func",
@@ -92,7 +86,6 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.core.models.gpt.gpt_model": ("megatron.gpt_model:GPTModel",),
     "megatron.core.models.gpt.gpt_layer_specs": (
         "megatron.gpt_model:get_gpt_layer_local_spec,get_gpt_layer_with_transformer_engine_spec",
-        "megatron.gpt_model:get_gpt_decoder_block_spec",
     ),
     "megatron.core.models.common.language_module.language_module": ("megatron.gpt_model:LanguageModule",),
     "megatron.core.models.common.embeddings.language_model_embedding": ("megatron.gpt_model:LanguageModelEmbedding",),
@@ -124,7 +117,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.core.datasets.megatron_tokenizer": ("megatron.datasets:MegatronTokenizer",),
     "megatron.core.datasets.utils": ("megatron.datasets:Split,compile_helpers",),
     "megatron.training": (
-        "megatron.training:get_model,print_rank_0,print_rank_last,is_last_rank",
+        "megatron.training:get_model,print_rank_0",
         "state:get_args",
         "megatron.timers:get_timers",
         "mindspeed_mm.training:pretrain,initialize_megatron",
@@ -139,9 +132,8 @@ SERVED: dict[str, tuple[str, ...]] = {
     "megatron.training.checkpointing": ("mindspeed_mm.training:load_checkpoint,save_checkpoint",),
     "megatron.core.optimizer": ("mindspeed_mm.training:get_megatron_optimizer",),
     "megatron.training.global_vars": ("state:get_args,set_args", "megatron.timers:get_timers"),
-    "megatron.training.arguments": ("megatron.training:core_transformer_config_from_args",),
     "megatron.training.utils": (
-        "megatron.training:average_losses_across_data_parallel_group,print_rank_0,print_rank_last",
+        "megatron.training:average_losses_across_data_parallel_group,print_rank_0",
         "megatron.training:get_batch_on_this_tp_rank,get_batch_on_this_cp_rank",
         "megatron.module:unwrap_model",
     ),
@@ -156,7 +148,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     "mindspeed_mm.data": ("mindspeed_mm.data",),
     "mindspeed_mm.data.data_utils.utils": (
         "mindspeed_mm.data:build_iterations",
-        "mindspeed_mm.entry_names:cal_gradient_accumulation_size,get_value_from_args",
+        "mindspeed_mm.entry_names:cal_gradient_accumulation_size",
     ),
     "mindspeed_mm.data.data_utils.constants": (
         "mindspeed_mm.entry_names:PROMPT_IDS,PROMPT_MASK,PROMPT_IDS_2,PROMPT_MASK_2,TEXT,PROMPT,CAPTIONS,VIDEO",
@@ -167,7 +159,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     "mindspeed_mm.data.dataloader.dynamic_batching_dataloader": ("mindspeed_mm.entry_names:DynamicBatchingDataLoader",),
     "mindspeed_mm.utils.utils": (
         "mindspeed_mm.forward_step:compute_token_level_loss",
-        "mindspeed_mm.entry_names:EncoderBalanceComm,get_device,get_dtype,is_npu_available",
+        "mindspeed_mm.entry_names:EncoderBalanceComm,get_dtype",
     ),
     "mindspeed_mm.utils.transformer_model_config": ("mindspeed_mm.entry_names:get_model_config",),
     "mindspeed_mm.utils.hetero_parallel": (

@@ -40,7 +40,6 @@ from tessera_compat.megatron.transformer import (
     TransformerLayer,
     TransformerLayerSubmodules,
     get_bias_dropout_add,
-    own_layers,
 )
 
 _POSITIONS = ("learned_absolute", "rope", "none")
@@ -101,17 +100,6 @@ def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> Mod
         where="get_gpt_layer_with_transformer_engine_spec",
         fix="use get_gpt_layer_local_spec(); it has the same parameters under other names",
     )
-
-
-def get_gpt_decoder_block_spec(
-    config: TransformerConfig, use_transformer_engine: bool, normalization: str | None = None
-) -> TransformerBlockSubmodules:
-    """Return the specification of the layers of this pipeline stage and the norm behind them."""
-    if use_transformer_engine:
-        get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=normalization)
-    norm = WrappedTorchNorm if normalization == "RMSNorm" else FusedLayerNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * len(own_layers(config)), layer_norm=norm)
 
 
 class LanguageModelEmbedding(MegatronModule):

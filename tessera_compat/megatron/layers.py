@@ -41,12 +41,6 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
     tensor.partition_stride = stride  # type: ignore[attr-defined]
 
 
-def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
-    """Return whether this rank is the one that counts a parameter, in a norm for example."""
-    split = bool(vars(param).get("tensor_model_parallel", False))
-    return split or parallel_state.get_tensor_model_parallel_rank() == 0
-
-
 def own_slice(whole: Tensor, dim: int, stride: int = 1) -> Tensor:
     """Return this rank's slice of a whole weight. Each of `stride` equal blocks is split over all ranks."""
     ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()

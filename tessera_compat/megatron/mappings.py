@@ -34,14 +34,6 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
         raise TesseraError(f"{numerator} is not a multiple of {denominator}", fix="change the size or the parallel one")
 
 
-def split_tensor_along_last_dim(
-    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
-    """Return equal slices of the last dimension."""
-    parts = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
-
-
 class VocabUtility:
     """Find which tokens of a vocabulary a rank holds."""
 

@@ -37,23 +37,6 @@ class AttnMaskType(enum.Enum):
     arbitrary = 5
 
 
-class LayerType(enum.Enum):
-    """Say to which stack a layer belongs."""
-
-    encoder = 1
-    decoder = 2
-
-
-class AttnBackend(enum.Enum):
-    """Name implementations of attention; the layers here have one."""
-
-    flash = 1
-    fused = 2
-    unfused = 3
-    local = 4
-    auto = 5
-
-
 @dataclass
 class ModuleSpec:
     """Say of which class a module is, with which arguments it is built, and of which modules it consists."""
@@ -203,11 +186,6 @@ def get_model_config(model: nn.Module) -> ModelParallelConfig:
     """Return the configuration of a model, inside of whatever wraps it."""
     config: ModelParallelConfig = get_attr_wrapped_model(model, "config", allow_none=False)
     return config
-
-
-def get_model_type(model: nn.Module) -> ModelType:
-    kind: ModelType = get_attr_wrapped_model(model, "model_type")
-    return kind
 
 
 def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -> Any:

@@ -47,23 +47,22 @@ class ParallelState:
     virtual_rank: int | None
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     ranks: dict[str, list[int]] = field(default_factory=dict)
-    overrides: dict[str, int] = field(default_factory=dict)  # what `set_*` functions have set
 
-    def make(self, name: str, axes: str, sizes: dict[str, int] | None = None, backend: str | None = None) -> None:
-        """Create all groups over the axes `a-b`, as all ranks do together, and keep that of this rank."""
+    def make(self, name: str, axes: str, sizes: dict[str, int] | None = None) -> None:
+        """Create all groups over the axes `a-b`, as all ranks do together, and store the group of this rank."""
         for ranks in rank_groups(dist.get_world_size(), sizes or self.sizes, self.order, axes.split("-")):
-            self.make_group(name, ranks, backend)
+            self.make_group(name, ranks)
 
-    def make_group(self, name: str, ranks: list[int], backend: str | None = None) -> None:
-        group = dist.new_group(ranks, timeout=self.timeout, backend=backend)
+    def make_group(self, name: str, ranks: list[int]) -> None:
+        group = dist.new_group(ranks, timeout=self.timeout)
         if dist.get_rank() in ranks:
             self.groups[name], self.ranks[name] = group, ranks
 
     def size(self, name: str) -> int:
-        return self.overrides.get(f"{name} size", len(self.ranks[name]))
+        return len(self.ranks[name])
 
     def rank(self, name: str) -> int:
-        return self.overrides.get(f"{name} rank", self.ranks[name].index(dist.get_rank()))
+        return self.ranks[name].index(dist.get_rank())
 
 
 def _refuse(what: str, where: str, fix: str | None = None) -> TesseraError:
@@ -131,12 +130,10 @@ def initialize_model_parallel(
         virtual_size=virtual_pipeline_model_parallel_size,
         virtual_rank=None if virtual_pipeline_model_parallel_size is None else 0,
     )
-    _make_groups(state, create_gloo_process_groups)
+    _make_groups(state)
     for ranks in rank_groups(world, state.sizes, state.order, ["pp"]):
         ends = [ranks[0], ranks[-1]] if len(ranks) > 1 else ranks
         state.make_group("embedding", get_embedding_ranks(ranks) if get_embedding_ranks else ends)
-        first = get_position_embedding_ranks(ranks) if get_position_embedding_ranks else ranks[:1]
-        state.make_group("position embedding", first)
     current().parallel = state
 
 
@@ -151,21 +148,18 @@ def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
     return names + tuple(axis for axis in AXES if axis not in names)
 
 
-def _make_groups(state: ParallelState, gloo: bool) -> None:
-    """Create the groups of all axes and of their combinations; with `gloo`, also groups of host memory."""
-    for name in ("tp", "pp", "dp", "cp", "dp-cp", "tp-pp", "tp-dp", "tp-dp-cp", "tp-cp"):
+def _make_groups(state: ParallelState) -> None:
+    """Create the groups of all axes."""
+    for name in ("tp", "pp", "dp", "cp", "dp-cp"):
         state.make(name, name)
-    # Each kind of message has a group of its own, so that one kind never waits behind another: gradients, and with
-    # several model chunks what goes from the last stage to the first.
+    # Gradients have their own group, so that they never wait behind activations. So do messages from the last stage to
+    # the first one, which several model chunks need.
     state.make("pp backward", "pp")
     if state.virtual_size is not None:
         state.make("pp wrap", "pp")
         state.make("pp wrap backward", "pp")
-    for name, axes in (("ep", "ep"), ("etp", "tp"), ("etp-ep", "tp-ep"), ("etp-ep-pp", "tp-ep-pp"), ("edp", "dp")):
-        state.make(name, axes, state.expert_sizes)
-    if gloo:
-        for name in ("dp", "dp-cp"):
-            state.make(f"{name} gloo", name, backend="gloo")
+    for name, axis in (("ep", "ep"), ("etp", "tp")):
+        state.make(name, axis, state.expert_sizes)
 
 
 def destroy_model_parallel() -> None:
@@ -179,10 +173,6 @@ def model_parallel_is_initialized() -> bool:
 
 def is_initialized() -> bool:
     return model_parallel_is_initialized()
-
-
-def is_unitialized() -> bool:
-    return not model_parallel_is_initialized()
 
 
 def _state() -> ParallelState:
@@ -216,14 +206,6 @@ def get_tensor_model_parallel_src_rank() -> int:
     return _state().ranks["tp"][0]
 
 
-def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    _state().overrides["tp size"] = world_size
-
-
-def set_tensor_model_parallel_rank(rank: int) -> None:
-    _state().overrides["tp rank"] = rank
-
-
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
     return _group("pp", check_initialized)
 
@@ -235,7 +217,7 @@ def get_pipeline_message_group(wraps: bool, backward: bool) -> Any:
         raise _refuse(
             "the groups for several model chunks are missing",
             "virtual_pipeline_model_parallel_size",
-            f"give it to {WHERE} instead of setting it afterwards",
+            f"give it to {WHERE}",
         )
     return group
 
@@ -246,18 +228,6 @@ def get_pipeline_model_parallel_world_size() -> int:
 
 def get_pipeline_model_parallel_rank() -> int:
     return _state().rank("pp")
-
-
-def set_pipeline_model_parallel_world_size(world_size: int) -> None:
-    _state().overrides["pp size"] = world_size
-
-
-def set_pipeline_model_parallel_rank(rank: int) -> None:
-    _state().overrides["pp rank"] = rank
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    return _state().ranks["pp"][0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -276,10 +246,6 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _state().virtual_size
-
-
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    _state().virtual_size = world_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
@@ -314,20 +280,8 @@ def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
     return ignore_virtual or is_pipeline_first_stage() or is_pipeline_last_stage()
 
 
-def is_rank_in_position_embedding_group() -> bool:
-    return "position embedding" in _state().ranks
-
-
 def get_embedding_group(check_initialized: bool = True) -> Any:
     return _group("embedding", check_initialized)
-
-
-def get_position_embedding_group(check_initialized: bool = True) -> Any:
-    return _group("position embedding", check_initialized)
-
-
-def get_model_parallel_group(check_initialized: bool = True) -> Any:
-    return _group("tp-pp", check_initialized)
 
 
 def _data_name(with_context_parallel: bool) -> str:
@@ -336,13 +290,6 @@ def _data_name(with_context_parallel: bool) -> str:
 
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
     return _group(_data_name(with_context_parallel))
-
-
-def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    group = _group(f"{_data_name(with_context_parallel)} gloo")
-    if group is None:
-        raise TesseraError("there are no gloo groups", where=WHERE, fix="pass create_gloo_process_groups=True")
-    return group
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
@@ -357,14 +304,6 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return _state().ranks[_data_name(with_context_parallel)][0]
 
 
-def get_context_parallel_group(check_initialized: bool = True) -> Any:
-    return _group("cp", check_initialized)
-
-
-def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
-    return list(_state().ranks["cp"])
-
-
 def get_context_parallel_world_size() -> int:
     state = current().parallel
     return 1 if state is None else state.size("cp")
@@ -375,49 +314,9 @@ def get_context_parallel_rank() -> int:
     return 0 if state is None else state.rank("cp")
 
 
-def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> Any:
-    return _group("tp-dp-cp" if with_context_parallel else "tp-dp")
-
-
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
-    return _group("tp-cp", check_initialized)
-
-
-def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
-    return _group("ep", check_initialized)
-
-
-def get_expert_model_parallel_world_size() -> int:
-    return _state().size("ep")
-
-
 def get_expert_model_parallel_rank() -> int:
     return _state().rank("ep")
 
 
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
-    return _group("etp", check_initialized)
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    return _state().size("etp")
-
-
 def get_expert_tensor_parallel_rank() -> int:
     return _state().rank("etp")
-
-
-def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:
-    return _group("etp-ep", check_initialized)
-
-
-def get_expert_tensor_model_pipeline_parallel_group() -> Any:
-    return _group("etp-ep-pp")
-
-
-def get_expert_data_parallel_group(check_initialized: bool = True) -> Any:
-    return _group("edp", check_initialized)
-
-
-def get_expert_data_parallel_rank() -> int:
-    return _state().rank("edp")

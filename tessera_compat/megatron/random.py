@@ -100,14 +100,6 @@ def initialize_rng_tracker(use_te_rng_tracker: bool = False, **options: bool) ->
     get_cuda_rng_tracker()
 
 
-def get_expert_parallel_rng_tracker_name() -> str:
-    return EXPERT_PARALLEL
-
-
-def get_data_parallel_rng_tracker_name() -> str:
-    return DATA_PARALLEL
-
-
 def model_parallel_cuda_manual_seed(
     seed: int,
     te_rng_tracker: bool = False,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +14,6 @@ from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera_compat import state
 from tessera_compat.megatron import parallel_state
-from tessera_compat.megatron.config import TransformerConfig
 from tessera_compat.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from tessera_compat.megatron.mappings import broadcast_data
 from tessera_compat.megatron.module import Float16Module, ModelType, get_model_config
@@ -83,22 +80,6 @@ def get_model(
     return models
 
 
-def core_transformer_config_from_args(
-    args: Any, config_class: type[TransformerConfig] | None = None
-) -> TransformerConfig:
-    """Return the configuration that command-line arguments describe; fields have the names of arguments."""
-    kind = config_class or TransformerConfig
-    given = {one.name: vars(args)[one.name] for one in fields(kind) if one.name in vars(args)}
-    if "norm_epsilon" in vars(args):
-        given["layernorm_epsilon"] = vars(args)["norm_epsilon"]
-    given.setdefault("pipeline_dtype", given.get("params_dtype", torch.float32))
-    if vars(args).get("swiglu"):
-        given.update(activation_func=torch.nn.functional.silu, gated_linear_unit=True)
-    if "disable_bias_linear" in vars(args):
-        given["add_bias_linear"] = not vars(args)["disable_bias_linear"]
-    return kind(**{name: value for name, value in given.items() if value is not None})
-
-
 def _is_rank(rank: int) -> bool:
     return not dist.is_initialized() or dist.get_rank() == rank % dist.get_world_size()
 
@@ -107,16 +88,6 @@ def print_rank_0(message: object) -> None:
     """Print on the first rank, or where there is one process."""
     if _is_rank(0):
         print(message, flush=True)
-
-
-def is_last_rank() -> bool:
-    return _is_rank(-1)
-
-
-def print_rank_last(message: object) -> None:
-    """Print on the last rank, which knows the loss when a pipeline computes it."""
-    if is_last_rank():
-        print(message, flush=True, file=sys.stdout)
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:

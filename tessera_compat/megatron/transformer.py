@@ -145,14 +145,6 @@ def own_layers(config: TransformerConfig, vp_stage: int | None = None) -> range:
     return range(before, before + counts[here[1]][here[0]])
 
 
-def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None) -> int:
-    return len(own_layers(config, vp_stage))
-
-
-def get_transformer_layer_offset(config: TransformerConfig, vp_stage: int | None = None) -> int:
-    return own_layers(config, vp_stage).start
-
-
 class TransformerBlock(MegatronModule):
     """Hold the layers of this pipeline stage, and the final norm on the last one."""
 

@@ -11,7 +11,6 @@ import torch
 
 from tessera.errors import TesseraError
 from tessera_compat import state
-from tessera_compat.mindspeed_mm.data import current_device
 
 # Keys of a batch and of a record.
 PROMPT_IDS, PROMPT_MASK = "prompt_ids", "prompt_mask"
@@ -33,32 +32,6 @@ def get_num_microbatches() -> int:
 cal_gradient_accumulation_size = get_num_microbatches
 
 
-def get_current_global_batch_size() -> int:
-    """Return the samples of a step."""
-    return int(state.get_args().global_batch_size)
-
-
-def get_micro_batch_size() -> int:
-    """Return the samples of a micro-batch."""
-    return int(state.get_args().micro_batch_size)
-
-
-def update_num_microbatches(consumed_samples: int, *args: Any, **kwargs: Any) -> None:
-    """Do nothing: the number of micro-batches stays the same for a whole run."""
-
-
-def get_value_from_args(key: str, default_value: Any = None) -> Any:
-    """Return a value of the arguments by its dotted name, such as `mm.data.dataset_param`."""
-    found = state.get_args()
-    for part in key.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            break
-    if found is None and default_value is None:
-        raise KeyError(f"there is no argument {key!r}")
-    return default_value if found is None else found
-
-
 def get_model_config(config: Any) -> Any:
     """Return a part of model.json as it is: VLMModel reads the file itself."""
     return config
@@ -77,16 +50,6 @@ def is_enable_lora() -> bool:
 def is_use_dynamic_dpcp() -> bool:
     """Return False: one layout serves a whole run."""
     return False
-
-
-def is_npu_available() -> bool:
-    """Return False: scripts ask in order to patch torch, and words for devices mean the device of this machine."""
-    return False
-
-
-def get_device(device: str = "") -> torch.device:
-    """Return the device of this rank."""
-    return current_device()
 
 
 def get_dtype(dtype: str | torch.dtype | None) -> torch.dtype:

@@ -11,7 +11,7 @@ import yaml
 import tessera
 from tessera.cli.main import main
 from tessera.cli.run import complete_key
-from tessera.config.foreign_keys import FOREIGN, Ours
+from tessera.config.foreign_keys import Ours, foreign_keys
 from tessera.config.reader import _section_at, parse_overrides
 from tessera.config.run_config import RunConfig, load_config
 from tessera.errors import TesseraError
@@ -63,9 +63,9 @@ def _written(ours: Ours) -> dict[str, Any]:
     return parse_overrides([f"{ours.key}={ours.example}"])
 
 
-@pytest.mark.parametrize("key", [key for key, ours in FOREIGN.items() if ours.key])
+@pytest.mark.parametrize("key", [key for key, ours in foreign_keys().items() if ours.key])
 def test_what_is_suggested_exists_and_its_example_is_taken(key: str) -> None:
-    ours = FOREIGN[key]
+    ours = foreign_keys()[key]
     *sections, name = ours.key.split(".")
     section = _section_at(RunConfig, sections)
     assert section is not None, ours.key
@@ -125,7 +125,7 @@ def test_keys_are_completed_up_to_the_next_dot() -> None:
 @pytest.mark.parametrize("page", ["coming-from-other-trainers.md", "coming-from-other-trainers.zh.md"])
 def test_the_page_on_other_trainers_lists_every_key_beside_ours(page: str) -> None:
     lines = (Path(__file__).parents[2] / "docs" / "how-to" / page).read_text(encoding="utf-8").splitlines()
-    for key, ours in FOREIGN.items():
+    for key, ours in foreign_keys().items():
         found = [line for line in lines if line.startswith("|") and f"`{key}`" in line.split("|")[1]]
         assert len(found) == 1, key
         assert f"`{ours.key}" in found[0].split("|")[2] if ours.key else "—" in found[0], key
