@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tessera.errors import TesseraError
 from tessera.runtime.files import check_regular, refuse_pickle
+from tessera.weights.file_plan import FilePlan, FolderPlan, Place
 
 Fault = Callable[[str], None]
 CHUNK_BYTES = 16 << 20
@@ -116,7 +117,73 @@ def rename(source: Path, target: Path, fault: Fault = no_fault) -> None:
     sync_folder(target.parent, fault)
 
 
+class DamagedFileError(Exception):
+    """Report that a file is not as its record states. The message names the file and what is wrong with it."""
+
+
+class RecordedFile:
+    """Read a file that a manifest lists from the first to the last byte, and hash it on the way. Use it as a context.
+
+    Raise `DamagedFileError` where size or hash differ from the record.
+    """
+
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        self._path, self._record = path, record
+        self._hash = hashlib.sha256()
+        self._buffer = bytearray()
+        self.position = 0
+
+    def __enter__(self) -> Self:
+        name, expected = self._record.name, self._record.size
+        try:
+            size = self._path.stat().st_size
+            if size != expected:
+                raise DamagedFileError(f"{name} has {size} bytes instead of {expected}")
+            if not self._path.is_file():  # opening a pipe would wait for ever
+                raise DamagedFileError(f"{name} is not a regular file")
+            self._file = self._path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise DamagedFileError(f"{name} is missing") from None
+        except OSError as error:
+            raise DamagedFileError(f"{name} cannot be read: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, count: int) -> memoryview:
+        """Return the next bytes, as many as are asked for. They are valid until the next call."""
+        if len(self._buffer) < count:
+            self._buffer = bytearray(count)
+        data = memoryview(self._buffer)[:count]
+        done = 0
+        while done < count:
+            try:
+                length = self._file.readinto(data[done:])
+            except OSError as error:
+                raise DamagedFileError(f"{self._record.name} cannot be read: {error.strerror}") from None
+            if not length:
+                raise DamagedFileError(f"{self._record.name} has become shorter")
+            done += length
+        self._hash.update(data)
+        self.position += count
+        return data
+
+    def skip(self, count: int) -> None:
+        """Hash the next bytes without using them."""
+        assert count >= 0, "a file is read in order"
+        for start in range(0, count, CHUNK_BYTES):
+            self.read(min(CHUNK_BYTES, count - start))
+
+    def finish(self) -> None:
+        """Hash the rest, and raise unless the hash is that of the record."""
+        self.skip(self._record.size - self.position)
+        if self._hash.hexdigest() != self._record.sha256:
+            raise DamagedFileError(f"{self._record.name} has been altered")
+
+
 def hash_file(path: Path) -> FileRecord:
+    """Read a file and return its record."""
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
@@ -199,22 +266,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def problems_in(folder: Path, files: Iterable[FileRecord]) -> list[str]:
-    """Return what is wrong with these files, in words; empty when all are as written."""
+    """Return what is wrong with these files, in words; empty when all are as they were written."""
     problems = []
-    for expected in files:
-        path = folder / expected.name
+    for record in files:
         try:
-            size = path.stat().st_size
-            if size != expected.size:
-                problems.append(f"{expected.name} has {size} bytes instead of {expected.size}")
-            elif not path.is_file():
-                problems.append(f"{expected.name} is not a regular file")
-            elif hash_file(path).sha256 != expected.sha256:
-                problems.append(f"{expected.name} has been altered")
-        except FileNotFoundError:
-            problems.append(f"{expected.name} is missing")
-        except OSError as error:
-            problems.append(f"{expected.name} cannot be read: {error.strerror}")
+            with RecordedFile(folder / record.name, record) as file:
+                file.finish()
+        except DamagedFileError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -327,6 +386,22 @@ def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | N
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def plan_safetensors(
+    files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, Mapping[str, str]] | None = None
+) -> FolderPlan:
+    """Plan safetensors files of these tensors, by the name of the file. `metadata`: notes in the headers of files."""
+    plans, places = dict[str, FilePlan](), dict[str, list[Place]]()
+    for name, entries in files.items():
+        ordered = storage_order(entries)
+        header = safetensors_header(ordered, (metadata or {}).get(name))
+        at = len(header)
+        for entry in ordered:
+            places[entry.key] = [Place(name, at)]
+            at += entry.nbytes
+        plans[name] = FilePlan(at, ((0, header),))
+    return FolderPlan(plans, places)
 
 
 def code_of(dtype: torch.dtype, name: str) -> str:

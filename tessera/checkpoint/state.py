@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,13 +131,14 @@ def state_to_json(state: Mapping[str, Any]) -> bytes:
     return json.dumps(state, indent=1).encode()
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def parse_state(data: bytes, where: str) -> dict[str, Any]:
+    """Return the state in the bytes of a `state.json`."""
     try:
-        state = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise TesseraError(f"the state cannot be read: {error}", where=str(path)) from error
+        state = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TesseraError(f"the state cannot be read: {error}", where=where) from error
     if not isinstance(state, dict):
-        raise TesseraError(f"the state is a {type(state).__name__}, not a mapping", where=str(path))
+        raise TesseraError(f"the state is a {type(state).__name__}, not a mapping", where=where)
     return state
 
 

@@ -13,13 +13,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import (
@@ -40,12 +39,10 @@ from tessera.checkpoint.files import (
     read_box,
     storage_order,
     stored_shape,
-    write_file,
 )
 from tessera.checkpoint.legacy.dcp import TensorInParts, TensorPart, check_cover
-from tessera.errors import TesseraError, nearest
+from tessera.errors import TesseraError
 from tessera.runtime import device as devices
-from tessera.runtime.progress import WorkProgress
 from tessera.runtime.torch_internals import foreach_copy_
 
 TABLE = "tensors.json"
@@ -58,12 +55,11 @@ _MARGIN, _LEFT_FREE = 1.1, 1 << 30  # of device memory, for copies that are writ
 
 
 class TensorSave:
-    """Write what one rank stores of a checkpoint: the chunks that torch's planner gave it, and on rank 0 the table."""
+    """Write the chunks of a checkpoint that torch's planner gave to one rank."""
 
-    def __init__(self, file: str, chunks: dict[str, Tensor], table: bytes | None) -> None:
+    def __init__(self, file: str, chunks: dict[str, Tensor]) -> None:
         self.file = file
         self.chunks = chunks
-        self._table = table
 
     def copy_chunks(self) -> None:
         """Replace the live tensors by copies, so that training can go on while they are written.
@@ -94,10 +90,6 @@ class TensorSave:
             for entry in entries:
                 file.put(entry.key, self.chunks[entry.key])
         return [file.record]
-
-    def write_table(self, folder: Path, fault: Fault) -> FileRecord:
-        assert self._table is not None, "rank 0 has it"
-        return write_file(folder / TABLE, self._table, fault)
 
 
 def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -131,7 +123,8 @@ class SaveLayout:
         table: bytes | None,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        self._ranks, self._planner, self._plan, self._table = ranks, planner, plan, table
+        self.table = table  # the bytes of `tensors.json`, on rank 0
+        self._ranks, self._planner, self._plan = ranks, planner, plan
         self._described = _described(tensors)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -146,7 +139,7 @@ class SaveLayout:
             chunk = self._planner.resolve_data(item)
             assert isinstance(chunk, Tensor), "only tensors are stored"
             chunks[_key(item)] = chunk
-        return TensorSave(_shard_file(self._ranks.rank), chunks, self._table)
+        return TensorSave(_shard_file(self._ranks.rank), chunks)
 
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -207,55 +200,37 @@ def total_bytes(tensors: Mapping[str, Tensor]) -> int:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place from a checkpoint written in any layout. A failure of one rank is raised on all."""
-    ranks = Ranks.current()
-    ranks.on_all(lambda: _check_fit(folder, tensors))
-    ranks.on_all(lambda: _read_boxes(folder, tensors))
-
-
-def _read_boxes(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read the boxes that this rank needs and no others."""
-    table = read_table(folder)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), table)
-    by_file: dict[str, list[ReadItem]] = defaultdict(list)
-    for item in planner.create_local_plan().items:
-        by_file[table.storage_data[item.storage_index][0]].append(item)
-    with WorkProgress("loading the checkpoint", sum(map(len, by_file.values())), "tensors") as progress:
-        for name, items in by_file.items():
-            if Path(name).name != name:
-                raise TesseraError(f"a file outside of the checkpoint: {name!r}", where=str(folder / TABLE))
-            with open_safetensors(folder / name) as file:
-                for item in items:
-                    _, key = table.storage_data[item.storage_index]
-                    source = read_box(file, key, item.storage_offsets, item.lengths)
-                    planner.resolve_tensor(item).detach().copy_(source)
-                    progress.count()
-
-
 def read_table(folder: Path) -> Metadata:
-    """Read the table of a checkpoint: shape, type and chunks of each tensor, but no values.
+    """Read the table of a checkpoint; see `parse_table`."""
+    path = folder / TABLE
+    try:
+        return parse_table(path.read_bytes(), str(path))
+    except OSError as error:
+        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def parse_table(data: bytes, where: str) -> Metadata:
+    """Return the table in the bytes of a `tensors.json`: shape, type and chunks of each tensor, but no values.
 
     `storage_data` of the result maps each chunk to its file and its key there.
     """
-    path = folder / TABLE
     tensors: dict[str, Any] = {}
     locations: dict[MetadataIndex, tuple[str, str]] = {}
     try:
-        for name, entry in json.loads(path.read_bytes())["tensors"].items():
+        for name, entry in json.loads(data)["tensors"].items():
             chunks = []
             for chunk in entry["chunks"]:
                 if not len(chunk["offsets"]) == len(chunk["shape"]) == len(entry["shape"]):
                     raise ValueError(f"a chunk of {name} has other axes than the tensor")
+                file = str(chunk["file"])
+                if Path(file).name != file:
+                    raise ValueError(f"a file outside of the checkpoint: {file!r}")
                 chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])))
-                locations[MetadataIndex(name, chunk["offsets"])] = str(chunk["file"]), str(chunk["key"])
+                locations[MetadataIndex(name, chunk["offsets"])] = file, str(chunk["key"])
             properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-    except OSError as error:
-        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise TesseraError(f"not a table of tensors: {error!r}", where=str(path)) from error
+        raise TesseraError(f"not a table of tensors: {error!r}", where=where) from error
     return Metadata(tensors, storage_data=locations)
 
 
@@ -297,32 +272,8 @@ def split_tensors(folder: Path) -> dict[str, SplitTensor]:
         parts = []
         for chunk in stored.chunks:
             file, key = table.storage_data[MetadataIndex(name, chunk.offsets)]
-            if Path(file).name != file:
-                raise TesseraError(f"a file outside of the checkpoint: {file!r}", where=str(folder / TABLE))
             parts.append(KeyedPart(tuple(chunk.offsets), tuple(chunk.sizes), folder / file, key))
         chunks = [(part.offsets, part.sizes) for part in parts]
         check_cover(name, tuple(stored.size), chunks, str(folder / TABLE))
         found[name] = SplitTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
     return found
-
-
-def _check_fit(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise unless every tensor is there, complete and in its shape."""
-    stored = read_table(folder).state_dict_metadata
-    problems: list[str] = []
-    for name, tensor in tensors.items():
-        there: Any = stored.get(name)
-        if there is None:
-            near = nearest(name, stored)
-            problems.append(f"{name} is not in the checkpoint" + (f" (it has {near})" if near else ""))
-        elif there.size != tensor.shape:
-            problems.append(f"{name} has shape {list(tensor.shape)} here, {list(there.size)} in the checkpoint")
-        elif sum(prod(chunk.sizes) for chunk in there.chunks) != prod(there.size):
-            problems.append(f"{name} is stored with holes")
-    if problems:
-        shown = [*problems[:10], *([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])]
-        raise TesseraError(
-            "the checkpoint does not fit this model:\n    " + "\n    ".join(shown),
-            where=str(folder),
-            fix="use the configuration that the checkpoint was written with (config.yaml in its folder)",
-        )

@@ -289,6 +289,41 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path, 1).latest() == path.parent
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_at_any_place_is_found(tmp_path: Path, name: str) -> None:
+    """Also in a header, in a tensor that is not asked for and between tensors; `load` asks for one tensor alone."""
+    path = save(tmp_path, 1) / name
+    data = path.read_bytes()
+    for position in {0, 7, *range(0, len(data), max(1, len(data) // 25)), len(data) - 1}:
+        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(TesseraError, match=r"damaged"):
+            CheckpointManager(tmp_path, 1).load(path.parent, {"model.weight": torch.zeros(7, 4)})
+    path.write_bytes(data)
+    CheckpointManager(tmp_path, 1).load(path.parent, {"model.weight": torch.zeros(7, 4)})
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_resume_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """System calls are counted, and nothing is mapped: SHA-256 and tensors come from the same bytes."""
+    large = {
+        "model.a": torch.randn(3, 400_000),
+        "model.b": torch.randn(900_000).bfloat16(),
+        "optim.step": torch.ones(()),
+    }
+    path = CheckpointManager(tmp_path, 1).save(1, large, {}, "")
+    size = sum(file.stat().st_size for file in path.iterdir())
+    monkeypatch.setattr("tessera.checkpoint.stored.CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("tessera.checkpoint.stored.read_box", None)  # it maps the file
+    into = {name: torch.zeros_like(tensor) for name, tensor in large.items()}
+    before = bytes_read()
+    assert CheckpointManager(tmp_path, 1).resume(into) == (1, {})
+    assert size <= bytes_read() - before < size + 20_000  # manifests and headers are read more than once
+    assert same_bits(into, large)
+
+
 def test_only_damaged_ones_is_an_error(tmp_path: Path) -> None:
     flip(save(tmp_path, 1) / "shard-00000.safetensors")
     with pytest.raises(TesseraError, match="every one of them is damaged"):

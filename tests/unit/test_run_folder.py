@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import tessera
+from tessera.checkpoint.files import FileRecord, RecordedFile
 from tessera.config.run_config import CheckpointSection, load_config
 from tessera.config.saved_recipe import in_keys_of_today
 from tessera.core.callback import Callback
@@ -346,8 +347,14 @@ def test_a_finished_run_does_not_read_its_checkpoint_again(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
-    real = tessera.checkpoint.files.hash_file  # type: ignore[attr-defined]
-    monkeypatch.setattr("tessera.checkpoint.files.hash_file", lambda path: read.append(path) or real(path))
+
+    class Counted(RecordedFile):
+        def __init__(self, path: Path, record: FileRecord) -> None:
+            super().__init__(path, record)
+            read.append(path)
+
+    monkeypatch.setattr("tessera.checkpoint.files.RecordedFile", Counted)
+    monkeypatch.setattr("tessera.checkpoint.stored.RecordedFile", Counted)
     run = tessera.train(quick_recipe(data, tmp_path))
     assert run.checkpoint == tmp_path / "chat" / "checkpoints" / "step-00000003"
     assert read == []

@@ -1,0 +1,253 @@
+"""Read a checkpoint and verify its hashes in the same pass.
+
+The manifest has the SHA-256 of each file. For every file of tensors one rank, the one that needs most of it, reads all
+bytes in order, hashes them and copies what it needs on the way. Other ranks read the slices that they need. So no rank
+reads a byte twice, and a tensor that is filled counts only once all hashes are compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import (
+    CHUNK_BYTES,
+    CODES,
+    DamagedFileError,
+    FileRecord,
+    Manifest,
+    RecordedFile,
+    box_slices,
+    data_positions,
+    open_safetensors,
+    problems_in,
+    read_box,
+    read_manifest,
+    stored_shape,
+)
+from tessera.checkpoint.state import parse_state
+from tessera.checkpoint.storage import TABLE, parse_table
+from tessera.errors import TesseraError, nearest
+from tessera.runtime.progress import WorkProgress
+
+STATE = "state.json"
+CONFIG = "config.yaml"
+_SHOWN = 10  # misfits in a message
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint whose small files are read and verified. Its tensors are verified by `fill`."""
+
+    path: Path
+    manifest: Manifest
+    table: Metadata
+    state: dict[str, Any]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {*self.table.state_dict_metadata}
+
+    def fill(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Fill tensors of any layout in place and verify all files; return what is damaged, in words.
+
+        Every rank calls this. Where the list is not empty, what the tensors hold means nothing.
+        """
+        ranks.on_all(lambda: self._check_fit(tensors))
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        items: dict[str, list[ReadItem]] = defaultdict(list)
+
+        def plan() -> dict[str, int]:
+            planner.set_up_planner(dict(tensors), self.table)
+            for item in planner.create_local_plan().items:
+                items[self.table.storage_data[item.storage_index][0]].append(item)
+            return {name: sum(map(self._bytes_of, of_file)) for name, of_file in items.items()}
+
+        needs = ranks.on_all(plan)
+        records = {record.name: record for record in self.manifest.files}
+        readers = _readers([r for r in self.manifest.files if r.name not in (TABLE, STATE, CONFIG)], needs)
+
+        def read() -> tuple[list[str], TesseraError | None]:
+            here = [name for name in dict.fromkeys([*readers, *items]) if items[name] or readers[name] == ranks.rank]
+            size = sum(records[n].size if readers[n] == ranks.rank else needs[ranks.rank][n] for n in here)
+            problems: list[str] = []
+            failure: TesseraError | None = None
+            with WorkProgress("loading the checkpoint", size) as progress:
+                for name in here:
+                    try:
+                        if readers[name] == ranks.rank:
+                            self._read_in_order(records[name], items[name], planner)
+                            progress.count(records[name].size)
+                        else:
+                            self._read_boxes(name, items[name], planner)
+                            progress.count(needs[ranks.rank][name])
+                    except DamagedFileError as error:
+                        problems.append(str(error))
+                    except TesseraError as error:  # a header that was altered, or one that was written so
+                        altered = problems_in(self.path, [records[name]])
+                        problems += altered
+                        failure = failure if altered or failure else error
+            return problems, failure
+
+        outcomes = ranks.on_all(read)
+        problems = [problem for of_rank, _ in outcomes for problem in of_rank]
+        if not problems:
+            for _, failure in outcomes:
+                if failure is not None:
+                    raise failure
+        return list(dict.fromkeys(problems))
+
+    def _bytes_of(self, item: ReadItem) -> int:
+        stored = self.table.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
+        return prod(item.lengths) * stored.properties.dtype.itemsize
+
+    def _read_boxes(self, name: str, items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> None:
+        """Read the boxes that this rank needs of a file that another rank hashes."""
+        with open_safetensors(self.path / name) as file:
+            for item in items:
+                key = self.table.storage_data[item.storage_index][1]
+                source = read_box(file, key, item.storage_offsets, item.lengths)
+                planner.resolve_tensor(item).detach().copy_(source)
+
+    def _read_in_order(self, record: FileRecord, items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> None:
+        """Read a file from the first to the last byte, hash it, and copy the boxes that this rank needs."""
+        path = self.path / record.name
+        boxes: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in items:
+            boxes[self.table.storage_data[item.storage_index][1]].append(item)
+        with RecordedFile(path, record) as file:
+            positions = {}
+            if boxes:
+                with open_safetensors(path) as header:
+                    keys = {*header.keys()}
+                    self._check_header(header, keys, boxes, path)
+                positions = data_positions(path)
+            for key in sorted(boxes, key=lambda key: positions[key]):
+                file.skip(positions[key] - file.position)
+                stored = self.table.state_dict_metadata[boxes[key][0].storage_index.fqn]
+                assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
+                targets = [(i.storage_offsets, i.lengths, planner.resolve_tensor(i).detach()) for i in boxes[key]]
+                _copy_rows(file, stored.properties.dtype, self._chunk_shape(boxes[key][0]), targets)
+            file.finish()
+
+    def _check_header(self, header: Any, keys: set[str], boxes: Mapping[str, list[ReadItem]], path: Path) -> None:
+        """Raise unless a file has the chunks that the table lists, with their types and shapes."""
+        for key, items in boxes.items():
+            stored = self.table.state_dict_metadata[items[0].storage_index.fqn]
+            assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
+            expected = CODES.get(stored.properties.dtype), self._chunk_shape(items[0])
+            if key not in keys or (header.get_slice(key).get_dtype(), stored_shape(header, key)) != expected:
+                raise TesseraError(f"{key} in it is not the chunk that {TABLE} lists", where=str(path))
+
+    def _chunk_shape(self, item: ReadItem) -> tuple[int, ...]:
+        stored = self.table.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
+        return next(tuple(c.sizes) for c in stored.chunks if c.offsets == item.storage_index.offset)
+
+    def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise unless every tensor is in the checkpoint, complete and in its shape."""
+        stored = self.table.state_dict_metadata
+        problems: list[str] = []
+        for name, tensor in tensors.items():
+            entry: Any = stored.get(name)
+            if entry is None:
+                near = nearest(name, stored)
+                problems.append(f"{name} is not in the checkpoint" + (f" (it has {near})" if near else ""))
+            elif entry.size != tensor.shape:
+                problems.append(f"{name} has shape {list(tensor.shape)} here, {list(entry.size)} in the checkpoint")
+            elif sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
+                problems.append(f"{name} is stored with holes")
+        if problems:
+            more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+            raise TesseraError(
+                "the checkpoint does not fit this model:\n    " + "\n    ".join([*problems[:_SHOWN], *more]),
+                where=str(self.path),
+                fix="use the configuration that the checkpoint was written with (config.yaml in its folder)",
+            )
+        files = {record.name for record in self.manifest.files}
+        if unlisted := [file for file, _ in self.table.storage_data.values() if file not in files]:
+            raise TesseraError(f"the manifest does not list {unlisted[0]!r}", where=str(self.path / TABLE))
+
+
+def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[StoredCheckpoint | None, list[str]]:
+    """Read and verify the small files of a checkpoint; return it, or None and what is damaged, in words.
+
+    Every rank calls this. `step`: the one in the name of the folder, which the manifest must have, too.
+    """
+    contents: dict[str, bytes] = {}
+    manifests: list[Manifest] = []
+
+    def read() -> list[str]:
+        try:
+            manifest = read_manifest(path)
+        except TesseraError as error:
+            return [error.what] if ranks.rank == 0 else []
+        manifests.append(manifest)
+        problems = []
+        if step not in (None, manifest.step):
+            problems.append(f"its manifest is that of step {manifest.step}")
+        records = {record.name: record for record in manifest.files}
+        for name in (TABLE, STATE, CONFIG) if ranks.rank == 0 else (TABLE,):
+            if name not in records:
+                problems.append(f"its manifest does not list {name}")
+                continue
+            try:
+                with RecordedFile(path / name, records[name]) as file:
+                    contents[name] = bytes(file.read(records[name].size))
+                    file.finish()
+            except DamagedFileError as error:
+                problems.append(str(error))
+        return problems
+
+    if problems := [problem for of_rank in ranks.on_all(read) for problem in of_rank]:
+        return None, list(dict.fromkeys(problems))
+    table = parse_table(contents[TABLE], str(path / TABLE))
+    state = ranks.on_rank0(lambda: parse_state(contents[STATE], str(path / STATE)))
+    return StoredCheckpoint(path, manifests[0], table, state), []
+
+
+def _readers(records: Sequence[FileRecord], needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return for each file the rank that reads and hashes all of it: the one that needs most of it anyway."""
+    readers: dict[str, int] = {}
+    loads = [0] * len(needs)
+    for record in records:
+        readers[record.name] = max(range(len(needs)), key=lambda rank: (needs[rank].get(record.name, 0), -loads[rank]))
+        loads[readers[record.name]] += record.size
+    return readers
+
+
+def _copy_rows(
+    file: RecordedFile,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    targets: Sequence[tuple[Sequence[int], Sequence[int], Tensor]],
+) -> None:
+    """Read a stored tensor, some rows at a time, and copy boxes of it: (offsets, sizes, where to)."""
+    if 0 in shape:
+        return
+    rows, *others = shape or (1,)
+    size = prod(others) * dtype.itemsize
+    step = max(1, CHUNK_BYTES // size)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        block = torch.frombuffer(file.read(count * size), dtype=dtype).view(count, *others)
+        for offsets, sizes, target in targets:
+            first, length = (offsets[0], sizes[0]) if shape else (0, 1)
+            low, high = max(start, first), min(start + count, first + length)
+            if low < high:
+                inside = block[low - start : high - start]
+                inside = inside[(slice(None), *box_slices(offsets[1:], sizes[1:]))]
+                (target if shape else target.view(1))[low - first : high - first].copy_(inside)
