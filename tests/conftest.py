@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tessera.config.trust import STATE_VARIABLE
+from tessera.data.cache import CACHE_VARIABLE
 
 # Files with several ranks take longest; begun last, one of them would leave the other worker with nothing to do.
 FOLDERS = ("dist", "contract", "unit")
@@ -26,6 +27,7 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     that they start inherit it."""
     ours = {
         STATE_VARIABLE: str(tmp_path_factory.mktemp("state")),
+        CACHE_VARIABLE: str(tmp_path_factory.mktemp("cache")),
         "HF_ENDPOINT": NOBODY,
         "MODELSCOPE_ENDPOINT": NOBODY,
     }

@@ -18,6 +18,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
+from tessera.data.cache import adopt, share, unique_name
 from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
@@ -81,7 +82,7 @@ def _mapped(file: Path, start: int, entry: Mapping[str, Any]) -> np.ndarray:
 def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
     """Write a file of tables. Several processes may write the same one at once: each reader sees a whole one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.{os.getpid()}.part")
+    beside = unique_name(file)
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     beside.write_bytes(b"")
     rights = beside.stat().st_mode  # the library makes files that nobody else may read, unlike all others of a run
@@ -91,17 +92,17 @@ def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
 
 
 def open_tables(file: Path, key: str) -> Tables | None:
-    """Return the tables in a file; None, with a line in the log, when it is not what its name says."""
+    """Return the tables in a file; None if it is missing, or, with a warning, if it is damaged or of another key."""
     if not file.exists():
         return None
     problem = "it holds something else"
     try:
-        found = Tables(file)
-        if found.about.get("key") == key:
-            if _HASH not in found.about:
+        tables = Tables(file)
+        if tables.about.get("key") == key:
+            if _HASH not in tables.about:
                 problem = "an earlier version wrote it without a hash"
-            elif found.about[_HASH] == _content_hash(found, found.about):
-                return found
+            elif tables.about[_HASH] == _content_hash(tables, tables.about):
+                return tables
             else:
                 problem = "its content does not match its hash"
     except (ValueError, OSError, KeyError, TypeError, OverflowError) as error:
@@ -134,18 +135,31 @@ class MemoryTables(dict[str, np.ndarray]):
 AnyTables = Tables | MemoryTables
 
 
-def keep_tables(file: Path | None, tables: MemoryTables) -> AnyTables:
-    """Write tables to a file and return them mapped from it; without a file, return them as they are."""
+def keep_tables(file: Path | None, tables: MemoryTables, *, shared: bool = False) -> AnyTables:
+    """Write tables to a file and return them mapped from it; without a file, return them as they are.
+
+    `shared`: put the file into the user's cache, too, for other runs over the same data.
+    """
     if file is None:
         return tables
     try:
         write_tables(file, tables, tables.about)
     except (OSError, SafetensorError) as error:
         raise TesseraError(
-            f"what was found out about the data cannot be kept: {error}", where=str(file), fix="see to room and rights"
+            f"the index of the data cannot be written: {error}",
+            where=str(file),
+            fix="check free disk space and the permissions of the folder",
         ) from None
-    kept = open_tables(file, tables.about["key"])
-    return tables if kept is None else kept
+    mapped = open_tables(file, tables.about["key"])
+    if shared and mapped is not None:
+        share(file)
+    return tables if mapped is None else mapped
+
+
+def open_or_adopt(file: Path, key: str) -> Tables | None:
+    """Return the tables in a file of a run; if it is missing, those that another run has put into the user's cache."""
+    tables = open_tables(file, key)
+    return open_tables(file, key) if tables is None and adopt(file) else tables
 
 
 def cached_tables(
@@ -155,13 +169,13 @@ def cached_tables(
     make: Callable[[], Mapping[str, np.ndarray]],
     is_valid: Callable[[AnyTables], bool],
 ) -> AnyTables:
-    """Return the arrays that `make` finds, from the cache if they were found before. They depend on `facts` alone."""
+    """Return the arrays that `make` returns, from a cache if they are there. They depend on `facts` alone."""
     key = hashlib.sha256(json.dumps([_ARRAY_FORMAT, name, facts], sort_keys=True).encode()).hexdigest()
     file = None if cache_folder is None else cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
-    found: AnyTables | None = None if file is None else open_tables(file, key)
-    if found is None or not is_valid(found):
-        found = keep_tables(file, MemoryTables(make(), {"key": key}))
-    return found
+    tables: AnyTables | None = None if file is None else open_or_adopt(file, key)
+    if tables is None or not is_valid(tables):
+        tables = keep_tables(file, MemoryTables(make(), {"key": key}), shared=True)
+    return tables
 
 
 def narrow(values: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Makes the index of a split: how many tokens every sample will be, and which samples cannot be used.
+"""Make the index of a split: how many tokens every sample will be, and which samples cannot be used.
 
-An index is made once and kept in a file named by what it was made from: other rows, another root, or another
-preprocessing give another name. Pixels are never decoded here and never kept. A media file that is exchanged later is
-noticed when it is decoded, as a sample whose length is not the indexed one.
+An index is a file named by a hash of what it depends on: other rows, another root, or another preprocessing give
+another name. A run keeps it in its folder, and shares it with other runs through the user's cache. Pixels are never
+decoded here and never stored. A media file that is exchanged later is noticed when it is decoded, as a sample whose
+length is not the indexed one. Before a run takes an index from the cache, some samples are measured again and compared.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from tessera.config.run_config import SourceSection
 from tessera.data.bad_share import check_measured, doctor_command
+from tessera.data.cache import adopt
 from tessera.data.index.measure import COMMON, Measured, MeasureRows, Workers, bad_rows, measure_all
 from tessera.data.index.split import (
     SourceIndex,
@@ -45,6 +47,7 @@ log = logging.getLogger("tessera")
 FORMAT = 3  # of the kept files, and of what an index means: raise it when either changes
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
+_COMPARED = 256  # usable samples, and unusable ones, that are measured again before an index of the cache is taken
 _NOT_MEASURED = ("jpeg_draft",)  # limits that change how media is decoded, and not what headers tell
 
 
@@ -130,9 +133,12 @@ class _Maker:
             del limits["urls"]
         key = _digest([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
-        found = self._kept(file, key)
-        if found is not None:
-            return found
+        tables = self._kept(file, key)
+        if tables is None and file is not None and adopt(file):
+            tables = self._kept(file, key)
+            tables = tables if tables is not None and self._still_holds(work, tables) else None
+        if tables is not None:
+            return tables
 
         def fail_early(measured: Measured) -> None:
             if measured.bad and self.policy == "fail":
@@ -151,6 +157,19 @@ class _Maker:
             )
         return self._keep(file, key, measured.tables(), work.folder)
 
+    def _still_holds(self, work: MeasureRows, tables: AnyTables) -> bool:
+        """Return whether some samples of an index of the cache measure today as they did: media may have changed."""
+        usable, bad = np.asarray(tables["row"]), np.array([row.row for row in bad_rows(tables)], dtype=np.int64)
+        rows = np.unique(np.concatenate([_spread(usable), _spread(bad)]))
+        again = measure_all(
+            dataclasses.replace(work, rows=rows), workers=self.workers, title=work.source.path.name, report=False
+        ).arrays
+        at = np.flatnonzero(np.isin(usable, rows))
+        same = len(at) == len(again["row"]) and all(np.array_equal(tables[n][at], again[n]) for n in again if len(at))
+        how = "taken from the cache" if same else "measured again: its media has changed since another run did it"
+        log.info("index of %s: %s", work.source.path.name, how)
+        return same
+
     def _fitted(self, work: MeasureRows, tables: AnyTables) -> AnyTables:
         """Return the samples that fit into a row, and those that were made to."""
         long = too_long(tables, self.length)
@@ -160,8 +179,10 @@ class _Maker:
         made_of = [tables.about["key"], tables.about["digest"]]
         key = hashlib.sha256(f"{made_of} fit to {self.length} by {self.truncate}".encode()).hexdigest()
         file = self._file("fit", key)
-        found = self._kept(file, key)
-        if found is None:
+        fitted = self._kept(file, key)
+        if fitted is None and file is not None and adopt(file):
+            fitted = self._kept(file, key)
+        if fitted is None:
             parts = None if file is None or self.truncate == "never" else file.with_suffix(".parts")
             if self.truncate == "never":
                 cut = drop_long(tables, work.source, long, self.length)
@@ -169,19 +190,19 @@ class _Maker:
                 cutter, rows = TruncateToLength(self.processor, self.length), np.asarray(tables["row"][long])
                 work = dataclasses.replace(work, rows=rows, measure=cutter, key=key, folder=parts)
                 cut = measure_all(work, workers=self.workers, title=f"long samples of {name}", report=self.report)
-            found = self._keep(file, key, with_cuts(Measured.of(tables), cut, long), parts)
+            fitted = self._keep(file, key, with_cuts(Measured.of(tables), cut, long), parts)
         log.info(
             "%s: longer than data.length %d: %s samples cut by turns, %s dropped",
-            *(name, self.length, found.about["cut"], found.about["dropped"]),
+            *(name, self.length, fitted.about["cut"], fitted.about["dropped"]),
         )
-        return found
+        return fitted
 
     def repeats(self, parts: Sequence[SourceIndex], identity: str) -> AnyTables:
         """Return which samples have the id of an earlier one."""
         file = self._file("ids", identity)
-        found = None if file is None else open_tables(file, identity)
-        if found is not None and {"sample", "times"} <= set(found) and len(found["sample"]) == len(found["times"]):
-            return found
+        tables = None if file is None else open_tables(file, identity)
+        if tables is not None and {"sample", "times"} <= set(tables) and len(tables["sample"]) == len(tables["times"]):
+            return tables
         hashes = np.concatenate([part.id_hash for part in parts])
         return keep_tables(file, find_repeats(hashes, key=identity))
 
@@ -189,21 +210,22 @@ class _Maker:
         return None if self.folder is None else self.folder.absolute() / f"{kind}-{key[:32]}.safetensors"
 
     def _kept(self, file: Path | None, key: str) -> AnyTables | None:
-        """Return what is kept; None when it is missing or damaged, or rows were given up that now get more time."""
-        found = None if file is None else open_tables(file, key)
-        if found is None or not is_sound(found) or "digest" not in found.about:
+        """Return the tables in a file; None if it is missing or damaged, or if rows that took too long now get more
+        time."""
+        tables = None if file is None else open_tables(file, key)
+        if tables is None or not is_sound(tables) or "digest" not in tables.about:
             return None
-        return None if 0 < float(found.about["slow_at"]) < self.timeout_s else found
+        return None if 0 < float(tables.about["slow_at"]) < self.timeout_s else tables
 
-    def _keep(self, file: Path | None, key: str, made: MemoryTables, parts: Path | None) -> AnyTables:
+    def _keep(self, file: Path | None, key: str, tables: MemoryTables, parts: Path | None) -> AnyTables:
         digest = hashlib.sha256()
         for name in ("row", "column.tokens"):
-            digest.update(np.ascontiguousarray(made.get(name, np.empty(0, np.int32))).data)
-        made.about |= {"key": key, "digest": digest.hexdigest(), _CONTENT: _content(made)}
-        kept = keep_tables(file, made)
+            digest.update(np.ascontiguousarray(tables.get(name, np.empty(0, np.int32))).data)
+        tables.about |= {"key": key, "digest": digest.hexdigest(), _CONTENT: _content(tables)}
+        mapped = keep_tables(file, tables, shared=True)
         if parts is not None:
             shutil.rmtree(parts, ignore_errors=True)
-        return kept
+        return mapped
 
     def _check_bad(self, source: Source, tables: AnyTables) -> None:
         count = int(tables.about["bad_count"])
@@ -219,6 +241,11 @@ def _content(tables: AnyTables) -> str:
     for name in (*COMMON, "column.tokens"):
         digest.update(np.ascontiguousarray(tables.get(name, np.empty(0, np.int32))).data)
     return digest.hexdigest()
+
+
+def _spread(rows: np.ndarray) -> np.ndarray:
+    """Return at most `_COMPARED` of these rows, evenly spread."""
+    return rows[np.linspace(0, len(rows) - 1, min(len(rows), _COMPARED)).astype(np.int64)]
 
 
 def _digest(facts: object) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
+from tessera.data.cache import user_cache
 from tessera.errors import TesseraError, first_line
 
 SCHEMES = ("http://", "https://")
@@ -101,7 +102,7 @@ def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
 def _cache_folder(policy: UrlPolicy) -> Path:
     if policy.cache:
         return Path(policy.cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / "media"
+    return user_cache("media")
 
 
 def _is_image(content: bytes) -> bool:
