@@ -1,4 +1,4 @@
-"""Replace what a recipe or a command names on a hub by where it lies on this machine, and note the commit."""
+"""Replace the ids of a hub in a recipe or a command by folders of this machine, and note the commit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 from tessera.config.hub_ids import HubId, find_hub_id, parse_hub_id
 from tessera.config.run_config import ModelSection, RunConfig, SourceSection, load_config
 from tessera.errors import TesseraError
-from tessera.hub.download import Wanted, fetch
+from tessera.hub.download import Wanted, fetch, say
 from tessera.hub.files import Split
-from tessera.hub.progress import say
 from tessera.hub.shards import remote_shards
 
 
 def local_model(path: str | Path, where: str = "model", *, weights: bool = True) -> Path:
-    """Return a path of this machine as it is, and where a model of a hub lies after its download.
+    """Return a path of this machine as it is, and for a model of a hub its folder after the download.
 
-    `weights`: False fetches configuration and tokenizer alone.
+    `weights`: False downloads configuration and tokenizer alone.
     """
     id = find_hub_id(path, "model", where)
     return Path(path) if id is None else fetch(id, where, wanted=Wanted(weights=weights)).path
@@ -31,8 +30,8 @@ def local_source(section: SourceSection, split: Split, where: str = "data") -> S
         id = _gone(section.path, section.hub_id, "dataset", where)
         if id is None:
             return section
-    found = fetch(id, where, wanted=Wanted(split=split))
-    return section.model_copy(update={"path": found.path, "hub_id": str(found.id)})
+    fetched = fetch(id, where, wanted=Wanted(split=split))
+    return section.model_copy(update={"path": fetched.path, "hub_id": str(fetched.id)})
 
 
 def local_train_source(section: SourceSection, where: str) -> SourceSection:
@@ -40,27 +39,27 @@ def local_train_source(section: SourceSection, where: str) -> SourceSection:
 
 
 def pinned_source(section: SourceSection, where: str) -> SourceSection:
-    """Return a data set that is streamed, with the commit that is there now; nothing of it is downloaded."""
+    """Return a data set that is streamed, pinned to its newest commit. Nothing of it is downloaded."""
     id = find_hub_id(section.path, "dataset", where)
     if id is None:
         return section
-    found = str(remote_shards(id, where).id)
-    return section.model_copy(update={"path": Path(found), "hub_id": found})
+    pinned = str(remote_shards(id, where).id)
+    return section.model_copy(update={"path": Path(pinned), "hub_id": pinned})
 
 
 def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool = False) -> RunConfig:
-    """Return a recipe in which everything is on this machine. What it names on a hub is downloaded.
+    """Return a recipe with folders of this machine alone. Models and data sets of a hub are downloaded.
 
-    `weights`: False fetches of models what a plan needs, and no data. `resumed`: what cannot be fetched is told and
-    left as it is, since a run has its own copy of most of it.
+    `weights`: False downloads the files of models that a plan needs, and no data. `resumed`: a failed download is
+    reported and the recipe stays as it is, since a run has its own copy of most files.
     """
     try:
         model = _local_section(config.model, weights)
         data = config.data
         if weights:
             find = pinned_source if data.stream else local_train_source
-            train = [find(one, f"data.train.{i}.path") for i, one in enumerate(data.train)]
-            held_out = [local_source(one, "eval", f"data.eval.{i}.path") for i, one in enumerate(data.eval)]
+            train = [find(source, f"data.train.{i}.path") for i, source in enumerate(data.train)]
+            held_out = [local_source(source, "eval", f"data.eval.{i}.path") for i, source in enumerate(data.eval)]
             data = data.model_copy(update={"train": train, "eval": held_out})
     except TesseraError as error:
         if not resumed:
@@ -75,8 +74,8 @@ def _local_section(section: ModelSection, weights: bool) -> ModelSection:
     id = None if section.path is None else find_hub_id(section.path, "model", "model.path")
     id = id or _gone(section.path, section.hub_id, "model", "model.hub_id")
     if id is not None:
-        found = fetch(id, "model.path", wanted=Wanted(weights=weights))
-        changes = {"path": found.path, "hub_id": str(found.id)}
+        fetched = fetch(id, "model.path", wanted=Wanted(weights=weights))
+        changes = {"path": fetched.path, "hub_id": str(fetched.id)}
     if section.tokenizer is not None:
         changes["tokenizer"] = local_model(section.tokenizer, "model.tokenizer", weights=False)
     if section.lora is not None and section.lora.path is not None:
@@ -86,7 +85,7 @@ def _local_section(section: ModelSection, weights: bool) -> ModelSection:
 
 
 def _gone(path: Path | None, hub_id: str | None, kind: Any, where: str) -> HubId | None:
-    """Return the id of what was downloaded once and is not there any more; None: it is there, or has no id."""
+    """Return the id of a download that was removed; None: it is still there, or has no id."""
     if hub_id is None or (path is not None and (path.exists() or path.parent.is_dir())):
         return None
     return parse_hub_id(hub_id, kind, where)
@@ -95,5 +94,5 @@ def _gone(path: Path | None, hub_id: str | None, kind: Any, where: str) -> HubId
 def load_local_config(
     recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, weights: bool = True
 ) -> RunConfig:
-    """Return the configuration of a recipe as `load_config` does, with what it names on a hub on this machine."""
+    """Return the configuration of a recipe as `load_config` does, with ids of a hub replaced by local folders."""
     return with_local_folders(load_config(recipe, overrides), weights=weights)

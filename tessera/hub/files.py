@@ -1,4 +1,4 @@
-"""Which files of a repository on a hub are downloaded: weights, texts and media, never code and never a pickle."""
+"""Choose the files of a repository to download: weights, texts and media, never code and never a pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tessera.errors import TesseraError, few_names
 Split = Literal["train", "eval"]
 MODEL_SUFFIXES = ("safetensors", "json", "txt", "model", "jinja")
 RECORD_SUFFIXES = ("parquet", "jsonl", "json", "csv", "tsv", "tar", "txt")  # in the order of preference
-_INLINE = ("parquet", "tar")  # media lie in the file itself
+_INLINE = ("parquet", "tar")  # media is in the file itself
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
 _VIDEOS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg")
 _MEDIA = (*_IMAGES, *_VIDEOS, "wav", "flac", "mp3", "ogg", "opus", "m4a", "aac")
@@ -45,14 +45,14 @@ def model_files(names: Sequence[str], id: HubId, *, weights: bool, include: Sequ
     """Return the files of a model: weights once, and what belongs beside them. `weights`: False leaves those out."""
     below = f"{id.inside}/" if id.inside else ""
     here = [name for name in names if is_plain(name) and name.startswith(below)]
-    found = [name for name in here if suffix_of(name) in MODEL_SUFFIXES]
+    chosen = [name for name in here if suffix_of(name) in MODEL_SUFFIXES]
     if include:
-        found = [name for name in found if any(fnmatchcase(name, pattern) for pattern in include)]
+        chosen = [name for name in chosen if any(fnmatchcase(name, pattern) for pattern in include)]
     else:
-        found = _each_once(found)
-    if not found or (not include and not _has_weights(found)):
+        chosen = _each_once(chosen)
+    if not chosen or (not include and not _has_weights(chosen)):
         _nothing_to_fetch(id, here, include)
-    return found if weights else [name for name in found if not name.endswith(".safetensors")]
+    return chosen if weights else [name for name in chosen if not name.endswith(".safetensors")]
 
 
 def _has_weights(names: Sequence[str]) -> bool:
@@ -61,20 +61,20 @@ def _has_weights(names: Sequence[str]) -> bool:
 
 
 def _each_once(names: Sequence[str]) -> list[str]:
-    """Leave out weights that are there a second time: of another precision, in the makers' form, for other programs."""
-    known = set(names)
-    pipeline = "model_index.json" in known
+    """Leave out duplicates of weights: in another precision, in the original format, for other programs."""
+    present = set(names)
+    pipeline = "model_index.json" in present
     sharded = any(name.startswith("model") and name.endswith(".safetensors") for name in names)
-    found = []
+    chosen = []
     for name in names:
         folder, _, base = name.rpartition("/")
         twin = re.sub(r"\.(?:fp16|bf16|fp32)(?=[.-])", "", name)
-        second = twin != name and twin in known
+        second = twin != name and twin in present
         second = second or (pipeline and not folder and base.endswith(".safetensors"))
         second = second or (sharded and base.startswith("consolidated") and base.endswith(".safetensors"))
         if not second and not name.startswith(_OTHER_FORMS):
-            found.append(name)
-    return found
+            chosen.append(name)
+    return chosen
 
 
 def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -> None:
@@ -85,9 +85,9 @@ def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -
             "runs code",
             fix="look for a revision with safetensors, such as @refs/pr/N, or for another copy of the model",
         )
-    asked = f"matches {', '.join(include)}" if include else "is a file of weights or a tokenizer"
+    missing = f"matches {', '.join(include)}" if include else "is a file of weights or a tokenizer"
     raise TesseraError(
-        f"nothing in {id} {asked}",
+        f"nothing in {id} {missing}",
         allowed=[f"*.{suffix}" for suffix in MODEL_SUFFIXES],
         fix=f"it has {few_names(names) or 'no files'}",
     )
@@ -106,21 +106,23 @@ class DataFiles:
 
 def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[str] = ()) -> DataFiles:
     """Return the files of a split of a data set. `id.inside` names a file, a folder or a pattern of files; without it,
-    the split is found by the names of the files."""
-    known = [name for name in names if is_plain(name) and suffix_of(name) in DATA_SUFFIXES]
+    the names of the files decide."""
+    readable = [name for name in names if is_plain(name) and suffix_of(name) in DATA_SUFFIXES]
     if include:
-        found = [name for name in known if any(fnmatchcase(name, pattern) for pattern in include)]
-        return DataFiles(tuple(found or _no_records(id, names, f"nothing matches {', '.join(include)}")), "")
+        matching = [name for name in readable if any(fnmatchcase(name, pattern) for pattern in include)]
+        return DataFiles(tuple(matching or _no_records(id, names, f"nothing matches {', '.join(include)}")), "")
     if id.inside:
-        return _named(known, id, names)
+        return _named(readable, id, names)
     for name in _METADATA:
         for folder in ("", *(f"{word}/" for word in _SPLITS[split])):
-            if f"{folder}{name}" in known:
-                return DataFiles(tuple(one for one in known if one.startswith(folder)), folder.rstrip("/"))
-    records = [name for name in known if name.rpartition("/")[2] not in _ABOUT and suffix_of(name) in RECORD_SUFFIXES]
+            if f"{folder}{name}" in readable:
+                return DataFiles(tuple(file for file in readable if file.startswith(folder)), folder.rstrip("/"))
+    records = [
+        name for name in readable if name.rpartition("/")[2] not in _ABOUT and suffix_of(name) in RECORD_SUFFIXES
+    ]
     suffix = next((suffix for suffix in RECORD_SUFFIXES if any(suffix_of(name) == suffix for name in records)), None)
     chosen = _of_split([name for name in records if suffix_of(name) == suffix], id, split, names)
-    pattern = _pattern(chosen, known)
+    pattern = _pattern(chosen, readable)
     if pattern is None:
         folders = sorted({name.rpartition("/")[0] for name in chosen})
         listed = [f"{id}/{folder}/{'*' if split not in folder else ''}*.{suffix}" for folder in folders]
@@ -129,16 +131,18 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
             allowed=listed[:12],
             fix=f"say which files, such as {id}/{chosen[0]}",
         )
-    return DataFiles(_with_media(chosen, pattern, known), pattern)
+    return DataFiles(_with_media(chosen, pattern, readable), pattern)
 
 
-def _named(known: Sequence[str], id: HubId, names: Sequence[str]) -> DataFiles:
+def _named(readable: Sequence[str], id: HubId, names: Sequence[str]) -> DataFiles:
     if re.search(r"[*{]", id.inside):
-        found = [name for name in known if _glob_matches(id.inside, name)]
-        return DataFiles(_with_media(found or _no_records(id, names, "no file matches"), id.inside, known), id.inside)
-    if id.inside in known:
-        return DataFiles(_with_media([id.inside], id.inside, known), id.inside)
-    below = [name for name in known if name.startswith(f"{id.inside}/")]
+        matching = [name for name in readable if _glob_matches(id.inside, name)]
+        return DataFiles(
+            _with_media(matching or _no_records(id, names, "no file matches"), id.inside, readable), id.inside
+        )
+    if id.inside in readable:
+        return DataFiles(_with_media([id.inside], id.inside, readable), id.inside)
+    below = [name for name in readable if name.startswith(f"{id.inside}/")]
     return DataFiles(tuple(below or _no_records(id, names, "no such file or folder")), id.inside)
 
 
@@ -165,9 +169,9 @@ def _of_split(records: Sequence[str], id: HubId, split: Split, names: Sequence[s
             fix="name the files, or leave data.eval out",
         )
     for word in _SPLITS[split]:
-        found = [name for name in records if word in words[name]]
-        if found:
-            return found
+        matching = [name for name in records if word in words[name]]
+        if matching:
+            return matching
     raise TesseraError(
         f"{id} has no files of the split {split}",
         allowed=[f"{id}/{name}" for name in records[:8]],
@@ -175,8 +179,8 @@ def _of_split(records: Sequence[str], id: HubId, split: Split, names: Sequence[s
     )
 
 
-def _pattern(chosen: Sequence[str], known: Sequence[str]) -> str | None:
-    """Return a path or pattern that names these files and no others; None where they lie in several folders."""
+def _pattern(chosen: Sequence[str], readable: Sequence[str]) -> str | None:
+    """Return a path or pattern that matches these files and no others; None if they are in several folders."""
     if len(chosen) == 1:
         return chosen[0]
     if len({name.rpartition("/")[0] for name in chosen}) > 1:
@@ -184,7 +188,7 @@ def _pattern(chosen: Sequence[str], known: Sequence[str]) -> str | None:
     first = _common_start(chosen)
     last = _common_start([name[len(first) :][::-1] for name in chosen])[::-1]
     pattern = f"{first}*{last}"
-    return pattern if {name for name in known if _glob_matches(pattern, name)} == set(chosen) else None
+    return pattern if {name for name in readable if _glob_matches(pattern, name)} == set(chosen) else None
 
 
 def _common_start(words: Sequence[str]) -> str:
@@ -202,11 +206,11 @@ def _glob_matches(pattern: str, name: str) -> bool:
     return re.fullmatch(expression, name) is not None
 
 
-def _with_media(chosen: Sequence[str], pattern: str, known: Sequence[str]) -> tuple[str, ...]:
+def _with_media(chosen: Sequence[str], pattern: str, readable: Sequence[str]) -> tuple[str, ...]:
     """Add the media below the folder of the records, where these can name some."""
     if all(suffix_of(name) in _INLINE for name in chosen):
         return tuple(chosen)
     folder = re.split(r"[*{]", pattern)[0].rpartition("/")[0]
     below = f"{folder}/" if folder else ""
-    media = [name for name in known if suffix_of(name) in _MEDIA and name.startswith(below)]
+    media = [name for name in readable if suffix_of(name) in _MEDIA and name.startswith(below)]
     return (*chosen, *media)

@@ -1,4 +1,4 @@
-"""Ask ModelScope by its own library, and tell its errors in our words."""
+"""Download from ModelScope by its own library, publish on it, and explain its errors."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _PAGE = "https://www.modelscope.cn"
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
-    """Keep the report and the log of the library off the screen; its errors are raised, and told by us."""
-    said = logging.getLogger("modelscope_hub")
-    level = said.level
-    said.setLevel(logging.CRITICAL)
+def _quiet() -> Iterator[None]:
+    """Keep the report and the log of the library off the screen; its errors are raised."""
+    logger = logging.getLogger("modelscope_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             yield
     finally:
-        said.setLevel(level)
+        logger.setLevel(level)
 
 
 class ModelScope:
-    """Fetch from ModelScope, or from the server that MODELSCOPE_ENDPOINT names."""
+    """Download from ModelScope, or from the server that MODELSCOPE_ENDPOINT names."""
 
     def __init__(self, where: str) -> None:
         try:
             from modelscope_hub import HubApi
         except ModuleNotFoundError as error:
             raise TesseraError(
-                "models and data sets of ModelScope are fetched by modelscope 1.38 or later, which is not installed "
+                "models and data sets of ModelScope are downloaded by modelscope 1.38 or later, which is not installed "
                 f"(no module {error.name})",
                 where=where,
                 fix="pip install -U modelscope",
@@ -55,41 +55,37 @@ class ModelScope:
         return Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser().absolute()
 
     def _folder(self, id: HubId) -> Path:
-        """Return a folder for each commit: that of the library is one for each name, in which files are replaced."""
+        """Return a folder for a commit: the library has one for a name, in which it replaces files."""
         return self.cache / "tessera" / f"{id.kind}s" / id.name / str(id.revision)
 
     def listing(self, id: HubId) -> Listing:
         revision = id.revision or _BRANCH
         try:
-            found = self._api.legacy.list_repo_files(
+            entries = self._api.legacy.list_repo_files(
                 repo_id=id.name, repo_type=id.kind, revision=revision, recursive=True
             )
         except Exception as error:
             raise self._explained(error, id) from None
-        files = [one for one in found if isinstance(one, dict) and one.get("Path") and one.get("Type") != "tree"]
+        files = [entry for entry in entries if isinstance(entry, dict) and entry.get("Path")]
+        files = [file for file in files if file.get("Type") != "tree"]
         if not files:
             raise TesseraError(f"ModelScope has no files of {id}", where=self.where, fix="check name and revision")
-        # A file tells the commit that changed it last; the newest of them is that of all.
-        newest = max(files, key=lambda one: int(one.get("CommittedDate") or 0))
+        # A file has the commit that changed it last; the newest of these is the commit of the repository.
+        newest = max(files, key=lambda file: int(file.get("CommittedDate") or 0))
         commit = revision if id.is_pinned else str(newest.get("Revision") or revision)
-        listed = [RemoteFile(str(one["Path"]), int(one.get("Size") or 0), one.get("Sha256") or None) for one in files]
-        return Listing(commit, tuple(listed))
+        listed = [(str(file["Path"]), int(file.get("Size") or 0), file.get("Sha256") or None) for file in files]
+        return Listing(commit, tuple(RemoteFile(*file) for file in listed))
 
-    def fetch(self, id: HubId, listing: Listing, names: Sequence[str], to: Path | None) -> Path:
-        folder = to or self._folder(id.at(listing.commit))
+    def fetch(self, id: HubId, commit: str, names: Sequence[str], to: Path | None) -> Path:
+        folder = to or self._folder(id.at(commit))
         try:
             patterns = [escaped(name) for name in names]
-            self._api.download_repo(
-                id.name, id.kind, revision=listing.commit, local_dir=str(folder), allow_patterns=patterns
-            )
+            self._api.download_repo(id.name, id.kind, revision=commit, local_dir=str(folder), allow_patterns=patterns)
         except Exception as error:
             raise self._explained(error, id) from None
         return folder
 
-    def downloading_to(self, id: HubId, to: Path | None) -> Path:
-        return to or self.cache / "tessera" / f"{id.kind}s" / id.name
-
-    def kept(self, id: HubId) -> tuple[Path, str] | None:
+    def cached(self, id: HubId) -> tuple[Path, str] | None:
         folder = self._folder(id)
         return (folder, str(id.revision)) if id.is_pinned and folder.is_dir() else None
 
@@ -97,8 +93,8 @@ class ModelScope:
         """Return the names of the files of a model; None: there is no such model."""
         if not self._api.repo_exists(name, "model"):
             return None
-        found = self._api.legacy.list_repo_files(repo_id=name, repo_type="model", revision=_BRANCH, recursive=True)
-        return {str(one["Path"]) for one in found if isinstance(one, dict) and one.get("Path")}
+        files = self._api.legacy.list_repo_files(repo_id=name, repo_type="model", revision=_BRANCH, recursive=True)
+        return {str(file["Path"]) for file in files if isinstance(file, dict) and file.get("Path")}
 
     def publish(
         self, name: str, folder: Path, files: Mapping[str, Path | bytes], *, private: bool, message: str, card: str
@@ -119,20 +115,20 @@ class ModelScope:
                     fix="push to another name, or make it private there",
                 )
             written = bool(card) and "README.md" not in (there or set())
-            made = {path: content for path, content in files.items() if isinstance(content, bytes)}
+            contents = {path: content for path, content in files.items() if isinstance(content, bytes)}
             if written:
-                made["README.md"] = card.encode()
-            with _own_words():
+                contents["README.md"] = card.encode()
+            with _quiet():
                 self._api.upload_folder(
                     name,
                     "model",
                     str(folder),
                     commit_message=message,
-                    allow_patterns=[escaped(path) for path in files if path not in made],
+                    allow_patterns=[escaped(path) for path in files if path not in contents],
                     use_cache=False,  # it would write a file of its own into the folder
                     disable_tqdm=True,
                 )
-                for path, content in made.items():
+                for path, content in contents.items():
                     self._api.upload_file(name, "model", content, path, commit_message=message, disable_tqdm=True)
         except TesseraError:
             raise
@@ -143,37 +139,37 @@ class ModelScope:
     def _is_private(self, name: str) -> bool:
         from modelscope_hub.constants import Visibility
 
-        found = self._api.get_repo(name, "model")
-        return bool(found.private) or found.visibility == Visibility.PRIVATE
+        repository = self._api.get_repo(name, "model")
+        return bool(repository.private) or repository.visibility == Visibility.PRIVATE
 
     def _refusal(self, error: Exception, name: str) -> Exception:
-        """Return what to raise where nothing, or not all, could be sent."""
+        """Return the error of a push that failed."""
         from modelscope_hub.errors import AuthenticationError, HubError, PermissionDeniedError
 
-        said = first_line(error)[:300]
+        line = first_line(error)[:300]
         if isinstance(error, AuthenticationError):
             what = "nobody is logged in to ModelScope, or the token is not valid"
             fix = "`modelscope login`, or set MODELSCOPE_API_TOKEN; --dry-run shows what would go"
         elif isinstance(error, PermissionDeniedError):
             what, fix = (
-                f"ModelScope refuses: {said}",
+                f"ModelScope refuses: {line}",
                 f"the token may not write to {name}: check name and rights",
             )
         elif isinstance(error, (HubError, OSError, ValueError, LookupError)):
-            what, fix = f"the push broke off: {said}", "try again: files that are there are not sent twice"
+            what, fix = f"the push broke off: {line}", "try again: files that are there are not sent twice"
         else:
             return error
         return TesseraError(what, where=self.where, fix=fix)
 
     def _explained(self, error: Exception, id: HubId) -> Exception:
-        """Return what to raise: a mistake in the name, or that nobody answers."""
+        """Return the error of a download: a mistake in the name, or no answer."""
         from modelscope_hub.errors import AuthenticationError, HubError, NotExistError, PermissionDeniedError
 
-        said = first_line(error)[:300]
+        line = first_line(error)[:300]
         if isinstance(error, NotExistError):
             what, fix = f"ModelScope has no {id}, or it is private", "check name and revision, or `modelscope login`"
         elif isinstance(error, (AuthenticationError, PermissionDeniedError)):
-            what, fix = f"ModelScope does not give {id}: {said}", "`modelscope login`, or set MODELSCOPE_API_TOKEN"
+            what, fix = f"ModelScope does not give {id}: {line}", "`modelscope login`, or set MODELSCOPE_API_TOKEN"
         else:
-            return Unreachable(said) if isinstance(error, (HubError, OSError, ValueError, LookupError)) else error
+            return Unreachable(line) if isinstance(error, (HubError, OSError, ValueError, LookupError)) else error
         return TesseraError(what, where=self.where, fix=fix)

@@ -1,13 +1,17 @@
-"""Files of a data set on a hub, one by one: listed at a commit, and fetched when a run reaches them."""
+"""Files of a data set on a hub, one by one: listed at a commit, downloaded when a run reaches them, removed by age.
+
+They are in a folder of their own beside the cache of the hub's library, so that no file of another program is removed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tessera.config.hub_ids import HUBS, HubId
@@ -21,102 +25,96 @@ from tessera.hub.download import (
     Unreachable,
     download_files,
     hub_client,
+    is_there,
     job_of_ranks,
-    known_download,
+    list_files,
     offline_variable,
     one_at_a_time,
-    sensible,
-    write_note,
+    say,
 )
-from tessera.hub.files import RECORD_SUFFIXES, DataFiles, data_files, suffix_of
-from tessera.hub.progress import say
-from tessera.hub.shard_cache import mark_of, note_fetched, note_of, trim
+from tessera.hub.files import RECORD_SUFFIXES, data_files, suffix_of
 from tessera.runtime.files import replace_file
-from tessera.runtime.locks import shared
+from tessera.runtime.locks import alone, shared
 
-_AGAIN_S = (1.0, 5.0, 30.0, 120.0)  # a hub that does not answer is asked again after so long
+_RETRY_AFTER_S = (1.0, 5.0, 30.0, 120.0)
+_HELD = ".held"  # suffix of the lock that a process shares while it reads a file
 
 
 @dataclass(frozen=True)
 class RemoteShards:
-    """Hold the files of records of a data set, in the order of their names, at a commit."""
+    """Hold the files of records of a data set at a commit, sorted by name."""
 
     id: HubId  # with the commit
     files: tuple[RemoteFile, ...]
 
 
 def remote_shards(id: HubId, where: str) -> RemoteShards:
-    """Return the files of the training split of a data set. Nothing of them is downloaded.
+    """Return the files of the training split of a data set. None of them is downloaded.
 
-    The list is kept: for a commit the hub is asked once, and off line what was listed before serves.
+    The list of a commit is requested once and stored; off line the stored list serves.
     """
     client = hub_client(id, where)
     note = _list_file(client, id)
     with one_at_a_time(note, id):
-        kept = _read_list(note, id)
-        if kept is not None and (id.is_pinned or (job_of_ranks() is not None and kept[1] == job_of_ranks())):
-            return kept[0]
+        stored = _read_list(note, id)
+        if stored is not None and (id.is_pinned or stored[1] == job_of_ranks() is not None):
+            return stored[0]
         try:
-            if (variable := offline_variable()) is not None:
-                raise Unreachable(f"{variable} is set")
-            listing = sensible(client.listing(id))
+            listing = list_files(client, id)
         except Unreachable as error:
-            if kept is not None:
-                return kept[0]
+            if stored is not None:
+                return stored[0]
             raise TesseraError(
                 f"{id} cannot be listed, and {HUBS[id.hub]} cannot be asked: {error}",
                 where=where,
                 fix="a run that streams needs its hub, at least for the first time; data.stream=false reads a copy of "
-                "the whole set, which `tessera download` makes",
+                "the full set, which `tessera download` makes",
             ) from None
-        found = RemoteShards(id.at(listing.commit), _records(id, listing, where))
-        for file in {note, _list_file(client, found.id)}:
-            said = {"commit": listing.commit, "job": job_of_ranks(), "files": [asdict(one) for one in found.files]}
-            replace_file(file, json.dumps(said).encode())
-        return found
+        shards = RemoteShards(id.at(listing.commit), _records(id, listing, where))
+        record = {"commit": listing.commit, "job": job_of_ranks(), "files": [asdict(file) for file in shards.files]}
+        for file in {note, _list_file(client, shards.id)}:
+            replace_file(file, json.dumps(record).encode())
+        return shards
 
 
 @contextmanager
 def held_shard(id: HubId, file: RemoteFile, where: str) -> Iterator[None]:
-    """Keep a file of a data set from being removed for the time of the block, if it is there or once it is fetched."""
+    """Protect a file of a data set from `trim` inside the block, also if it is downloaded there."""
     with ExitStack() as stack:
-        with suppress(OSError):  # a cache that cannot be written: nobody removes anything there either
-            stack.enter_context(shared(mark_of(hub_client(id, where).cache, id, file)))
+        with suppress(OSError):  # a cache that cannot be written: nothing is removed from it either
+            path = _folder(hub_client(id, where), id) / file.name
+            stack.enter_context(shared(path.with_name(path.name + _HELD)))
         yield
 
 
 def fetch_shard(
-    id: HubId, file: RemoteFile, where: str, waits: Sequence[float] = _AGAIN_S, keep_bytes: int | None = None
+    id: HubId, file: RemoteFile, where: str, waits: Sequence[float] = _RETRY_AFTER_S, keep_bytes: int | None = None
 ) -> Path:
-    """Return where a file of a data set lies on this machine, fetched and verified now or before.
+    """Return a file of a data set on this machine, downloaded and verified now or before.
 
-    `id`: with the commit. `keep_bytes`: of more fetched files than that, the oldest that nobody reads are removed when
-    another one is fetched; see `held_shard`. A hub that does not answer is asked again some times: a run of days should
-    survive that. One that refuses is not: a file that is gone, or a token that is no longer good, stays so.
+    `id`: with the commit. `keep_bytes`: when a file is downloaded, the oldest others are removed beyond that size. A
+    download that breaks off is tried again some times: a run of days should survive that. A refusal is final.
     """
     client = hub_client(id, where)
-    pinned = replace(id, inside=file.name)
-    note = note_of(client.cache, pinned)
-    with one_at_a_time(note, id):
-        known = known_download(note, pinned)
-        if known is not None:
-            return known.path
-        listing = Listing(str(id.revision), (file,))
-        chosen = DataFiles((file.name,), file.name)
+    folder = _folder(client, id)
+    path = folder / file.name
+    with one_at_a_time(path.with_name(path.name + ".part"), id):
+        copy = client.cached(id)
+        for place in (folder, *([] if copy is None else [copy[0]])):
+            if is_there(place, file):
+                return place / file.name
         for wait in (*waits, None):
             try:
                 if (variable := offline_variable()) is not None:
                     what = f"{file.name} of {id} is not on this machine, and {variable} is set"
                     raise TesseraError(what, where=where, fix="run it once with a network, or unset the variable")
-                began = time.time()
-                fetched = download_files(client, pinned, listing, chosen, frozenset(), None, where)
-                write_note(note, fetched, listing)
-                mark = mark_of(client.cache, id, file)
-                if mark.is_file():  # held by whoever reads the file
-                    note_fetched(mark, fetched.path, began)
+                incoming = folder / "incoming"
+                download_files(client, id, str(id.revision), [file], incoming, where)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(incoming / file.name, path)
                 if keep_bytes is not None:
                     trim(client.cache, keep_bytes)
-                return fetched.path
+                return path
             except BrokenDownload as error:
                 if wait is None:
                     raise
@@ -125,13 +123,36 @@ def fetch_shard(
     raise AssertionError("the last attempt returns or raises")
 
 
+def trim(cache: Path, limit: int) -> list[Path]:
+    """Remove streamed files, the one that was read longest ago first, until at most `limit` bytes are left. A file that
+    a process reads stays. Return the removed files."""
+    marks = sorted((cache / NOTES / "stream").rglob(f"*{_HELD}"), key=lambda mark: mark.stat().st_mtime)
+    files = {mark: file for mark in marks if (file := mark.with_name(mark.name.removesuffix(_HELD))).is_file()}
+    total, removed = sum(file.stat().st_size for file in files.values()), []
+    for mark, file in files.items():
+        if total <= limit:
+            break
+        with alone(mark) as free:
+            if not free:
+                continue
+            total -= file.stat().st_size
+            file.unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
+        removed.append(file)
+    return removed
+
+
+def _folder(client: HubClient, id: HubId) -> Path:
+    return client.cache / NOTES / "stream" / f"{id.hub}--{id.name.replace('/', '--')}" / str(id.revision)
+
+
 def _records(id: HubId, listing: Listing, where: str) -> tuple[RemoteFile, ...]:
-    """Return the files of records; raise where images or videos lie beside them."""
+    """Return the files of records; raise if the data set has images or videos beside them."""
     names = set(data_files([file.name for file in listing.files], id, "train").files)
-    beside = sorted(name for name in names if suffix_of(name) not in RECORD_SUFFIXES)
-    if beside:
+    media = sorted(name for name in names if suffix_of(name) not in RECORD_SUFFIXES)
+    if media:
         raise TesseraError(
-            f"{id} has media in files of their own ({few_names(beside, 3)}), which are not fetched one by one",
+            f"{id} has media in files of their own ({few_names(media, 3)}), which cannot be streamed",
             where=where,
             fix="data.stream=false downloads them before the run; Parquet and tar files have their media inside",
         )
@@ -144,9 +165,8 @@ def _list_file(client: HubClient, id: HubId) -> Path:
 
 def _read_list(note: Path, id: HubId) -> tuple[RemoteShards, str | None] | None:
     try:
-        said = json.loads(note.read_text(encoding="utf-8"))
-        files = tuple(RemoteFile(**one) for one in said["files"])
-        sensible(Listing(str(said["commit"]), files))
-        return RemoteShards(id.at(str(said["commit"])), files), said["job"]
-    except (OSError, ValueError, KeyError, TypeError, Unreachable):
+        record = json.loads(note.read_text(encoding="utf-8"))
+        files = tuple(RemoteFile(**file) for file in record["files"])
+        return RemoteShards(id.at(str(record["commit"])), files), record["job"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -11,10 +11,10 @@ from tessera.checkpoint.publish import MARK
 from tessera.config.hub_ids import Hub, HubId, is_hub_id, parse_hub_id
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError, few_names, first_line
+from tessera.hub.download import say
 from tessera.hub.files import MODEL_SUFFIXES, is_plain, suffix_of
 from tessera.hub.huggingface import HuggingFace
 from tessera.hub.modelscope import ModelScope
-from tessera.hub.progress import say
 from tessera.lora.files import is_adapters
 from tessera.runtime.files import check_inside, read_json_mapping
 from tessera.runtime.progress import human_bytes

@@ -279,7 +279,9 @@ def test_a_damaged_chunk_is_measured_again(tmp_path: Path, monkeypatch: pytest.M
     path, cache, tally = many(tmp_path, 3000), tmp_path / "cache", tmp_path / "tally"
     whole = build(path, processor=TroubleProcessor(), workers=0)
     with monkeypatch.context() as patched:  # the end never comes
-        patched.setattr("tessera.data.index.build.keep_tables", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(
+            "tessera.data.index.build.keep_tables", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             build(path, processor=TroubleProcessor(), workers=0, cache_folder=cache)
     (folder,) = cache.glob("*.parts")

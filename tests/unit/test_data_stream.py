@@ -22,8 +22,7 @@ from tessera.data.stream.rows import StreamedRows
 from tessera.errors import TesseraError
 from tessera.hub.config import with_local_folders
 from tessera.hub.download import RemoteFile, fetch
-from tessera.hub.shard_cache import trim
-from tessera.hub.shards import fetch_shard, held_shard, remote_shards
+from tessera.hub.shards import fetch_shard, held_shard, remote_shards, trim
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.hub_server import HubServer, Repository
 
@@ -92,40 +91,38 @@ def test_files_that_nobody_reads_are_removed_beyond_a_size_and_fetched_again(
 ) -> None:
     caplog.set_level("INFO")
     publish(hub)
-    blobs = tmp_path / "cache" / "datasets--org--set" / "blobs"
+    stream = tmp_path / "cache" / ".tessera" / "stream"
     rows = streamed(tmp_path / "index", stream_cache_gib=1e-9)
     length = epoch_of(rows)
     whole = ids(rows, 0, 2 * length)
     settle(rows)
     assert len(hub.downloads()) > FILES  # in the second epoch some are fetched again
-    assert len([file for file in blobs.iterdir() if file.is_file()]) <= 3  # what is open
+    assert len(list(stream.rglob("train-*.jsonl"))) <= 3  # what is open
     assert sum(line.startswith("rows: ") for line in caplog.messages) == 2  # and not one for each file
     assert ids(streamed(tmp_path / "index", stream_cache_gib=None), 0, 2 * length) == whole
-    assert len([file for file in blobs.iterdir() if file.is_file()]) == FILES
+    assert len(list(stream.rglob("train-*.jsonl"))) == FILES
 
 
-def test_a_file_that_somebody_reads_or_that_others_fetched_stays(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+def test_a_file_that_somebody_reads_or_that_was_downloaded_stays(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
     publish(hub)
-    found = remote_shards(HubId("hf", "dataset", "org/set"), "data")
+    shards = remote_shards(HubId("hf", "dataset", "org/set"), "data")
     cache = tmp_path / "cache"
-    theirs = fetch_shard(found.id, found.files[0], "data")  # by no stream: nobody holds it
-    with held_shard(found.id, found.files[1], "data"):
-        read = fetch_shard(found.id, found.files[1], "data")
-        for file in found.files[2:]:
-            with held_shard(found.id, file, "data"):
-                fetch_shard(found.id, file, "data")
-        with held_shard(found.id, found.files[0], "data"):
-            assert fetch_shard(found.id, found.files[0], "data") == theirs
+    with held_shard(shards.id, shards.files[1], "data"):
+        read = fetch_shard(shards.id, shards.files[1], "data")
+        for file in shards.files[2:]:
+            with held_shard(shards.id, file, "data"):
+                fetch_shard(shards.id, file, "data")
         removed = trim(cache, 0)
         assert read.is_file()
-    assert theirs.is_file()
     assert sorted(path.name for path in removed) == ["train-00002.jsonl", "train-00003.jsonl"]
     assert trim(cache, 10**6) == []
-    fetch(found.id, "data")  # now it belongs to a whole download
-    assert trim(cache, 0) == []
-    for note in (cache / ".tessera").glob("*.json"):
-        note.unlink()
     assert [path.name for path in trim(cache, 0)] == ["train-00001.jsonl"]
+    full = fetch(shards.id, "data").folder
+    hub.requests.clear()
+    for file in shards.files:
+        with held_shard(shards.id, file, "data"):
+            assert full in fetch_shard(shards.id, file, "data", keep_bytes=0).parents
+    assert trim(cache, 0) == hub.requests == []
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
