@@ -37,7 +37,10 @@ def share(file: Path) -> None:
         shared.parent.mkdir(parents=True, exist_ok=True)
         _link_or_copy(file, shared)
     except OSError as error:
-        _warn_once(str(shared.parent), error.strerror or str(error))
+        warn_once(
+            f"the index of the data is in the run alone, because the cache {shared.parent} cannot be written: "
+            f"{error.strerror}; fix: set {CACHE_VARIABLE} to a folder that can be written"
+        )
         return
     _trim(shared.parent)
 
@@ -76,12 +79,9 @@ def unique_name(file: Path) -> Path:
 
 
 @functools.cache
-def _warn_once(folder: str, problem: str) -> None:
-    log.warning(
-        "the index of the data is kept in the run alone, because the cache cannot be written: %s (%s); "
-        "fix: set %s to a folder that can be written",
-        *(folder, problem, CACHE_VARIABLE),
-    )
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    log.warning("%s", text)
 
 
 def _trim(folder: Path) -> None:

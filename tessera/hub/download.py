@@ -182,8 +182,9 @@ def download_files(
     copy = client.cached(id.at(commit))
     folder = to or (None if copy is None else copy[0])
     missing = [file for file in files if folder is None or not is_there(folder, file)]
-    for file in files if to is not None else ():  # the library would write through a link that the user has made
-        check_inside(to / file.name, to)
+    if to is not None:
+        for file in files:  # the library would write through a link that the user has made
+            check_inside(to / file.name, to)
     for file in missing:
         if folder is not None and (folder / file.name).is_file():
             _remove(folder / file.name, folder)  # torn or changed: the library would take it for complete

@@ -1,4 +1,4 @@
-"""Reads media files one by one, each in a fork of its own: `python -m tests.toys.bomb_media BOMBS SOUND`.
+"""Reads media files one by one, each in a worker process of its own: `python -m tests.toys.bomb_media BOMBS SOUND`.
 
 BOMBS and SOUND are folders; files are named KIND-NAME. The sound ones are read first, so that what libraries keep for
 good is not blamed on a bomb. Prints for each bomb how much memory rose, and what was said.
@@ -17,6 +17,7 @@ from tessera.core.sample import Part, PartKind
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
+from tessera.data.workers.worker import WORKER_VARIABLE
 from tessera.errors import TesseraError
 from tests.toys.memory import peak_mib
 
@@ -40,6 +41,7 @@ def main(bombs: Path, sound: Path) -> None:
         said(file)
     for file in sorted(bombs.iterdir()):
         if os.fork() == 0:
+            os.environ[WORKER_VARIABLE] = "1"
             before, began = peak_mib(), time.perf_counter()
             words = said(file)
             rise, took = peak_mib() - before, time.perf_counter() - began

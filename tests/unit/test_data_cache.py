@@ -104,7 +104,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path / "file"))
-    cache._warn_once.cache_clear()
+    cache.warn_once.cache_clear()
     index, measured = build(records, tmp_path / "first")
     assert (measured, len(index)) == (100, 100)
     assert [cache.CACHE_VARIABLE in message for message in caplog.messages if "cache" in message] == [True]

@@ -20,11 +20,12 @@ from data_cases import pictures, row, seen, texts, write_jsonl
 
 from tessera.config.run_config import SourceSection
 from tessera.core.sample import PLAIN, Part, Sample
+from tessera.data.cache import CACHE_VARIABLE
 from tessera.data.media.files import ArchiveMember
+from tessera.data.sources import parquet as parquet_module
 from tessera.data.sources import text as text_files
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.parquet import _reader, open_parquet
-from tessera.data.sources.parquet_pages import large_columns
 from tessera.data.sources.source import Source, open_source
 from tessera.data.tables import Tables, write_tables
 from tessera.errors import TesseraError
@@ -418,13 +419,17 @@ PARQUET_FORMS: list[dict[str, Any]] = [
     {"compression": "zstd", "data_page_version": "2.0"},
     {"compression": "gzip", "data_page_version": "2.0", "use_dictionary": False},
     {"compression": "brotli"},
-    {"compression": "lz4"},  # left to pyarrow
+    {"compression": "lz4"},
 ]
 
 
 @pytest.mark.parametrize("options", PARQUET_FORMS)
 @pytest.mark.parametrize("place", ["struct", "own", "list", "text"])
-def test_parquet_rows_by_pages_are_those_by_groups(tmp_path: Path, options: dict[str, Any], place: str) -> None:
+def test_parquet_rows_of_spilled_groups_are_those_of_the_file(
+    tmp_path: Path, options: dict[str, Any], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(parquet_module, "SPILL_BYTES", 1 << 10)
     chance = random.Random(7)
     shown = [chance.randbytes(chance.randint(0, 40_000)) for _ in range(12)]
 
@@ -443,8 +448,10 @@ def test_parquet_rows_by_pages_are_those_by_groups(tmp_path: Path, options: dict
     order = random.Random(3).sample(range(60), 60)
     assert [file.load(n) for n in order] == [whole[n] for n in order]
     assert whole[0].content == {key: value for key, value in rows[0].items() if value is not None}
-    pages = [group.pages for group in file._kept.values()]
-    assert any(pages) == (place != "list" and options.get("compression") != "lz4")
+    assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 3
+    monkeypatch.setattr(parquet_module.ParquetFile, "_read", None)
+    again = open_parquet(path, "a", None)
+    assert [again.load(n) for n in order] == [whole[n] for n in order]
 
 
 def bytes_read() -> int:
@@ -452,27 +459,51 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_shuffled_parquet_does_not_read_a_group_for_each_sample(tmp_path: Path) -> None:
+def test_a_shuffled_parquet_does_not_read_a_group_for_each_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(1)
     rows = [{"id": f"r{n}", "text": "t", "image": chance.randbytes(20_000)} for n in range(800)]
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=200, data_page_size=100_000)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(parquet_module, "SPILL_BYTES", 1 << 20)
     file = open_parquet(path, "a", None)
     order = [group * 200 + chance.randrange(200) for _ in range(10) for group in range(4)]
     before = bytes_read()
     assert [file.load(n).content["image"] for n in order] == [rows[n]["image"] for n in order]
     assert bytes_read() - before < 2 * path.stat().st_size  # by groups: ten times the file
+    for spilled in (tmp_path / "cache" / "parquet").iterdir():  # damaged: spilled again
+        spilled.write_bytes(spilled.read_bytes()[:-100])
+    assert open_parquet(path, "a", None).load(799).content["image"] == rows[799]["image"]
+    monkeypatch.setattr(parquet_module, "SPILLED_BYTES", 5 << 20)
+    open_parquet(path, "b", None).load(0)
+    for number in (0, 200, 400, 600):
+        file = open_parquet(write_parquet(tmp_path / f"{number}.parquet", rows[number : number + 200]), "c", None)
+        assert file.load(7).content["image"] == rows[number + 7]["image"]
+    assert sum(spilled.stat().st_size for spilled in (tmp_path / "cache" / "parquet").iterdir()) < 6 << 20
 
 
-def test_parquet_pages_that_lie_are_left_to_pyarrow(tmp_path: Path) -> None:
+def test_parquet_is_read_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setattr(parquet_module, "SPILL_BYTES", 100)
+    rows = [{"id": f"r{n}", "text": "t" * 99} for n in range(30)]
+    file = open_parquet(write_parquet(tmp_path / "a.parquet", rows, row_group_size=10), "a", None)
+    assert [file.load(n).content for n in (29, 3, 14)] == [rows[n] for n in (29, 3, 14)]
+
+
+def test_parquet_pages_that_lie_are_refused(tmp_path: Path) -> None:
     chance = random.Random(5)
     rows = [{"id": f"r{n}", "text": "t", "image": chance.randbytes(12_000)} for n in range(20)]
     for compression in ("none", "snappy"):
         path = write_parquet(tmp_path / "a.parquet", rows, data_page_size=30_000, compression=compression)
         whole = path.read_bytes()
-        column = large_columns(_reader(path.open("rb")), 0)[0]
+        column = _reader(path.open("rb")).metadata.row_group(0).column(2)
         for number in range(60):
             torn = bytearray(whole)
-            at = column.start + (number if number < 40 else chance.randrange(column.size))
+            at = column.dictionary_page_offset + (
+                number if number < 40 else chance.randrange(column.total_compressed_size)
+            )
             torn[at] ^= 1 << chance.randrange(8)
             path.write_bytes(torn)
             file = open_parquet(path, "a", None)
@@ -493,7 +524,7 @@ def test_a_dictionary_of_parquet_is_not_copied_for_every_row(tmp_path: Path, mon
     file = open_parquet(tmp_path / "a.parquet", "a", None)
     before = arrow.total_allocated_bytes()
     first, *_ = scanned = [record for _, record in file.scan(range(100))]
-    assert file._table(0, 0).nbytes < 4 << 20  # 10 MB for each column, if copied
+    assert file._read(0, 0).nbytes < 4 << 20  # 10 MB for each column, if copied
     assert arrow.total_allocated_bytes() - before < 1 << 20
     assert not isinstance(first, RecordError)
     assert first.content == {"text": "long " * 40_000, "about": {"content": "long " * 40_000}, "id": "0"}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from tessera.data.media.files import Limits, Opened, reason, size_of
+from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 
 # Containers that hold their own data. Playlists, concatenations and patterns of file names are not among them.
@@ -21,6 +22,8 @@ _DEMUXERS = (
     "wav,w64,aiff,au,caf,mp3,aac,flac,ac3,eac3,amr,amrnb,amrwb,ape,wv,tta"
 )
 _BUFFER = 1 << 17
+_PIXEL_BYTES = 64  # of memory for each pixel of a frame: decoders hold up to 17 frames
+_SLACK_BYTES = 512 << 20
 _NESTED = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"}
 _MAX_BOXES = 100_000
 # (a, b, c, d) of the matrix in a track's header -> quarters of a turn, clockwise
@@ -42,17 +45,18 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
         # Decoders add edges; whoever reads the header then refuses what is really too large, in words.
         "max_pixels": str(2 * limits.max_image_pixels + (1 << 20)),
     }
-    try:
-        # FFmpeg asks the Python file for bytes: the clock of a sample is looked at each time.
-        held = av.open(source.file, options=options, metadata_errors="replace", buffer_size=_BUFFER)
-    except TesseraError:
-        raise
-    except Exception as error:  # what a demuxer raises on foreign bytes is not listed anywhere
-        known = not isinstance(error, av.error.ArgumentError)  # what FFmpeg says of a container that is not on the list
-        why = reason(error) if known else f"not a {kind} file of a known kind"
-        raise TesseraError(f"unreadable {kind}: {source.name} ({why})") from None
-    with held:
-        yield held
+    with memory_limit(_PIXEL_BYTES * limits.max_image_pixels + 4 * limits.max_video_pixels + _SLACK_BYTES):
+        try:
+            # FFmpeg requests bytes from the Python file: that is when the time limit of a sample can act.
+            opened = av.open(source.file, options=options, metadata_errors="replace", buffer_size=_BUFFER)
+        except TesseraError:
+            raise
+        except Exception as error:  # what a demuxer raises on foreign bytes is not listed anywhere
+            listed = not isinstance(error, av.error.ArgumentError)  # the error for a container that is not on the list
+            why = reason(error) if listed else f"not a {kind} file of a known kind"
+            raise TesseraError(f"unreadable {kind}: {source.name} ({why})") from None
+        with opened:
+            yield opened
 
 
 def decoder(stream: Any, max_pixels: int | None = None) -> Any:

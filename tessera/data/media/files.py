@@ -65,6 +65,8 @@ def reason(error: BaseException) -> str:
     """Return what a decoder says of a file, in one line."""
     if isinstance(error, EOFError):
         return "it ends before anything in it"
+    if isinstance(error, MemoryError):
+        return "it needs more memory than the size in its header allows"
     return str(getattr(error, "strerror", None) or first_line(error))
 
 

@@ -14,7 +14,8 @@ from PIL import ExifTags, Image, ImageChops, UnidentifiedImageError
 
 from tessera.core.sample import MediaSize
 from tessera.data.media.files import Limits, Opened, Target, byte_ranges, refusing, size_of
-from tessera.data.media.headers import PNG, Header, check_avif_streams, read_header
+from tessera.data.media.headers import PNG, Header, read_header
+from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 
 # Formats that are only pixels. Others that Pillow knows run programs (EPS) or hold documents.
@@ -32,7 +33,9 @@ _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF tags
 # Chunks of a PNG that say nothing about pixels and may unpack to any size.
 _TEXT_CHUNKS = (b"zTXt", b"iTXt", b"tEXt", b"iCCP")
 _MAX_CHUNKS = 200_000  # of a PNG; an image of the largest size in chunks of 8 KiB has half as many
-_MAX_BYTES = 256 << 20  # of a file that is read whole
+_MAX_BYTES = 256 << 20  # of a file that is read as a whole
+_PIXEL_BYTES = 64  # of memory for each pixel: the decoder's buffers, deep colours, conversions
+_SLACK_BYTES = 96 << 20
 
 
 def probe_image(source: Opened, limits: Limits) -> MediaSize:
@@ -103,14 +106,16 @@ def _header(source: Opened, limits: Limits) -> Header:
         check_pixels(*image.size, source.name, limits)
         if image.format == "TIFF":
             _check_tiles(image, source.name)
-        elif image.format == "AVIF":
-            check_avif_streams(source, *image.size)
         return Header(*image.size, _turn(image))
 
 
 @contextmanager
 def open_image(source: Opened) -> Iterator[Image.Image]:
-    """Open an image with Pillow; no pixel is decoded yet."""
+    """Open an image with Pillow; no pixel is decoded yet.
+
+    Inside the block, a worker process may allocate what an image of the size in the header needs.
+    """
+    file_bytes = 2 * min(size_of(source.file), _MAX_BYTES)  # asked before: Pillow goes on where it stopped to read
     with refusing("unreadable image", source.name), warnings.catch_warnings():
         # Pillow warns from a size on that is not ours, and of oddities in EXIF that nobody can mend here.
         warnings.simplefilter("ignore")
@@ -120,7 +125,7 @@ def open_image(source: Opened) -> Iterator[Image.Image]:
             raise TesseraError(f"image header claims too many pixels: {source.name} ({error})") from None
         except UnidentifiedImageError:  # its text names an object in memory
             raise TesseraError(f"unreadable image: {source.name} (not an image in a known format)") from None
-    with image:
+    with image, memory_limit(_PIXEL_BYTES * image.width * image.height + file_bytes + _SLACK_BYTES):
         yield image
 
 

@@ -1,35 +1,47 @@
-"""Parquet files.
+"""Parquet files, whose row groups are read once.
 
-A scan reads one row group after another. A single record is put together from the small columns of its row group, which
-are kept for a while, and from the one page in which each of its large values lies.
+pyarrow reads row groups and nothing smaller, and a shuffled run reads one row of a group after another. So a large
+group is spilled to an Arrow file in the user's cache, which all processes map. A small one is held in memory.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
+import shutil
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tessera.data.cache import CACHE_VARIABLE, unique_name, user_cache, warn_once
 from tessera.data.sources.container import Container, RawRecord, RecordError, file_facts
-from tessera.data.sources.parquet_pages import ColumnPages, expanding_columns, large_columns
 from tessera.errors import TesseraError, first_line
 
-MAX_GROUP_BYTES = 4 << 30  # of one row group, unpacked: it is in memory while its rows are read
+log = logging.getLogger("tessera")
+
+MAX_GROUP_BYTES = 2 << 30  # of one row group, unpacked: it is in memory while it is spilled
 MAX_RECORD_BYTES = 512 << 20  # with images inside
-_KEPT_BYTES = 256 << 20  # of groups that rows were read from, in each process; the last one is kept whatever it takes
-_HEADER_BYTES = 256 << 20  # of what a footer may make the reader set aside
+SPILL_BYTES = 16 << 20  # a larger row group is spilled
+SPILLED_BYTES = 200 << 30  # of all spilled row groups; the one that was used longest ago is removed
+_FREE_SHARE = 0.1  # of a disk, which spilled row groups never take
+_HELD_BYTES = 256 << 20  # of row groups in the memory of a process; the last one is held whatever its size
+_HELD_GROUPS = 64
+_HEADER_BYTES = 256 << 20  # limit of pyarrow for a footer
+_FORMAT = 1  # of spilled files: raise it when their meaning changes
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Hold a row group: a table of the columns that are read whole, and the offsets of the pages of the others."""
+class _Group(NamedTuple):
+    """Hold a row group, or the reason why it cannot be read."""
 
     table: Any
-    pages: tuple[ColumnPages, ...]
+    bytes: int  # of memory; 0: it is mapped
+    problem: str = ""
 
 
 class ParquetFile(Container):
@@ -39,78 +51,64 @@ class ParquetFile(Container):
         self.starts = [0, *accumulate(groups)]
         super().__init__(name, self.starts[-1] if limit is None else min(limit, self.starts[-1]), facts)
         self.path = path
-        # Neither is carried to other processes.
+        # Neither is sent to other processes.
         self._metadata: Any = None  # of the footer, which takes long to read where there are many groups
-        self._kept: OrderedDict[int, _Group] = OrderedDict()  # groups that rows were read from, the last one last
+        self._groups: OrderedDict[int, _Group] = OrderedDict()  # the last one that was used last
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": None, "_kept": OrderedDict()}
+        return {**self.__dict__, "_metadata": None, "_groups": OrderedDict()}
 
     def load(self, number: int) -> RawRecord:
-        group, at = self._find(number)
-        found = self._group(group, number)
-        try:
-            large = [(pages.column.path, pages.value(self.path, at)) for pages in found.pages]
-        except Exception:  # of a form that only pyarrow knows, or damaged: pyarrow shall say so
-            found = self._keep(group, _Group(self._table(group, number), ()))
-            large = []
-        return self._raw(found.table.slice(at, 1), number, large)
+        group = bisect_right(self.starts, number) - 1
+        opened = self._group(group, number)
+        if opened.problem:
+            raise RecordError(self.location(number), opened.problem)
+        return self._raw(opened.table, group, number)
 
     def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
         assert numbers.step == 1
-        number = numbers.start
-        while number < numbers.stop:
-            group, _ = self._find(number)
-            until = min(numbers.stop, self.starts[group + 1])
+        for number in numbers:
             try:
-                table = self._table(group, number)
+                yield number, self.load(number)
             except RecordError as error:
-                for lost in range(number, until):
-                    yield lost, RecordError(self.location(lost), error.reason)
-                number = until
-                continue
-            for one in range(number, until):
-                try:
-                    yield one, self._raw(table.slice(one - self.starts[group], 1), one)
-                except RecordError as error:
-                    yield one, error
-            number = until
-
-    def _find(self, row: int) -> tuple[int, int]:
-        group = bisect_right(self.starts, row) - 1
-        return group, row - self.starts[group]
+                yield number, RecordError(self.location(number), error.reason)
 
     def _group(self, group: int, row: int) -> _Group:
-        if group in self._kept:
-            self._kept.move_to_end(group)
-            return self._kept[group]
+        """Return a row group: from memory, mapped from its spilled file, or read from the Parquet file."""
+        if group in self._groups:
+            self._groups.move_to_end(group)
+            return self._groups[group]
+        self._groups[group] = opened = self._open_group(group, row)
+        size = sum(held.bytes for held in self._groups.values())
+        while len(self._groups) > 1 and (size > _HELD_BYTES or len(self._groups) > _HELD_GROUPS):
+            size -= self._groups.popitem(last=False)[1].bytes
+        return opened
+
+    def _open_group(self, group: int, row: int) -> _Group:
+        spilled = self._spill_file(group)
+        table = _mapped(spilled, self.starts[group + 1] - self.starts[group])
+        if table is not None:
+            return _Group(table, 0)
         try:
-            with self.path.open("rb") as file:
-                reader = self._reader(file)
-                rows = reader.metadata.row_group(group).num_rows
-                found = tuple(ColumnPages.find(file, column, rows) for column in large_columns(reader, group))
-            names = _without(reader, found)
-        except Exception:  # see `load`
-            found, names = (), None
-        return self._keep(group, _Group(self._table(group, row, names), () if names is None else found))
+            table = self._read(group, row)
+        except RecordError as error:
+            return _Group(None, 0, error.reason)  # not read again for each of its rows
+        mapped = _mapped(spilled, table.num_rows) if table.nbytes > SPILL_BYTES and _spill(table, spilled) else None
+        return _Group(table, table.nbytes) if mapped is None else _Group(mapped, 0)
 
-    def _keep(self, group: int, found: _Group) -> _Group:
-        self._kept[group] = found
-        self._kept.move_to_end(group)
-        while len(self._kept) > 1 and sum(one.table.nbytes for one in self._kept.values()) > _KEPT_BYTES:
-            self._kept.popitem(last=False)
-        return found
+    def _spill_file(self, group: int) -> Path:
+        name = hashlib.sha256(json.dumps([_FORMAT, self.facts, group], sort_keys=True).encode()).hexdigest()
+        return user_cache("parquet") / f"{name[:32]}.arrow"
 
-    def _table(self, group: int, row: int, names: list[str] | None = None) -> Any:
-        """Return all columns of a row group, or those named."""
+    def _read(self, group: int, row: int) -> Any:
         expected = self.starts[group + 1] - self.starts[group]
         try:
             with self.path.open("rb") as file:
-                reader = self._reader(file)
-                _check_size(reader, group, names)
-                if expanding := expanding_columns(reader, file, group, MAX_GROUP_BYTES):
-                    reader = _reader(file, self._metadata, expanding)
-                table = reader.read_row_group(group, columns=names, use_threads=False)
+                reader = _reader(file, self._metadata)
+                self._metadata = reader.metadata
+                expanding = _expanding_columns(reader.metadata.row_group(group))
+                reader = _reader(file, self._metadata, expanding) if expanding else reader
+                table = reader.read_row_group(group, use_threads=False)
         except Exception as error:  # what a reader raises on foreign bytes is not listed anywhere
             raise RecordError(self.location(row), f"row group {group} cannot be read: {first_line(error)}") from None
         if table.num_rows != expected:
@@ -119,36 +117,20 @@ class ParquetFile(Container):
             )
         return table
 
-    def _reader(self, file: Any) -> Any:
-        reader = _reader(file, self._metadata)
-        self._metadata = reader.metadata
-        return reader
+    def _raw(self, table: Any, group: int, row: int) -> RawRecord:
+        import pyarrow
 
-    def _raw(self, one: Any, row: int, large: Sequence[tuple[tuple[str, ...], bytes | str | None]] = ()) -> RawRecord:
-        size = one.nbytes + sum(len(value) for _, value in large if value is not None)
-        if size > MAX_RECORD_BYTES:
-            raise RecordError(self.location(row), f"a record of {size} bytes is too large to be a sample")
         try:
-            content = one.to_pylist()[0]
-        except Exception as error:  # text that is not UTF-8, offsets that lie
+            record = table.slice(row - self.starts[group], 1)
+            for number, column in enumerate(record.schema):
+                if column.type != (plain := _without_dictionaries(column.type)):
+                    record = record.set_column(number, column.name, record.column(number).cast(plain))
+            if record.nbytes > MAX_RECORD_BYTES:
+                raise ValueError(f"a record of {record.nbytes} bytes is too large to be a sample")
+            content = record.to_pylist()[0]
+        except (pyarrow.ArrowException, ValueError, KeyError, IndexError) as error:  # text that is not UTF-8, say
             raise RecordError(self.location(row), f"cannot be read: {first_line(error)}") from None
-        for path, value in large:
-            within = content
-            for name in path[:-1]:
-                within = None if within is None else within[name]
-            if within is not None:  # no struct, no value in it
-                within[path[-1]] = value
         return RawRecord({key: value for key, value in content.items() if value is not None})
-
-
-def _without(reader: Any, large: Sequence[ColumnPages]) -> list[str] | None:
-    """Return the columns that are left to pyarrow; None: all, where it could not tell what is around the others."""
-    about = reader.metadata.row_group(0)
-    paths = [about.column(number).path_in_schema for number in range(about.num_columns)]
-    others = [path for path in paths if path not in {".".join(pages.column.path) for pages in large}]
-    around = {pages.column.path[:-1] for pages in large} - {()}
-    known = all(any(path.startswith(".".join(names) + ".") for path in others) for names in around)
-    return others if large and others and known else None
 
 
 def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
@@ -162,7 +144,7 @@ def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
                 raise TesseraError("two columns have one name", where=str(path))
     except TesseraError:
         raise
-    except Exception as error:  # see ParquetFile._group
+    except Exception as error:  # see ParquetFile._read
         raise TesseraError(f"not readable as Parquet: {first_line(error)}", where=str(path)) from None
     if any(rows < 0 for rows in groups) or sum(groups) != total:
         raise TesseraError(f"the footer says {total} rows, its row groups {groups[:8]}", where=str(path))
@@ -184,9 +166,87 @@ def _reader(file: Any, metadata: Any = None, dictionaries: Sequence[str] = ()) -
     )
 
 
-def _check_size(reader: Any, group: int, names: list[str] | None) -> None:
-    about = reader.metadata.row_group(group)
-    columns = [about.column(number) for number in range(about.num_columns)]
-    size = sum(max(0, one.total_uncompressed_size) for one in columns if names is None or one.path_in_schema in names)
+def _expanding_columns(group: Any) -> list[str]:
+    """Return the columns that may take more than the limit when each value is copied out of the dictionary.
+
+    A few bytes of indices may stand for any number of copies of a long value. Raise if the group itself is too large.
+    """
+    columns = [group.column(number) for number in range(group.num_columns)]
+    size = sum(max(0, column.total_uncompressed_size) for column in columns)
     if size > MAX_GROUP_BYTES:
         raise ValueError(f"it has {size} bytes unpacked, {MAX_GROUP_BYTES} are allowed; write smaller row groups")
+    return [
+        column.path_in_schema
+        for column in columns
+        if column.physical_type == "BYTE_ARRAY"
+        and column.has_dictionary_page
+        and column.num_values * column.total_uncompressed_size > MAX_GROUP_BYTES
+    ]
+
+
+def _without_dictionaries(kind: Any) -> Any:
+    """Return a type of Arrow with every dictionary replaced by its values."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(kind):
+        return kind.value_type
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_without_dictionaries(field.type)) for field in kind])
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_without_dictionaries(kind.value_type)))
+    return kind
+
+
+# ---------------------------------------------------------------------------------------------- spilled row groups
+
+_SPILLED = b"tessera.spilled"  # in the metadata of a spilled table: it is mapped, and takes no memory
+
+
+def _mapped(file: Path, rows: int) -> Any:
+    """Return the table of a spilled file; None if it is missing or damaged."""
+    import pyarrow
+
+    try:
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+        os.utime(file)
+    except (OSError, pyarrow.ArrowException):
+        return None
+    return table if table.num_rows == rows and _SPILLED in (table.schema.metadata or {}) else None
+
+
+def _spill(table: Any, file: Path) -> bool:
+    """Write a table to a file of the cache. Return False, with a warning, if there is no room or no permission."""
+    import pyarrow
+
+    fresh = unique_name(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not _make_room(file.parent, table.nbytes):
+            raise OSError(f"less than {_FREE_SHARE:.0%} of the disk would be free")
+        marked = table.unify_dictionaries().replace_schema_metadata({_SPILLED: b"1"})
+        with pyarrow.OSFile(str(fresh), "wb") as sink, pyarrow.ipc.new_file(sink, marked.schema) as writer:
+            writer.write_table(marked)
+        os.replace(fresh, file)
+    except (OSError, pyarrow.ArrowException) as error:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        warn_once(
+            f"row groups of Parquet files cannot be spilled to {file.parent}: {first_line(error)}; shuffled rows are "
+            f"read slowly; fix: set {CACHE_VARIABLE} to a folder with room, or write row groups of some MB"
+        )
+        return False
+    return True
+
+
+def _make_room(folder: Path, needed: int) -> bool:
+    """Remove spilled files, the one that was used longest ago first, until there is room for another."""
+    files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime)
+    total = sum(file.stat().st_size for file in files)
+    disk = shutil.disk_usage(folder)
+    free = disk.free
+    while files and (total + needed > SPILLED_BYTES or free - needed < _FREE_SHARE * disk.total):
+        file = files.pop(0)
+        size = file.stat().st_size
+        file.unlink(missing_ok=True)  # a process that maps it keeps it
+        total, free = total - size, free + size
+    return free - needed >= _FREE_SHARE * disk.total

@@ -28,7 +28,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.data.workers.messages import Packed, receive, send
-from tessera.data.workers.worker import STATE_BYTES, MainModule, WorkerState, load_main, main_module, work_until_end
+from tessera.data.workers.worker import (
+    STATE_BYTES,
+    WORKER_VARIABLE,
+    MainModule,
+    WorkerState,
+    load_main,
+    main_module,
+    work_until_end,
+)
 from tessera.errors import TesseraError, first_line
 
 REQUEST = struct.Struct("<cQ")  # FORK with file descriptors, or KILL; the number of the child
@@ -161,6 +169,7 @@ _WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    WORKER_VARIABLE: "1",
 }
 _BEGIN = """
 import sys

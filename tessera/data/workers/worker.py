@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import mmap
 import os
+import resource
 import signal
 import socket
 import sys
@@ -63,6 +64,30 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
             if left:
                 signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)), again)
+
+
+WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker processes
+
+
+@contextmanager
+def memory_limit(allowed: int) -> Iterator[None]:
+    """Let a worker process allocate at most `allowed` bytes more inside the block; then `MemoryError` is raised.
+
+    A decoder may allocate what the bytes of a stranger demand, whatever their header says. Shared memory does not
+    count. Other processes are not limited: an allocation of another thread would fail.
+    """
+    if WORKER_VARIABLE not in os.environ:
+        yield
+        return
+    with open("/proc/self/statm", "rb") as file:
+        used = int(file.read().split()[5]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [limit for limit in (soft, hard, used + allowed) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
