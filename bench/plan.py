@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import tessera
-from tessera.parallel.plan_text import estimate_communication
+from tessera.parallel.comm_estimate import estimate_communication
 from tessera.tools.dry_run import estimate_error
 
 WORLD = 1024

@@ -15,7 +15,7 @@ from tessera.inference.chat import Chat
 from tessera.inference.load import generate, load
 from tessera.inference.load_pipeline import load_pipeline as pipeline
 from tessera.observe.report.page import report
-from tessera.parallel.plan import Plan
+from tessera.parallel.plan_text import DescribedPlan
 from tessera.tools.compare import compare
 from tessera.tools.convert import convert
 from tessera.tools.demo_data import write_demo as demo
@@ -73,7 +73,7 @@ def plan(
     world: int = 1,
     device: str | None = None,
     patterns: bool = True,
-) -> Plan:
+) -> DescribedPlan:
     """Return how a recipe would be split over `world` ranks. Nothing is started.
 
     `device`: a name (`h200`, `24g`) or a number of GiB; then a step is counted on tensors without memory, and

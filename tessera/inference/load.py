@@ -42,9 +42,10 @@ from tessera.models.module import spec_of_object
 from tessera.models.module.config import MODEL_TYPE
 from tessera.models.text.own_template import warn_of_another_template
 from tessera.parallel.apply import allocate, parallelize
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import CONTEXT, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
-from tessera.parallel.plan import Workload, make_plan
+from tessera.parallel.plan import Workload
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, rank_on_machine
 from tessera.runtime.modules import computed_buffers, put_back_buffers

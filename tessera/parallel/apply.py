@@ -26,10 +26,10 @@ from tessera.parallel.engine import Engine, SimpleEngine
 from tessera.parallel.experts import apply_experts, expert_bias_updates
 from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients, whole_gradients, whole_parameters
 from tessera.parallel.mesh import LOSS, Mesh
-from tessera.parallel.modules import ShardsItself, apply_compile, present
+from tessera.parallel.modules import apply_compile, present
 from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.pipeline_stages import LocalStages, split_into_stages
-from tessera.parallel.plan import Plan
+from tessera.parallel.plan import Plan, ShardsItself
 from tessera.parallel.tensor import apply_tensor, partial_gradients
 from tessera.runtime import device as devices
 from tessera.runtime.gradients import LossScale
@@ -51,9 +51,9 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device)
 
 def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
     """Apply everything but memory allocation. The result is still on the meta device."""
-    frozen = set(plan.frozen)
+    trained = {shard.name for shard in plan.param_shards if shard.trained}
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name not in frozen)
+        parameter.requires_grad_(name in trained)
     _set_types(module, plan)
     if plan.pipeline is None:
         _apply_to_stage(module, module, plan, mesh, device)
@@ -75,30 +75,30 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
         apply_experts(module, plan.experts, mesh)
     if plan.context is not None:
         apply_context(module, plan.context, mesh)
-    apply_activation_offload(module, present(module, plan.activation_offload), device)
-    apply_block_offload(module, present(module, plan.block_offload), device, parameters=not plan.sharded)
-    if plan.sharded and isinstance(module, ShardsItself):
+    apply_activation_offload(module, present(module, plan.roles.activation_offload), device)
+    apply_block_offload(module, present(module, plan.roles.block_offload), device, parameters=not plan.sharding.active)
+    if plan.sharding.active and isinstance(module, ShardsItself):
         # Before the class recomputes or shards anything: both are hooks around a block, or a call of it, and what is
         # compiled is the block's own code.
-        apply_compile(module, present(module, plan.compiled))
+        apply_compile(module, present(module, plan.roles.compiled))
         _let_it_shard_itself(module, plan, mesh, device)
         return
-    here = set(present(module, [part.path for part in plan.recompute]))
-    apply_recompute(module, [part for part in plan.recompute if part.path in here], plan.use_reentrant)
-    apply_compile(module, present(module, plan.compiled))
-    if plan.sharded:
+    here = set(present(module, [part.path for part in plan.roles.recompute]))
+    apply_recompute(module, [part for part in plan.roles.recompute if part.path in here], plan.roles.use_reentrant)
+    apply_compile(module, present(module, plan.roles.compiled))
+    if plan.sharding.active:
         apply_fsdp(module, plan, mesh, device, root)
 
 
 def _set_types(module: nn.Module, plan: Plan) -> None:
     """Set the types of parameters. Buffers keep the type that their author chose."""
-    whole = {p for path in plan.ignored for p in module.get_submodule(path).parameters()}
+    whole = {p for path in plan.roles.ignored for p in module.get_submodule(path).parameters()}
     for name, parameter in module.named_parameters():
-        if home(name, plan.float32) is not None:
+        if home(name, plan.precision.float32) is not None:
             parameter.data = parameter.data.float()
         elif parameter.is_floating_point():
             # An ignored module is not cast for computing, and being frozen it needs no master weights.
-            parameter.data = parameter.data.to(plan.param_dtype if parameter in whole else plan.storage_dtype)
+            parameter.data = parameter.data.to(plan.precision.compute if parameter in whole else plan.precision.weights)
 
 
 def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: torch.device) -> None:
@@ -195,7 +195,9 @@ def build_engine(
         assert isinstance(module, LocalStages)
         return pipeline(module, plan, mesh, device, shared, loss_scale)
     losses = mesh.view(LOSS).get_group()  # of one rank where all ranks compute one loss together
-    return SimpleEngine(module, plan.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale)
+    return SimpleEngine(
+        module, plan.sharding.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale
+    )
 
 
 def counted_elsewhere(module: nn.Module, plan: Plan, mesh: Mesh) -> list[Tensor]:
@@ -213,9 +215,9 @@ Owner = tuple[nn.Module, str]  # a module and the name of its parameter
 
 
 def materialize(module: nn.Module, plan: Plan, device: torch.device) -> nn.Module:
-    with waiting_on_host(module, pin=plan.pin_memory and devices.supports(device, "pinned_memory")):
-        allocate(module, torch.device("cpu") if plan.offload else device)
-    if plan.offload:
+    with waiting_on_host(module, pin=plan.sharding.pin_memory and devices.supports(device, "pinned_memory")):
+        allocate(module, torch.device("cpu") if plan.sharding.offload else device)
+    if plan.sharding.offload:
         _move_what_computes(module, plan, device)
     return module
 
@@ -234,7 +236,7 @@ def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> 
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
-    for path in present(module, plan.ignored):
+    for path in present(module, plan.roles.ignored):
         module.get_submodule(path).to(device)
     for parameter in whole_parameters(module, plan).values():
         parameter.data = parameter.data.to(device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,11 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
 from tessera.errors import TesseraError
 from tessera.ops.registry import AUTO
-from tessera.parallel.communication import CommVolume
-from tessera.parallel.context_attention import Ring, RingSchedule, Ulysses, ring_attention, shard_heads
+from tessera.parallel.context_attention import Ring, RingSchedule, Ulysses, ring_attention
 from tessera.parallel.mesh import CONTEXT, RING, TENSOR, ULYSSES, Axes, Mesh
 from tessera.parallel.modules import present, wrap_submodule
 from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
 from tessera.runtime.modules import AttentionCore
-
-if TYPE_CHECKING:  # these files import this one
-    from tessera.parallel.memory_estimate import ParamShard
-    from tessera.parallel.plan import Plan
 
 WIDE = 4  # bytes: gradients of keys travel in fp32
 
@@ -295,45 +290,3 @@ class _GatherElements(torch.autograd.Function):
             padded, position = part, position % inner
         start = position * ctx.longest
         return padded[start : start + ctx.length], None, None, None, None
-
-
-def context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the exchanges of attention and of encoder outputs."""
-    context = plan.context
-    if context is None:
-        return
-    for path, heads in context.attention.items():
-        if heads is not None and any(home(shard.name, [path.rpartition(".")[0]]) for shard in here):
-            yield from _attention(plan, context.sharding.split, heads, 2 if plan.recomputes(path) else 1)
-    for encoder in context.sharding.encoders:
-        # The all-gather of encoder outputs, and the way of their gradients back.
-        stream = encoder.stream
-        ends_here = any(home(shard.name, [stream.projector or stream.module]) for shard in here)
-        if encoder.dp == 1 or not stream.width or not ends_here:
-            continue
-        size = plan.rows[stream.module] * encoder.dp * stream.width * plan.param_dtype.itemsize
-        yield plan.volume(encoder.dp_view, "all-gather", 1, size)
-        if plan.axes.size(CONTEXT) > 1 and plan.gradient_reaches(stream.module):
-            yield plan.volume(CONTEXT, "reduce-scatter", 1, size)
-
-
-def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int) -> Iterator[CommVolume]:
-    """Estimate one layer at the first rank; other ranks differ by a token or a head where these do not divide."""
-    itemsize, tokens, keys = plan.param_dtype.itemsize, plan.workload.tokens, heads.keys
-    if split.ulysses > 1:
-        sharding = shard_heads(heads.queries, heads.keys, split.ulysses)
-        keys = len(sharding.keys[0])
-        own, joined = split.sizes(tokens, 0)[0], sum(split.sizes(tokens, 0))
-        sent = own * (heads.queries + 2 * sum(len(k) for k in sharding.keys))
-        received = joined * (sharding.queries[0] + 2 * keys)
-        out = max(own * heads.queries, joined * sharding.queries[0])
-        exchanged = (max(sent, received) + out) * heads.size * itemsize
-        count = plan.microbatches * (forwards + 1)
-        yield CommVolume(ULYSSES, "all-to-all", 2 * count, count * exchanged)
-    if split.ring > 1:
-        owned = sum(end - start for start, end in split.ring_ranges(tokens, 0))
-        numbers = 2 * owned * keys * heads.size
-        sends = plan.microbatches * (forwards + 1) * (split.ring - 1)
-        yield CommVolume(RING, "send", sends, sends * numbers * itemsize)
-        back = plan.microbatches * split.ring
-        yield CommVolume(RING, "send", back, back * numbers * WIDE)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from tessera.config.pattern import home, matches, select
+from tessera.config.pattern import matches, select
 from tessera.config.run_config import ParallelSection
 from tessera.core.model_plan import ModelPlan
 from tessera.errors import TesseraError
@@ -35,14 +35,9 @@ from tessera.ops.moe import (
     weigh_choices,
 )
 from tessera.parallel.collectives import all_to_all, as_it_is, gathered, scattered, summed, with_backward
-from tessera.parallel.communication import CommVolume
 from tessera.parallel.mesh import CONTEXT, EP, FSDP, REPLICATE, SHARD, TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
 from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts, clean_name, local_shard
-
-if TYPE_CHECKING:  # these files import this one
-    from tessera.parallel.memory_estimate import ParamShard
-    from tessera.parallel.plan import Plan
 
 WHERE = "the model's plan (experts)"
 INDEX = 8  # bytes of the number of an expert
@@ -352,38 +347,3 @@ def read_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Return how many of the `rows` go to each rank, and how many come from each: [2, ranks], read on the host."""
     to_each, from_each = counts.tolist()
     return to_each, from_each
-
-
-def expert_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the exchange of tokens with experts, as if they chose evenly."""
-    experts = plan.experts
-    if experts is None:
-        return
-    shapes = {shard.name: shard.shape for shard in here}
-    for path, chosen in experts.choices.items():
-        if any(home(shard.name, [path]) for shard in here):
-            # The width of tokens is the dimension of an expert that tp does not split.
-            name, split = next(iter(experts.stacks[path].items()))
-            width = shapes[f"{path}.{name}"][2 if split == 1 else 1]
-            yield from _expert_layer(plan, experts, chosen, width, 2 if plan.recomputes(path) else 1)
-
-
-def _expert_layer(plan: Plan, experts: ExpertPlan, chosen: int, width: int, forwards: int) -> Iterator[CommVolume]:
-    itemsize, tokens = plan.param_dtype.itemsize, plan.rows[""]
-    if experts.ep > 1:
-        # There and back; in backward likewise.
-        yield plan.volume(EP, "all-to-all", 2 * (forwards + 1), tokens * chosen * width * itemsize)
-    if experts.tp == 1:
-        return
-    whole, weights, ids = tokens * width * itemsize, tokens * chosen * itemsize, tokens * chosen * INDEX
-    if experts.sequence:
-        for size in (whole, weights, ids):
-            yield plan.volume(TENSOR, "all-gather", forwards, size)
-        for size in (whole, weights):
-            yield plan.volume(TENSOR, "reduce-scatter", 1, size)
-        yield plan.volume(TENSOR, "reduce-scatter", forwards, whole)
-        yield plan.volume(TENSOR, "all-gather", 1, whole)
-    else:
-        for size in (whole, weights):
-            yield plan.volume(TENSOR, "all-reduce", 1, size)
-        yield plan.volume(TENSOR, "all-reduce", forwards, whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tessera.config.pattern import home
 from tessera.parallel.collectives import GradientSync
-from tessera.parallel.communication import CommVolume
-from tessera.parallel.memory_estimate import ParamShard, shard_dimension
+from tessera.parallel.memory_estimate import shard_dimension
 from tessera.parallel.mesh import FSDP, FSDP_EXPERTS, REPLICATE, Mesh
 from tessera.parallel.modules import present
 from tessera.parallel.plan import Plan, ahead
@@ -24,19 +23,19 @@ from tessera.runtime.modules import clean_name, local_shard
 
 def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """Return the keywords of `fully_shard` for a block of `module`."""
-    ignored = {p for path in present(module, plan.ignored) for p in module.get_submodule(path).parameters()}
+    ignored = {p for path in present(module, plan.roles.ignored) for p in module.get_submodule(path).parameters()}
     ignored |= set(whole_parameters(module, plan).values())  # see `whole_gradients`
     # Pinning needs a driver to pin for.
-    pin = plan.pin_memory and devices.supports(device, "pinned_memory")
+    pin = plan.sharding.pin_memory and devices.supports(device, "pinned_memory")
     return {
         "mesh": mesh.copies(FSDP),
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=plan.param_dtype,
-            reduce_dtype=plan.reduce_dtype,
-            cast_forward_inputs=plan.cast_forward_inputs,
+            param_dtype=plan.precision.compute,
+            reduce_dtype=plan.precision.reduce,
+            cast_forward_inputs=plan.precision.cast_inputs,
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if plan.offload else OffloadPolicy(),
-        "reshard_after_forward": plan.reshard_after_forward,
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if plan.sharding.offload else OffloadPolicy(),
+        "reshard_after_forward": plan.sharding.reshard_after_forward,
         "ignored_params": ignored or None,
     }
 
@@ -56,17 +55,17 @@ def shard_modules(
     """
     meshes = meshes or {}
     arguments = {**arguments, **_placement(arguments["mesh"], plan)}
-    wide = present(module, [path for path in plan.float32 if path not in plan.float32_whole])
-    other_types = [*present(module, list(plan.module_dtypes)), *wide]
+    wide = present(module, [path for path in plan.precision.float32 if path not in plan.float32_whole])
+    other_types = [*present(module, list(plan.precision.modules)), *wide]
     for path in sorted({*paths, *meshes, *other_types}, key=lambda path: -path.count(".")):
         other = home(path, meshes)
         own = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
-        if path in plan.module_dtypes:
-            own = {**own, "mp_policy": _policy_of_module(plan.module_dtypes[path], plan)}
+        if path in plan.precision.modules:
+            own = {**own, "mp_policy": _policy_of_module(plan.precision.modules[path], plan)}
         elif path in wide:  # it casts by itself
             own = {
                 **own,
-                "mp_policy": MixedPrecisionPolicy(torch.float32, plan.reduce_dtype, cast_forward_inputs=False),
+                "mp_policy": MixedPrecisionPolicy(torch.float32, plan.precision.reduce, cast_forward_inputs=False),
             }
         fully_shard(module.get_submodule(path), **own)
     # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
@@ -75,7 +74,7 @@ def shard_modules(
     outer = MixedPrecisionPolicy(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype,
-        output_dtype=plan.output_dtype if plan.pipeline is None else None,
+        output_dtype=plan.precision.output if plan.pipeline is None else None,
         cast_forward_inputs=policy.cast_forward_inputs,
     )
     # The root stays gathered between forward and backward: the loss multiplies by the head's weight after forward.
@@ -86,7 +85,10 @@ def _policy_of_module(dtype: torch.dtype, plan: Plan) -> MixedPrecisionPolicy:
     """Return the policy of a module that computes in a type of its own: its inputs are cast to that type, and what it
     returns is cast back, because it meets weights of the usual type."""
     return MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=plan.reduce_dtype, output_dtype=plan.param_dtype, cast_forward_inputs=True
+        param_dtype=dtype,
+        reduce_dtype=plan.precision.reduce,
+        output_dtype=plan.precision.compute,
+        cast_forward_inputs=True,
     )
 
 
@@ -137,7 +139,7 @@ def whole_parameters(module: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
 def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientSync]:
     """Return the gradient sums of parameters that every rank has whole. They are summed at the end of a step, over the
     same ranks as all others."""
-    if not plan.sharded:
+    if not plan.sharding.active:
         return []
     views = {shard.name: shard.view for shard in plan.param_shards}
     found: dict[str, list[Tensor]] = {}
@@ -149,10 +151,10 @@ def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientS
 
 
 def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, root: nn.Module) -> None:
-    blocks = present(module, plan.blocks)
+    blocks = present(module, plan.roles.blocks)
     arguments = fsdp_arguments(module, plan, mesh, device)
     shard_modules(module, blocks, arguments, plan, root=root, meshes=_other_meshes(module, plan, mesh))
-    prefetch_modules(module, blocks, plan.prefetch_forward, plan.prefetch_backward)
+    prefetch_modules(module, blocks, plan.sharding.prefetch_forward, plan.sharding.prefetch_backward)
 
 
 def _other_meshes(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, DeviceMesh]:
@@ -164,59 +166,3 @@ def _other_meshes(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Device
     if plan.experts is not None:
         found.update(dict.fromkeys(present(module, plan.experts.modules), mesh.copies(FSDP_EXPERTS)))
     return found
-
-
-def fsdp_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the collectives of fully_shard: gathered weights, and gradients that are summed into shards."""
-    if not plan.sharded:
-        return
-    for group, members in _shard_groups(plan, here).items():
-        members = [shard for shard in members if shard.shape and not shard.whole]
-        if not members:
-            continue
-        axis = plan.axes.label(members[0].view)
-        padded = sum(shard.local_numel * shard.shared_by for shard in members)
-        trained = [shard for shard in members if shard.trained]
-        if plan.axes.size(members[0].view) > 1:
-            gathers = _gathers(plan, group)
-            yield CommVolume(axis, "all-gather", gathers, gathers * padded * plan.param_dtype.itemsize)
-            if trained:
-                size = sum(shard.local_numel * shard.shared_by for shard in trained) * plan.reduce_dtype.itemsize
-                yield CommVolume(axis, "reduce-scatter", _reductions(plan), _reductions(plan) * size)
-        if trained and plan.replicate > 1:
-            size = sum(shard.local_numel for shard in trained) * plan.reduce_dtype.itemsize
-            yield CommVolume(REPLICATE, "all-reduce", _reductions(plan), _reductions(plan) * size)
-
-
-def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[ParamShard]]:
-    """Return the parameters of each shard group; "" is the root."""
-    paths = set(plan.blocks)
-    if plan.experts is not None:
-        paths |= set(plan.experts.modules)
-    paths |= {path for path, views in plan.axes.encoders.items() if views.fsdp != FSDP}
-    found: dict[str, list[ParamShard]] = {}
-    for shard in here:
-        found.setdefault(home(shard.name, paths) or "", []).append(shard)
-    return found
-
-
-def _gathers(plan: Plan, group: str) -> int:
-    """Return how often a group is gathered in a step. In a pipeline its weights stay gathered until the step ends."""
-    again = bool(plan.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
-    if plan.pipeline is not None and not again:
-        return 1
-    return plan.microbatches * (2 if again else 1)
-
-
-def _gathered_for_backward(plan: Plan, group: str) -> bool:
-    """Return whether a group is gathered for backward: because backward reaches it, or because a later block prefetches
-    it although nothing there is trained."""
-    if plan.gradient_reaches(group) or group not in plan.blocks:
-        return True
-    at = plan.blocks.index(group)
-    behind = plan.blocks[at + 1 : at + 1 + max(1, plan.prefetch_backward)]
-    return any(plan.gradient_reaches(block) for block in behind)
-
-
-def _reductions(plan: Plan) -> int:
-    return 1 if plan.accumulate == "local" or plan.pipeline is not None else plan.microbatches

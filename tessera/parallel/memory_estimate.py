@@ -93,7 +93,7 @@ def param_shards(
     *,
     tensor: TensorPlan | None,
     experts: ExpertPlan | None,
-    frozen: Sequence[str],
+    frozen: Collection[str],
     ignored: Sequence[str],
     rows_only: bool = False,
 ) -> list[ParamShard]:

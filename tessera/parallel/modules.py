@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -25,25 +25,12 @@ from tessera.errors import TesseraError
 from tessera.runtime.modules import COMPILE_OPTIONS
 from tessera.runtime.torch_internals import ActivationWrapper, raise_recompile_limit, wrapped_module
 
-if TYPE_CHECKING:
-    from tessera.parallel.plan import Plan
-
 Keep = Literal["none", "matmul", "attention"]
 
 # A kind of block is needed in several forms: with gradients and without, after something that has one and after nothing
 # that does, with adapters and without, with adapters of other ranks; each before and after sizes became variables.
 # Beyond its own limit of 8 torch computes new forms without compiling, and says so in one line of a log.
 _COMPILED_FORMS = 64
-
-
-@runtime_checkable
-class ShardsItself(Protocol):
-    """Mark a module that applies recompute, sharding and prefetch itself, where the plan shards anything."""
-
-    def shard_itself(self, plan: Plan, arguments: dict[str, Any]) -> None:
-        """Make every trained parameter part of a shard group. `arguments`: keywords of torch's `fully_shard` for a
-        block."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -54,12 +41,15 @@ class Recompute:
 
 @dataclass(frozen=True)
 class ModulePlan:
-    blocks: tuple[str, ...]
-    ignored: tuple[str, ...]
-    recompute: tuple[Recompute, ...]
-    activation_offload: tuple[str, ...]
+    """Hold the roles of modules, by path."""
+
+    blocks: tuple[str, ...]  # gathered and freed as one, in order of execution
+    ignored: tuple[str, ...]  # unsharded on every rank
+    recompute: tuple[Recompute, ...]  # their activations are recomputed in backward
+    use_reentrant: bool  # the form of recompute
+    activation_offload: tuple[str, ...]  # their activations wait in host memory
+    block_offload: tuple[str, ...]  # their frozen weights wait in host memory
     compiled: tuple[str, ...]
-    block_offload: tuple[str, ...] = ()
 
 
 def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, frozen: set[str]) -> ModulePlan:
@@ -78,9 +68,8 @@ def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
     )
     _refuse_nested([*((r.path, "recomputed") for r in recompute), *((path, "offloaded") for path in offloaded)])
     compiled = _compiled(section, model_plan, tree, offloaded)
-    return ModulePlan(
-        blocks, ignored, recompute, offloaded, compiled, _block_offload(section, model_plan, tree, recompute)
-    )
+    host_blocks = _block_offload(section, model_plan, tree, recompute)
+    return ModulePlan(blocks, ignored, recompute, section.use_reentrant, offloaded, host_blocks, compiled)
 
 
 # ---------------------------------------------------------------------------------------------- each part

@@ -142,7 +142,7 @@ class PipelineEngine:
     def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
         """Return micro-batches with the outputs of frozen encoders. If the first stage alone holds them, it sends what
         they make to the others, before any stage computes."""
-        if all(part.position is None for part in self.plan.frozen_components.values()):
+        if all(part.position is None for part in self.plan.memory.frozen.values()):
             return task.encode(microbatches)
         assert self.pp_group is not None, "several ranks"
         return encode_on_one_rank(task, microbatches, self.pp_group, self.pipeline.owner[0], self.device)
@@ -157,9 +157,9 @@ class PipelineEngine:
         here = self.stages.here()
         counts = self._counts(task, microbatches, here)
         references = self._references(task, microbatches)
-        work = _Loss(task, microbatches, counts, self.loss_scale, self.plan.output_dtype, references)
+        work = _Loss(task, microbatches, counts, self.loss_scale, self.plan.precision.output, references)
         for stage in here.values():
-            stage.work = _Padded(work, self._elements, self.plan.param_dtype)
+            stage.work = _Padded(work, self._elements, self.plan.precision.compute)
         self._run_schedule(torch.arange(count), here)
         for stage in here.values():
             stage.work = None  # let go of the micro-batches
@@ -193,7 +193,9 @@ class PipelineEngine:
         self.stages.eval()
         try:
             total = self._counts(task, [batch], self.stages.here(), counts)
-            work = _Loss(task, [batch], total, self.loss_scale, self.plan.output_dtype, self._references(task, [batch]))
+            work = _Loss(
+                task, [batch], total, self.loss_scale, self.plan.precision.output, self._references(task, [batch])
+            )
             self._sequential.run(work)
         finally:
             self.stages.train()
@@ -208,7 +210,8 @@ class PipelineEngine:
             return []
         with reference.active(self.stages):
             references = [
-                self._sequential.run(_Compare(task, reference, batch, self.plan.output_dtype)) for batch in microbatches
+                self._sequential.run(_Compare(task, reference, batch, self.plan.precision.output))
+                for batch in microbatches
             ]
         return [one for one in references if one is not None]
 
@@ -278,7 +281,7 @@ class PipelineEngine:
             return torch.empty((), device="meta", requires_grad=True)
         shape = (self._elements[stage], carry.width)
         trained = self.pipeline.needs_gradient(stage, self.plan.param_shards)
-        return torch.empty(shape, dtype=self.plan.param_dtype, device="meta", requires_grad=trained)
+        return torch.empty(shape, dtype=self.plan.precision.compute, device="meta", requires_grad=trained)
 
 
 def _nothing_left() -> Callable[[], None]:

@@ -7,11 +7,11 @@ first layer. So each layer, with what stays with it, is the smallest part of a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -19,8 +19,7 @@ from tessera.config.pattern import home, matches
 from tessera.config.run_config import ParallelSection, Schedule
 from tessera.core.model_plan import ModelPlan, StageActivation, Stream
 from tessera.errors import TesseraError, nearest
-from tessera.parallel.communication import CommVolume
-from tessera.parallel.mesh import DATA, PP, Axes
+from tessera.parallel.mesh import DATA, Axes
 from tessera.parallel.pipeline_schedule import (
     SPLITS_BACKWARD,
     bubble_share,
@@ -29,9 +28,6 @@ from tessera.parallel.pipeline_schedule import (
     resolve_schedule,
     splits_at_functions,
 )
-
-if TYPE_CHECKING:  # these files import this one
-    from tessera.parallel.plan import Plan
 
 
 class Parameter(Protocol):
@@ -335,28 +331,3 @@ def _by_cost(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
         bounds.append(begun[bounds[-1]])
     bounds.reverse()
     return [list(units[a:b]) for a, b in pairwise(bounds)]
-
-
-# ----------------------------------------------------------------------------------------------- cost
-
-
-def pipeline_communication(plan: Plan, position: int) -> Iterator[CommVolume]:
-    """Estimate activations sent forward and gradients sent back; stages on the same rank send nothing."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return
-    for stage, owner in enumerate(pipeline.owner[:-1]):
-        after = pipeline.owner[stage + 1]
-        if owner == after or position not in (owner, after):
-            continue
-        if owner == position or pipeline.needs_gradient(stage, plan.param_shards):
-            planned = pipeline.stages[stage]
-            assert planned.output is not None
-            tokens = pipeline.tokens if planned.in_encoder else plan.rows[""]
-            numbers = planned.output.per_token * tokens * planned.output.width
-            yield plan.volume(PP, "send", 1, numbers * plan.param_dtype.itemsize)
-    for shard in plan.param_shards:
-        if shard.name in pipeline.copies and shard.trained:
-            homes = {pipeline.owner[pipeline.home(shard.name)], pipeline.owner[-1]}
-            if position in homes and len(homes) > 1:
-                yield CommVolume(PP, "send", 1, shard.local_numel * plan.storage_dtype.itemsize)

@@ -104,7 +104,7 @@ class SequentialStages:
         assert plan.pipeline is not None
         self.here = stages.here()
         self.owner = plan.pipeline.owner
-        self.dtype = plan.param_dtype
+        self.dtype = plan.precision.compute
         self.device = device
         self.group = mesh.group(PP)
         self.position = mesh.position(PP)

@@ -11,16 +11,11 @@ import torch
 
 from tessera.config.pattern import home
 from tessera.lora.select import is_output_factor
-from tessera.parallel.communication import CommVolume, comm_text, merge_volumes, readable
-from tessera.parallel.context_parallel import context_communication
-from tessera.parallel.experts import expert_communication
+from tessera.parallel.comm_estimate import estimate_communication
+from tessera.parallel.communication import comm_text, readable
 from tessera.parallel.frozen import FrozenBytes
-from tessera.parallel.fsdp import fsdp_communication
-from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import CONTEXT, DATA, EP, PP, RING, TENSOR, ULYSSES
-from tessera.parallel.pipeline_plan import pipeline_communication
 from tessera.parallel.plan import Plan
-from tessera.parallel.tensor import tensor_communication
 from tessera.runtime import html
 
 
@@ -50,23 +45,23 @@ def modules_text(plan: Plan) -> str:
 def _rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [
         ("ranks", _ranks(plan)),
-        ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items() if plan.world > 1)),
+        ("axes", ", ".join(f"{axis}={size}" for axis, size in plan.axes.root.items() if plan.axes.world > 1)),
         ("parameters", f"{plan.parameters:,} ({plan.trained:,} trained)"),
         ("adapters", _adapters(plan)),
         *_axes(plan),
         ("shard groups", _groups(plan)),
-        ("ignored", _summary(plan.ignored)),
+        ("ignored", _summary(plan.roles.ignored)),
         ("recompute", _recompute(plan)),
-        ("activations", _summary(plan.activation_offload)),
+        ("activations", _summary(plan.roles.activation_offload)),
         ("host blocks", _host_blocks(plan)),
-        ("compile", _summary(plan.compiled)),
+        ("compile", _summary(plan.roles.compiled)),
         ("offload", _offload(plan)),
         ("prefetch", _prefetch(plan)),
         ("gradients", _gradients(plan)),
         ("types", _types(plan)),
         *(("", note) for note in plan.notes),
         ("per rank", _memory(plan)),
-        *((name, f"frozen, {_frozen(part)}") for name, part in plan.frozen_components.items()),
+        *((name, f"frozen, {_frozen(part)}") for name, part in plan.memory.frozen.items()),
         *_encoded_ahead(plan),
         *_communication(plan),
         *(plan.device_fit.rows() if plan.device_fit is not None else []),
@@ -75,10 +70,10 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _ranks(plan: Plan) -> str:
-    if plan.world == 1:
+    if plan.axes.world == 1:
         return "1"
     shared = plan.axes.size(DATA) // plan.replicate
-    words = f"{plan.world} = {plan.replicate} replicated x {shared} sharded"
+    words = f"{plan.axes.world} = {plan.replicate} replicated x {shared} sharded"
     for name, axis in (("pipeline", PP), ("context", CONTEXT), ("tensor", TENSOR)):
         if plan.axes.size(axis) > 1:
             words += f" x {plan.axes.size(axis)} {name}"
@@ -130,15 +125,15 @@ def _frozen(part: FrozenBytes) -> str:
 
 
 def _encoded_ahead(plan: Plan) -> list[tuple[str, str]]:
-    if plan.encoded_ahead is None:
+    if plan.memory.encoded_ahead is None:
         return []
-    steps, size = plan.encoded_ahead
+    steps, size = plan.memory.encoded_ahead
     return [("encoded ahead", f"{steps} steps together, {readable(size)} per rank at most wait for them")]
 
 
 def _memory(plan: Plan) -> str:
     """Return the memory of the rank that holds most. Buffers are shown where there are some, such as 4-bit weights."""
-    most = plan.heaviest
+    most = plan.memory.heaviest
     words = f"parameters {readable(most.parameters)}"
     if most.buffers:
         words += f", buffers {readable(most.buffers)} (whole on every rank)"
@@ -154,71 +149,71 @@ def _communication(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _groups(plan: Plan) -> str:
-    if not plan.sharded:
+    if not plan.sharding.active:
         return ""
-    freed = plan.reshard_after_forward
+    freed = plan.sharding.reshard_after_forward
     after = {True: "freed after forward", False: "kept until backward"}
     how = after[freed] if isinstance(freed, bool) else f"shared by {freed} ranks after forward"
-    return f"{len(plan.blocks)} blocks + root, {how}: {_summary(plan.blocks)}"
+    return f"{len(plan.roles.blocks)} blocks + root, {how}: {_summary(plan.roles.blocks)}"
 
 
 def _recompute(plan: Plan) -> str:
     parts = []
-    for keep, found in groupby(plan.recompute, key=lambda r: r.keep):
+    for keep, found in groupby(plan.roles.recompute, key=lambda r: r.keep):
         kept = "" if keep == "none" else f" (keeping {keep} results)"
         parts.append(_summary([r.path for r in found]) + kept)
-    form = ", reentrant" if plan.use_reentrant and parts else ""
+    form = ", reentrant" if plan.roles.use_reentrant and parts else ""
     return "; ".join(parts) + form
 
 
 def _host_blocks(plan: Plan) -> str:
-    if not plan.block_offload:
+    if not plan.roles.block_offload:
         return ""
-    most = plan.heaviest
+    most = plan.memory.heaviest
     sizes = f"{readable(most.host)} in host memory, at most {readable(most.window)} of them on the device"
-    return f"frozen weights of {_summary(plan.block_offload)}: {sizes}"
+    return f"frozen weights of {_summary(plan.roles.block_offload)}: {sizes}"
 
 
 def _offload(plan: Plan) -> str:
-    if not plan.offload:
+    if not plan.sharding.offload:
         return ""
-    pinned = ", page-locked where an accelerator is" if plan.pin_memory else ""
+    pinned = ", page-locked where an accelerator is" if plan.sharding.pin_memory else ""
     return f"parameters, gradients and optimizer in host memory{pinned}"
 
 
 def _prefetch(plan: Plan) -> str:
-    if not plan.sharded or not plan.blocks or plan.world == 1:
+    if not plan.sharding.active or not plan.roles.blocks or plan.axes.world == 1:
         return ""
     return f"forward {_prefetched(plan, True)}; backward {_prefetched(plan, False)}"
 
 
 def _prefetched(plan: Plan, forward: bool) -> str:
     """Return the prefetch of one block as an example: every block gathers the same number of blocks ahead."""
-    count = plan.prefetch_forward if forward else plan.prefetch_backward
+    count = plan.sharding.prefetch_forward if forward else plan.sharding.prefetch_backward
     if not count:
         return "each when needed" if forward else "the one that ran before"
-    at = 0 if forward else len(plan.blocks) - 1
+    at = 0 if forward else len(plan.roles.blocks) - 1
     ahead = plan.ahead(at, "forward" if forward else "backward")
-    return f"{count} ahead" + (f" ({plan.blocks[at]} -> {_summary(ahead)})" if ahead else "")
+    return f"{count} ahead" + (f" ({plan.roles.blocks[at]} -> {_summary(ahead)})" if ahead else "")
 
 
 def _gradients(plan: Plan) -> str:
-    if plan.world == 1:
+    if plan.axes.world == 1:
         return ""
-    if plan.accumulate == "reduce":
+    if plan.sharding.accumulate == "reduce":
         return "summed over ranks after each micro-batch"
-    return f"summed over ranks once per step; {readable(plan.whole_gradient_bytes)} more per rank until then"
+    return f"summed over ranks once per step; {readable(plan.memory.whole_gradients)} more per rank until then"
 
 
 def _types(plan: Plan) -> str:
     words = "kept {}, computed {}, summed {}".format(
-        *map(_word, (plan.storage_dtype, plan.param_dtype, plan.reduce_dtype))
+        *map(_word, (plan.precision.weights, plan.precision.compute, plan.precision.reduce))
     )
-    if plan.output_dtype is not None:
-        words += f", returned {_word(plan.output_dtype)}"
-    if plan.float32:
-        words += f", float32 in {_summary(plan.float32)}"
-    return words + (", inputs cast" if plan.cast_forward_inputs else "")
+    if plan.precision.output is not None:
+        words += f", returned {_word(plan.precision.output)}"
+    if plan.precision.float32:
+        words += f", float32 in {_summary(plan.precision.float32)}"
+    return words + (", inputs cast" if plan.precision.cast_inputs else "")
 
 
 def _summary(paths: Sequence[str]) -> str:
@@ -231,33 +226,39 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
-    """Return what a rank at one position of the pipeline sends in a step, from the plan alone."""
-    here = shards_of_stage(plan.param_shards, plan.pipeline, position)
-    return merge_volumes(
-        [
-            *fsdp_communication(plan, here),
-            *tensor_communication(plan, here, position),
-            *context_communication(plan, here),
-            *expert_communication(plan, here),
-            *pipeline_communication(plan, position),
-        ]
-    )
-
-
 def plan_figures(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data. Memory and communication are listed by pipeline position, of the largest rank
     there."""
     return {
-        "world": plan.world,
+        "world": plan.axes.world,
         "axes": dict(plan.axes.root),
         "parameters": plan.parameters,
         "trained": plan.trained,
-        "memory": [{**asdict(memory), "total": memory.total} for memory in plan.memory],
-        "frozen_components": {name: asdict(part) for name, part in plan.frozen_components.items()},
-        "whole_gradient_bytes": plan.whole_gradient_bytes,
+        "memory": [{**asdict(memory), "total": memory.total} for memory in plan.memory.by_position],
+        "frozen_components": {name: asdict(part) for name, part in plan.memory.frozen.items()},
+        "whole_gradient_bytes": plan.memory.whole_gradients,
         **({} if plan.device_fit is None else {"device": plan.device_fit.figures()}),
         "communication": [
             [asdict(line) for line in estimate_communication(plan, position)] for position in range(plan.axes.size(PP))
         ],
     }
+
+
+class DescribedPlan(Plan):
+    """Add the text of a plan to it, for people who ask for one by `tessera.plan`."""
+
+    def describe(self) -> str:
+        """Return the plan in words, as `tessera plan` prints it."""
+        return plan_text(self)
+
+    def modules(self) -> str:
+        """Return the modules that hold weights by name, one line for those of all layers, as `tessera plan --modules`
+        prints them. Keys that choose modules, such as `model.lora.targets`, take these names."""
+        return modules_text(self)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the plan in numbers, as `tessera plan --json` writes it."""
+        return plan_figures(self)
+
+    def _repr_html_(self) -> str:
+        return plan_table(self)

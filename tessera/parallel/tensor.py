@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,9 @@ from tessera.config.run_config import ParallelSection
 from tessera.core.model_plan import ModelPlan, TensorStyle
 from tessera.errors import TesseraError
 from tessera.parallel.collectives import GradientSync, with_backward
-from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.mesh import TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
 from tessera.runtime.modules import FeatureStatistics, clean_name
-
-if TYPE_CHECKING:  # these files import this one
-    from tessera.parallel.memory_estimate import ParamShard
-    from tessera.parallel.plan import Plan
 
 Split = Literal["column", "row", "vocab"]  # of a weight: over output features, input features, tokens
 LOSS_CHUNK = 2048  # positions of which ranks exchange, at a time, what the loss needs: see ops.loss
@@ -381,90 +376,3 @@ def _bare(layer: nn.Module) -> Iterator[None]:
     finally:
         for name, part in parts.items():
             layer.add_module(name, part)
-
-
-def tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int) -> Iterator[CommVolume]:
-    """Estimate the collectives of layers that several ranks compute together."""
-    tensor = plan.tensor
-    if tensor is None:
-        return
-    weights = {shard.name.removesuffix(".weight"): shard.shape for shard in here}
-    for path in tensor.entries:
-        # The width of what enters is that of the first layer there that is split by columns.
-        layers = [layer for layer in weights if tensor.layers.get(layer) == "column" and home(layer, [path])]
-        if layers:
-            yield from _crossing(plan, path, weights[layers[0]][1], enters=True)
-    for path in (path for path, split in tensor.layers.items() if split == "row" and path in weights):
-        yield from _crossing(plan, path, weights[path][0], enters=False)
-    # A number per token of norms over all features, forward and backward.
-    for path in (path for path in tensor.feature_norms if any(shard.name == f"{path}.weight" for shard in here)):
-        view, passes = plan.axes.tensor_view(path), 2 + plan.recomputes(path)
-        yield plan.volume(view, "all-reduce", passes, plan.rows_at(path) * torch.float32.itemsize)
-    yield from _vocabulary(plan, weights, position)
-    yield from _decoder_ends(plan, here)
-    # Sums of norm gradients, of which each rank has the part of its tokens or heads.
-    partial = [shard for shard in here if shard.trained and tensor.partial(shard.name)]
-    for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in plan.axes.encoders.values()))):
-        numel = sum(shard.local_numel for shard in partial if plan.axes.tensor_view(shard.name) == view)
-        if numel and plan.axes.size(view) > 1:
-            yield CommVolume(plan.axes.label(view), "all-reduce", 1, numel * plan.storage_dtype.itemsize)
-
-
-def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommVolume]:
-    """Estimate the collectives before layers split by columns (`enters`) or behind a layer split by rows. With sequence
-    parallelism tokens are gathered before and scattered behind; otherwise only sums are taken."""
-    assert plan.tensor is not None
-    view = plan.axes.tensor_view(path)
-    if plan.axes.size(view) == 1:
-        return
-    size = plan.rows_at(path) * width * plan.param_dtype.itemsize
-    forwards = 1 + _computed_again(plan, path, enters)
-    backwards = int(plan.gradient_reaches(path))
-    if plan.tensor.in_decoder(path):
-        kinds: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
-        forward, backward = kinds if enters else reversed(kinds)
-        yield plan.volume(view, forward, forwards, size)
-        yield plan.volume(view, backward, backwards, size)
-    else:
-        yield plan.volume(view, "all-reduce", backwards if enters else forwards, size)
-
-
-def _computed_again(plan: Plan, path: str, enters: bool) -> bool:
-    """Return whether recompute runs a layer again. It ends before the last sum in a module: its result is not saved."""
-    assert plan.tensor is not None
-    module = home(path, (part.path for part in plan.recompute))
-    if module is None:
-        return False
-    return enters or path != [layer for layer in plan.tensor.layers if home(layer, [module])][-1]
-
-
-def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int) -> Iterator[CommVolume]:
-    """Estimate the collectives of the embedding and of the loss that reads the head, both split by vocabulary."""
-    assert plan.tensor is not None
-    tables = [path for path, split in plan.tensor.layers.items() if split == "vocab"]
-    width = next((weights[path][1] for path in tables if path in weights), None)
-    if width is None:
-        return
-    pipeline, tokens = plan.pipeline, plan.rows[""]
-    size = tokens * width * plan.param_dtype.itemsize
-    # The last stage may have the embedding only as a copy, for its head.
-    if pipeline is None or pipeline.owner[pipeline.home(f"{tables[0]}.weight")] == position:
-        yield plan.volume(TENSOR, "all-reduce", 1, size)
-    if pipeline is None or pipeline.owner[-1] == position:
-        yield plan.volume(TENSOR, "all-reduce", 1, size)
-        chunks, numbers = -(-tokens // LOSS_CHUNK), tokens * LOSS_NUMBERS * plan.axes.size(TENSOR)
-        yield CommVolume(
-            plan.axes.label(TENSOR), "all-gather", chunks * plan.microbatches, 4 * numbers * plan.microbatches
-        )
-
-
-def _decoder_ends(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
-    """Estimate the gathers at the ends of the decoder, inside of which each rank has a part of the tokens."""
-    assert plan.tensor is not None
-    names = [shard.name for shard in here if plan.tensor.in_decoder(shard.name)]
-    if not names:
-        return
-    pipeline = plan.pipeline
-    stages = 1 if pipeline is None else len({pipeline.home(name) for name in names if name not in pipeline.copies})
-    width = next(p.shape[0] for p in plan.param_shards if plan.tensor.styles[p.name] == "sequence")
-    yield plan.volume(TENSOR, "all-gather", 2 * stages, plan.rows[""] * width * plan.param_dtype.itemsize)

@@ -9,7 +9,7 @@ from tessera.config.reader import dump_yaml, parse_yaml
 from tessera.config.run_config import RunConfig, load_config
 from tessera.errors import TesseraError
 from tessera.parallel.device_fit import DeviceFit, FitChange
-from tessera.parallel.plan import Plan
+from tessera.parallel.plan_text import DescribedPlan
 from tessera.runtime import log
 from tessera.runtime.device_sizes import DeviceSize, find_size
 from tessera.tools.dry_run import Uncountable, device_bytes, for_device, run_roles
@@ -20,7 +20,7 @@ _WORTH = 0.01  # share of the total from which a change is worth naming
 _TIMES = 3  # that one key is changed further: half of a row, a quarter, an eighth
 
 
-def plan_for_device(config: RunConfig, world: int, device: str) -> Plan:
+def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan:
     """Return the plan of a recipe on ranks with such a device, with what it needs there at most."""
     size = find_size(device, "--device")
     search = _Search(size, world)
@@ -35,7 +35,7 @@ def _changed(config: RunConfig, settings: dict[str, object]) -> RunConfig:
 @dataclass(frozen=True)
 class _Count:
     config: RunConfig
-    plan: Plan
+    plan: DescribedPlan
     held: int
     total: int
     uncounted: str = ""
@@ -58,7 +58,7 @@ class _Search:
 
     def _changes(self, first: _Count) -> list[FitChange]:
         """Return one change that is enough, the cheapest, or those that are enough together."""
-        keys = memory_keys(first.config, self._world, first.plan.blocks)
+        keys = memory_keys(first.config, self._world, first.plan.roles.blocks)
         for number, key in enumerate(keys, 1):
             tried = self._try(key, first, f"change {number} of {len(keys)}", alone=True)
             if tried is not None and tried.total <= self._usable:
@@ -75,7 +75,7 @@ class _Search:
                     break
                 found.append(_describe(again, at, tried))
                 at = tried
-                again = _of_kind(again, memory_keys(at.config, self._world, at.plan.blocks))
+                again = _of_kind(again, memory_keys(at.config, self._world, at.plan.roles.blocks))
         return found
 
     def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
@@ -85,14 +85,17 @@ class _Search:
             plan = build_meta_model(config, self._world).plan
         except TesseraError:
             return None
-        if alone and max(device_bytes(plan, position) for position in range(len(plan.memory))) > self._usable:
+        if (
+            alone
+            and max(device_bytes(plan, position) for position in range(len(plan.memory.by_position))) > self._usable
+        ):
             return None
         log.logger().info("%s: trying %s", phase, key.text)
         return self._count(config, phase, plan)
 
-    def _count(self, config: RunConfig, phase: str, plan: Plan | None = None) -> _Count:
+    def _count(self, config: RunConfig, phase: str, plan: DescribedPlan | None = None) -> _Count:
         plan = plan or build_meta_model(config, self._world).plan
-        held = max(device_bytes(plan, position) for position in range(len(plan.memory)))
+        held = max(device_bytes(plan, position) for position in range(len(plan.memory.by_position)))
         if plan.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
             # From the second micro-batch on all are alike: gradients are there, and activations come and go.
             rows = config.train.global_batch * 2 // plan.microbatches
@@ -102,7 +105,7 @@ class _Search:
         try:
             roles = run_roles(shorter, self._world, phase)
         except Uncountable as error:
-            gradients = 0 if plan.offload else plan.heaviest.gradients
+            gradients = 0 if plan.sharding.offload else plan.memory.heaviest.gradients
             return _Count(config, plan, held, held + gradients, error.what)
         most = max(roles, key=lambda role: role.total)
         return _Count(config, plan, most.held, most.total)

@@ -33,6 +33,7 @@ from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config
 from tessera.optim.optimizer import total_norm
 from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
+from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommCounter, CommVolume, comm_text, readable
 from tessera.parallel.experts import RankDispatch
 from tessera.parallel.live_memory import LiveMemory
@@ -41,7 +42,6 @@ from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.modules import present
 from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.plan import Plan
-from tessera.parallel.plan_text import estimate_communication
 from tessera.parallel.sequence_sharding import RankDataset
 from tessera.runtime import device as devices
 from tessera.runtime import distributed as dist
@@ -128,7 +128,7 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
     for position in range(plan.axes.size(PP)):
         alike.setdefault(_stage_key(plan, position), []).append(position)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    passes = plan.microbatches * len(plan.blocks) * len(alike) // plan.axes.size(PP)
+    passes = plan.microbatches * len(plan.roles.blocks) * len(alike) // plan.axes.size(PP)
     with pool, WorkProgress(f"{phase}, without memory", passes, "passes of blocks") as shown:
         told: SimpleQueue[int] = SimpleQueue()  # passes that a process has done: only this thread writes the line
         left = {pool.submit(_in_new_process, config, world, positions, told.put) for positions in alike.values()}
@@ -206,7 +206,9 @@ def main() -> None:
 def _blocks_are_alone(plan: Plan) -> bool:
     """Return whether a block can be measured apart from the others: it shares no work and no memory with them."""
     joined = plan.pipeline, plan.tensor, plan.experts, plan.context
-    return all(part is None for part in joined) and not (plan.offload or plan.activation_offload or plan.block_offload)
+    return all(part is None for part in joined) and not (
+        plan.sharding.offload or plan.roles.activation_offload or plan.roles.block_offload
+    )
 
 
 def run_role(
@@ -234,14 +236,14 @@ def run_role(
             _route_evenly(module)
             memory, counted = LiveMemory(), CommCounter(mesh)
             blocks = RepeatedBlocks(memory, counted, passed)
-            blocks.attach(module, present(module, plan.blocks), repeated and _blocks_are_alone(plan))
+            blocks.attach(module, present(module, plan.roles.blocks), repeated and _blocks_are_alone(plan))
             with memory, counted:  # the counter sees all, as without the other
-                if plan.offload:
+                if plan.sharding.offload:
                     _leave_gradients_out(module, memory)
                 engine.step(setup.task, [_without_memory(batch, shapes_only) for batch in batches])
                 total_norm([p.grad for p in module.parameters() if p.grad is not None], cpu, others=mesh.group(PP))
     ranks = world // plan.axes.size(PP)
-    frozen = plan.frozen_components.values()
+    frozen = plan.memory.frozen.values()
     encoding = max((part.at(position) for part in frozen if part.residence == "offloaded"), default=0)
     seconds = time.perf_counter() - began
     inputs = sum(tensor.nbytes for batch in batches for tensor in batch.tensors.values())
@@ -254,14 +256,14 @@ def device_bytes(plan: Plan, position: int) -> int:
 
     Gradients are not among them: a step makes and frees them.
     """
-    here = plan.memory[position]
+    here = plan.memory.by_position[position]
     held = here.total - here.gradients
-    if plan.offload:
+    if plan.sharding.offload:
         shards = shards_of_stage(plan.param_shards, plan.pipeline, position)
-        held = here.buffers + here.window + sum(s.numel * plan.param_dtype.itemsize for s in shards if s.whole)
+        held = here.buffers + here.window + sum(s.numel * plan.precision.compute.itemsize for s in shards if s.whole)
         # A weight comes to the device as it is kept, and is cast there.
-        held += max((s.local_numel for s in shards if not s.whole), default=0) * plan.storage_dtype.itemsize
-    return held + sum(part.at(position) for part in plan.frozen_components.values() if part.residence != "offloaded")
+        held += max((s.local_numel for s in shards if not s.whole), default=0) * plan.precision.weights.itemsize
+    return held + sum(part.at(position) for part in plan.memory.frozen.values() if part.residence != "offloaded")
 
 
 def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:

@@ -81,7 +81,7 @@ def build_trainer(
     `config` is the recipe with every field of the model (see `with_model_resolved`).
     """
     plan, task = setup.plan, setup.task
-    if plan.compiled:
+    if plan.roles.compiled:
         task.compile()
     if config.data.workers not in (0, "auto"):
         start_early()
@@ -114,7 +114,7 @@ def build_trainer(
     task.setup(_frozen_components(config, setup, mesh, world), world)
     trained = [shard.name for shard in plan.param_shards if shard.trained]
     optimizer = build_optimizer(
-        module, config.optim, world.device, trained, offloaded=plan.offload, make=objects.optimizer
+        module, config.optim, world.device, trained, offloaded=plan.sharding.offload, make=objects.optimizer
     )
     if world.is_main:
         log.info("%s", plan.describe())
@@ -144,9 +144,9 @@ def build_trainer(
         callbacks.append(evaluated)
     callbacks += [*best_callbacks(config, has_eval), *named_callbacks(config.train), *extra]
     if config.profile.steps is not None:
-        callbacks.append(StepProfiler(config.profile, plan.blocks))
+        callbacks.append(StepProfiler(config.profile, plan.roles.blocks))
     if config.parallel.watch and world.size > 1:  # last, so that it still watches while the others end
-        callbacks.append(Watchdog(plan.blocks, config.parallel))
+        callbacks.append(Watchdog(plan.roles.blocks, config.parallel))
 
     def begin() -> None:
         fill()
@@ -168,7 +168,7 @@ def build_trainer(
         optimizer_step=guard,
         eval_weights=ema.in_place if ema is not None and ema.settings.evaluate else contextlib.nullcontext,
         eval_batches=evaluated.batches if evaluated is not None else None,
-        memory=MemoryAdvice(config, world.size, plan.blocks),
+        memory=MemoryAdvice(config, world.size, plan.roles.blocks),
         data_identity=source.identity,
     )
 
@@ -186,7 +186,7 @@ def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: 
     """Return the frozen models that this rank holds, with their weights."""
     modules: dict[str, FrozenModule] = {}
     for name, frozen in setup.frozen.items():
-        component, position = frozen.component, setup.plan.frozen_components[name].position
+        component, position = frozen.component, setup.plan.memory.frozen[name].position
         if frozen.plan is not None:
             module = parallelize(frozen.module, frozen.plan, mesh, world.device)
             fill_copy(module, config, setup, world.device)

@@ -29,9 +29,11 @@ from tessera.models.files.exported_config import exported_config
 from tessera.models.module import spec_of_object
 from tessera.optim.optimizer import state_bytes
 from tessera.parallel.frozen import FrozenBytes, frozen_bytes
+from tessera.parallel.make_plan import make_plan, parameter_bytes
 from tessera.parallel.mesh import DATA
 from tessera.parallel.passes import training_of
-from tessera.parallel.plan import Plan, Workload, make_plan, parameter_bytes
+from tessera.parallel.plan import Plan, Workload
+from tessera.parallel.plan_text import DescribedPlan
 from tessera.runtime import device as devices
 from tessera.tasks import build_task
 from tessera.tasks.language import LanguageTask
@@ -110,7 +112,7 @@ class ModelSetup:
     spec: ModelSpec
     config: Any
     module: nn.Module
-    plan: Plan
+    plan: DescribedPlan
     lora: LoraSection | None = None  # with every target named
     adapters: Adapters = field(default_factory=dict)
     task: Task = field(default_factory=LanguageTask)
@@ -202,9 +204,12 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     plan = replace(
         plan,
         parameters=plan.parameters + packed,
-        frozen_components={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
+        memory=replace(
+            plan.memory,
+            frozen={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
+            encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
+        ),
         notes=tuple(absent_notes(config, paths)),
-        encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
     )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
 

@@ -21,8 +21,9 @@ from tessera.config.pattern import select
 from tessera.errors import TesseraError
 from tessera.parallel.activations import apply_recompute
 from tessera.parallel.fsdp import prefetch_modules, shard_modules
+from tessera.parallel.make_plan import DTYPES
 from tessera.parallel.modules import Recompute, native_patterns
-from tessera.parallel.plan import DTYPES, Plan
+from tessera.parallel.plan import Plan
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import rank_on_machine
 from tessera.runtime.modules import clean_name
@@ -67,20 +68,20 @@ class Fsdp2Config:
     def from_plan(cls, plan: Plan) -> Fsdp2Config:
         """Return a plan in the words of the file."""
         return cls(
-            sharding_size=plan.shard,
-            sub_modules_to_wrap=plan.blocks,
-            reshard_after_forward=plan.reshard_after_forward,
-            param_dtype=_WORDS[plan.param_dtype],
-            reduce_dtype=_WORDS[plan.reduce_dtype],
-            output_dtype=None if plan.output_dtype is None else _WORDS[plan.output_dtype],
-            cast_forward_inputs=plan.cast_forward_inputs,
-            offload_to_cpu=plan.offload,
-            pin_memory=plan.pin_memory,
-            num_to_forward_prefetch=plan.prefetch_forward,
-            num_to_backward_prefetch=plan.prefetch_backward,
-            ignored_modules=plan.ignored,
-            recompute_modules=tuple(one.path for one in plan.recompute),
-            use_reentrant=plan.use_reentrant,
+            sharding_size=plan.axes.size("fsdp"),
+            sub_modules_to_wrap=plan.roles.blocks,
+            reshard_after_forward=plan.sharding.reshard_after_forward,
+            param_dtype=_WORDS[plan.precision.compute],
+            reduce_dtype=_WORDS[plan.precision.reduce],
+            output_dtype=None if plan.precision.output is None else _WORDS[plan.precision.output],
+            cast_forward_inputs=plan.precision.cast_inputs,
+            offload_to_cpu=plan.sharding.offload,
+            pin_memory=plan.sharding.pin_memory,
+            num_to_forward_prefetch=plan.sharding.prefetch_forward,
+            num_to_backward_prefetch=plan.sharding.prefetch_backward,
+            ignored_modules=plan.roles.ignored,
+            recompute_modules=tuple(one.path for one in plan.roles.recompute),
+            use_reentrant=plan.roles.use_reentrant,
             plan=plan,
         )
 
@@ -184,7 +185,7 @@ def set_recompute_modules_to_wrap(
     else:
         config = _config_of(module)
     # A recipe may say what a module keeps; the file and this function cannot.
-    planned = {} if config.plan is None else {one.path: one for one in config.plan.recompute}
+    planned = {} if config.plan is None else {one.path: one for one in config.plan.roles.recompute}
     paths = select_paths(module, recompute_modules_config)
     reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
     apply_recompute(module, [planned.get(path, Recompute(path)) for path in paths], reentrant)

@@ -285,7 +285,7 @@ def test_38_patterns(tmp_path: Path) -> None:
     for group, numbers in layers.items():
         pattern = f"text_decoder.decoder.layers.{group}"
         plan = plan_of(tmp_path, f"sub_modules_to_wrap: ['{pattern}']\n")
-        assert [path[-1] for path in plan.blocks] == list(numbers)
+        assert [path[-1] for path in plan.roles.blocks] == list(numbers)
         model = CustomModel({"width": 8, "depth": 6})
         layers_of = model.text_decoder.decoder.layers
         assert get_submodules_by_path(model, [pattern]) == [layers_of[int(number)] for number in numbers]

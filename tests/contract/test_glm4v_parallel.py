@@ -29,7 +29,7 @@ from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.processor import GLM4V
-from tessera.parallel.plan import make_plan
+from tessera.parallel.make_plan import make_plan
 from tests.dist.layouts import Case
 
 WORDS = ("<|endoftext|>", *GLM4V.special, "<|image|>", "<|video|>")  # as the quickstart preset numbers them

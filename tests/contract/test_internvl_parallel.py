@@ -29,7 +29,7 @@ from tessera.config.run_config import ModelSection, ParallelSection
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.internvl import SPEC
-from tessera.parallel.plan import make_plan
+from tessera.parallel.make_plan import make_plan
 from tests.dist.layouts import Case
 
 WORDS = (

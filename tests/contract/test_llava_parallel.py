@@ -23,7 +23,8 @@ from tessera.config.run_config import ModelSection, ParallelSection
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.llava import SPEC
-from tessera.parallel.plan import Workload, make_plan
+from tessera.parallel.make_plan import make_plan
+from tessera.parallel.plan import Workload
 from tests.dist.layouts import Case
 
 _TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -26,7 +26,7 @@ from tessera.config.run_config import ModelSection, ParallelSection
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.qwen2_5_vl import SPEC
-from tessera.parallel.plan import make_plan
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, shard_batch
 from tests.dist.layouts import Case
 

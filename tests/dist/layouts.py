@@ -181,7 +181,9 @@ def run_case(case: Case, right: dict[str, Tensor], folder: Path, steps: int) -> 
     record = Record()
     recipe = recipe_for(case, folder, folder / re.sub(r"\W+", "-", case.name))
     quietly(recipe, {**case.overrides, "train.steps": steps}, record)
-    said = dataclasses.asdict(build_meta_model(load_config(recipe, case.overrides), case.world).plan.memory[0])
+    said = dataclasses.asdict(
+        build_meta_model(load_config(recipe, case.overrides), case.world).plan.memory.by_position[0]
+    )
     apart = {name: relative(tensor, right[name]) for name, tensor in record.tensors.items()}
     return apart, max(abs(record.bytes[key] - said[key]) / max(said[key], 1) for key in record.bytes)
 

@@ -135,9 +135,9 @@ def test_steps_that_are_encoded_together_are_sent_on_as_well(folder: Path) -> No
 
 def test_a_plan_counts_encoders_on_the_first_stage_alone(folder: Path) -> None:
     plan = build_meta_model(load_config(recipe(folder, "plan", 2)), 2).plan
-    assert {part.position for part in plan.frozen_components.values()} == {0}
-    encoders = sum(part.size for part in plan.frozen_components.values())
-    held = [memory.total - memory.gradients for memory in plan.memory]
+    assert {part.position for part in plan.memory.frozen.values()} == {0}
+    encoders = sum(part.size for part in plan.memory.frozen.values())
+    held = [memory.total - memory.gradients for memory in plan.memory.by_position]
     assert [device_bytes(plan, position) for position in (0, 1)] == [held[0] + encoders, held[1]]
     assert "on ranks 0 of the pipeline alone" in plan.describe()
 

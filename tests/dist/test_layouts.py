@@ -17,8 +17,8 @@ from tessera.core.model_plan import ModelPlan
 from tessera.core.task import Losses, LossTerm, Task
 from tessera.parallel.apply import parallelize
 from tessera.parallel.engine import SimpleEngine
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.plan import make_plan
 from tessera.training.run import train
 from tessera_compat.mindspeed_mm.fsdp2 import (
     set_fullyshard_modules_to_wrap,
@@ -171,9 +171,9 @@ def train_net(rank: int, world: int, kind: type[Net], **section: Any) -> tuple[l
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             rows = full.chunk(world)
             if local.numel():
-                local.copy_(rows[rank] if plan.sharded else full)
+                local.copy_(rows[rank] if plan.sharding.active else full)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    engine, losses = SimpleEngine(net, plan.accumulate), []
+    engine, losses = SimpleEngine(net, plan.sharding.accumulate), []
     for step in range(3):
         tokens = ((torch.arange(8) * 5 + step) % 13).chunk(world)[rank]
         out = engine.step(Copying(), [Batch({"tokens": half}) for half in tokens.chunk(2)])

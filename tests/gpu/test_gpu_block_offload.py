@@ -71,7 +71,7 @@ def test_the_peak_falls_by_what_waits_and_no_number_changes(quantize: str | None
     loss, gradients, peak, plan = step(quantize, True)
     assert loss == plain_loss
     assert all(torch.equal(gradients[name], plain[name]) for name in plain)
-    memory = plan.heaviest
+    memory = plan.memory.heaviest
     spared = memory.host - memory.window
     assert spared > 0.5 * memory.host
     # A block of the allocator is rounded up to 2 MiB; a copy may wait for its stream to be given back.

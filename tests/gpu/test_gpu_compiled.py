@@ -16,8 +16,8 @@ from tessera.core.outputs import LATENTS, LOGITS
 from tessera.lora.modules import QuantizedLoraLinear, adapted_layers, add_adapters, find_adapters, with_adapters
 from tessera.models import FAMILIES, resolve
 from tessera.ops.loss import linear_cross_entropy
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.modules import apply_compile
-from tessera.parallel.plan import make_plan
 
 pytestmark = pytest.mark.gpu
 NAMES = [name for name in FAMILIES.names() if FAMILIES.get(name).presets]

@@ -107,7 +107,7 @@ def test_two_blocks_at_most_are_on_the_device_and_the_plan_says_how_large_they_a
     _, _, watched, (module, plan) = run(
         recipe(lora={"quantize": quantize}, half=True, parallel={"block_offload": True})
     )
-    memory = plan.heaviest
+    memory = plan.memory.heaviest
     blocks = [part for part in module.modules() if isinstance(part, HostBlock)]
     sizes = [sum(getattr(owner, name).nbytes for owner, name in block.owners) for block in blocks]
     assert sum(sizes) == memory.host

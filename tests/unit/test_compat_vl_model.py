@@ -15,7 +15,7 @@ import tessera
 from tessera.config.run_config import ParallelSection, load_config
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
-from tessera.parallel.plan import make_plan
+from tessera.parallel.make_plan import make_plan
 from tessera.runtime.modules import clean_name
 from tessera_compat.mindspeed_mm.vl_model import VLModel
 from tests.close import rounding
@@ -198,9 +198,9 @@ def test_a_file_may_name_classes(
         model = VLModel(model_json())
     plan = make_plan(section, model.model_plan(), model, 4)
     assert plan.shard == 4
-    assert sorted(plan.blocks) == blocks
-    assert list(plan.ignored) == ignored
-    assert sorted(one.path for one in plan.recompute) == recomputed
+    assert sorted(plan.roles.blocks) == blocks
+    assert list(plan.roles.ignored) == ignored
+    assert sorted(one.path for one in plan.roles.recompute) == recomputed
 
 
 def test_classes_of_which_none_is_there_are_refused(tmp_path: Path) -> None:

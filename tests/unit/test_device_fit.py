@@ -15,9 +15,9 @@ import tessera
 from tessera.cli.main import app
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
+from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.device_fit import DeviceFit, FitChange
 from tessera.parallel.live_memory import LiveMemory
-from tessera.parallel.plan_text import estimate_communication
 from tessera.runtime import device as devices
 from tessera.runtime.device_sizes import DEVICE_NAMES, GIB, find_size
 from tessera.runtime.torch_internals import fake_tensor_mode
@@ -218,4 +218,8 @@ def test_operations_choose_for_the_counted_device_as_they_would_there() -> None:
 def test_offloaded_weights_are_on_the_device_one_at_a_time() -> None:
     plan = tessera.plan(recipe(parallel={"offload": True}))
     largest = max(shard.numel for shard in plan.param_shards)
-    assert device_bytes(plan, 0) == plan.memory[0].buffers + 4 * largest < plan.memory[0].parameters
+    assert (
+        device_bytes(plan, 0)
+        == plan.memory.by_position[0].buffers + 4 * largest
+        < plan.memory.by_position[0].parameters
+    )

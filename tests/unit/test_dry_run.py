@@ -11,8 +11,8 @@ import tessera
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
 from tessera.nn.decoder import DecoderLayer
+from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommVolume, merge_volumes, readable
-from tessera.parallel.plan_text import estimate_communication
 from tessera.tools.dry_run import estimate_error, run_role
 
 LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]

@@ -137,8 +137,8 @@ def test_training_on_features_equals_training_on_media(world: Path, tmp_path: Pa
     assert max(texts) < 8  # zeros that follow a caption are not stored
     online = tessera.train({**media, "out": str(tmp_path / "a")})
     stored = {**media, "data": {**media["data"], "train": str(folder)}}  # the empty caption is among the features
-    assert set(build_meta_model(load_config(media), 1).plan.frozen_components) == {"vae", "text_encoder"}
-    assert not build_meta_model(load_config(stored), 1).plan.frozen_components  # nothing is left to encode
+    assert set(build_meta_model(load_config(media), 1).plan.memory.frozen) == {"vae", "text_encoder"}
+    assert not build_meta_model(load_config(stored), 1).plan.memory.frozen  # nothing is left to encode
     offline = tessera.train({**stored, "out": str(tmp_path / "b")})
     losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in (online, offline)]
     assert len(losses[0]) == 3
@@ -152,7 +152,7 @@ def test_encoders_are_read_where_held_out_data_are_media(world: Path, features: 
     encoders = {**media["train"]["task_options"]["encoders"], "steps": 2}
     measured["train"] |= {"eval_every": 1, "task_options": {"encoders": encoders, "caption_dropout": 1.0}}
     setup = build_meta_model(load_config(measured), 1)
-    assert set(setup.plan.frozen_components) == {"vae", "text_encoder"}
+    assert set(setup.plan.memory.frozen) == {"vae", "text_encoder"}
     parts = {name: FrozenModule(frozen.component.loaded(), CPU, "device") for name, frozen in setup.frozen.items()}
     setup.task.setup(parts, World(0, 1, 0, CPU))
     read = rows_of(measured).batch([0])

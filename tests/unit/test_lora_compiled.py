@@ -18,8 +18,8 @@ from tessera.core.batch import Batch, Segments
 from tessera.lora.modules import adapted_layers, add_adapters, find_adapters, with_adapters, without_adapters
 from tessera.lora.select import Adapter
 from tessera.models import resolve
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.modules import apply_compile
-from tessera.parallel.plan import make_plan
 from tests.unit.test_parallel_compile import batch_of, gradients, varied
 
 SHAPE = {"text.num_hidden_layers": 2, "vision.depth": 1}

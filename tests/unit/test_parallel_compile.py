@@ -17,9 +17,9 @@ from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.ops.loss import linear_cross_entropy
 from tessera.parallel.apply import parallelize_on_meta
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import Mesh
 from tessera.parallel.modules import apply_compile
-from tessera.parallel.plan import make_plan
 from tessera.runtime.distributed import fake_world
 from tessera.runtime.modules import clean_name
 from tests.toys.own_models import TwoEncoders
@@ -81,8 +81,8 @@ def test_gradients_are_those_of_plain_blocks_and_nothing_is_compiled_again() -> 
     plain = [gradients(model, batch) for batch in batches]
     counter = CompileCounterWithBackend("aot_eager")
     plan = make_plan(ParallelSection(compile=True), spec.main.plan(config), model, 1)
-    assert len(plan.compiled) == 4
-    apply_compile(model, plan.compiled, backend=counter)  # type: ignore[arg-type]
+    assert len(plan.roles.compiled) == 4
+    apply_compile(model, plan.roles.compiled, backend=counter)  # type: ignore[arg-type]
     for _ in range(2):
         before = counter.frame_count
         for batch, expected in zip(batches, plain, strict=True):

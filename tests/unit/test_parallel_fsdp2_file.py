@@ -12,7 +12,8 @@ from tessera.config.reader import dump_yaml, read_mapping
 from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.errors import TesseraError
 from tessera.models import build_on_meta, resolve
-from tessera.parallel.plan import Plan, make_plan
+from tessera.parallel.make_plan import make_plan
+from tessera.parallel.plan import Plan
 
 # As the published example has it, tabs at the ends of lines included.
 EXAMPLE = """sharding_size: auto\t
@@ -187,8 +188,8 @@ def test_modules_are_found_by_their_names_in_other_systems(family: str, named: s
 def test_containers_are_ignored_and_recomputed_by_their_names_in_other_systems() -> None:
     tower = ["vision", "projector"]
     plan = plan_of("internvl", ignore=["vision_model", "mlp1"], recompute=["language_model.model"], freeze=tower)
-    assert plan.ignored == ("vision", "projector")
-    assert [part.path for part in plan.recompute] == ["text"]
+    assert plan.roles.ignored == ("vision", "projector")
+    assert [part.path for part in plan.roles.recompute] == ["text"]
 
 
 def test_a_name_that_nothing_has_is_said_as_it_was_written() -> None:

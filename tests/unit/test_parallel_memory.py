@@ -17,8 +17,10 @@ from tessera.optim.optimizer import total_norm
 from tessera.parallel.activations import apply_activation_offload, apply_recompute
 from tessera.parallel.apply import parallelize
 from tessera.parallel.fsdp import prefetch_modules
+from tessera.parallel.make_plan import DEFAULT_PRECISION, make_plan
 from tessera.parallel.mesh import Mesh
-from tessera.parallel.plan import DEFAULT_PRECISION, Plan, Recompute, make_plan
+from tessera.parallel.modules import Recompute
+from tessera.parallel.plan import Plan
 from tessera.runtime import distributed as dist
 from tessera.runtime.modules import clean_name
 

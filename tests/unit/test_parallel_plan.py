@@ -13,8 +13,9 @@ import tessera
 from tessera.config.run_config import ParallelSection
 from tessera.core.model_plan import ModelPlan
 from tessera.errors import TesseraError
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.memory_estimate import shard_dimension
-from tessera.parallel.plan import Plan, make_plan
+from tessera.parallel.plan import Plan
 
 
 def plan(world: int = 1, preset: str = "quickstart", **overrides: Any) -> Plan:
@@ -186,4 +187,4 @@ def test_the_text_names_every_memory_form() -> None:
 
 def test_the_plan_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        plan().world = 2  # type: ignore[misc]
+        plan().axes.world = 2  # type: ignore[misc]

@@ -13,11 +13,11 @@ from tessera.config.run_config import ModelSection, ParallelSection
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation
 from tessera.errors import TesseraError
 from tessera.models import resolve
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import make_axes
 from tessera.parallel.pipeline_plan import PipelinePlan, plan_pipeline
 from tessera.parallel.pipeline_schedule import actions_of_ranks, bubble_share, placement, splits_at_functions
 from tessera.parallel.pipeline_stages import keep_only
-from tessera.parallel.plan import make_plan
 
 MIB = StageActivation(1, 8)
 

@@ -19,8 +19,9 @@ from tessera.core.model_plan import ModelPlan, TensorStyle
 from tessera.errors import TesseraError
 from tessera.ops.loss import linear_cross_entropy
 from tessera.ops.vocab import TENSOR_AXES, vocab_embedding, vocab_logits, vocab_part
+from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import TENSOR, TP, TP_OUTER
-from tessera.parallel.plan import Plan, Workload, make_plan
+from tessera.parallel.plan import Plan, Workload
 from tests.dist.spawn import run_ranks
 
 # ---------------------------------------------------------------------------------------------- plans

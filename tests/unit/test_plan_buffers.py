@@ -58,7 +58,7 @@ def test_four_bits_are_half_a_byte_and_a_scale_for_64_and_part_of_the_total() ->
     setup = build_meta_model(load_config(recipe(FOUR_BITS)), 8)
     whole = dict(build_meta_model(load_config(recipe({**FOUR_BITS, "lora": None})), 8).module.named_parameters())
     sizes = [packed_sizes(*whole[f"{path}.weight"].shape) for path in setup.adapters]
-    most = setup.plan.heaviest
+    most = setup.plan.memory.heaviest
     assert most.buffers == sum(count + 4 * blocks for count, blocks in sizes)
     assert most.total == most.parameters + most.buffers + most.gradients + most.optimizer
 
@@ -68,7 +68,7 @@ def test_eight_bits_are_a_byte_and_a_scale_for_a_row() -> None:
     setup = build_meta_model(load_config(recipe(eight)), 8)
     whole = dict(build_meta_model(load_config(recipe({**eight, "lora": None})), 8).module.named_parameters())
     shapes = [whole[f"{path}.weight"].shape for path in setup.adapters]
-    assert setup.plan.heaviest.buffers == sum(rows * columns + 4 * rows for rows, columns in shapes)
+    assert setup.plan.memory.heaviest.buffers == sum(rows * columns + 4 * rows for rows, columns in shapes)
 
 
 def test_text_and_figures_tell_of_it(tmp_path: Path) -> None:

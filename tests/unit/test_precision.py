@@ -166,4 +166,4 @@ def test_what_a_family_keeps_in_float32_is_computed_with_in_float32(tmp_path: Pa
     assert sorted(whole) == sorted(
         f"blocks.{n}.{name}" for n in range(2) for name in ("modulation.table", "cross_norm.weight", "cross_norm.bias")
     )
-    assert build_meta_model(load_config(given, {"precision.compute": "float32"}), 2).plan.float32 == ()
+    assert build_meta_model(load_config(given, {"precision.compute": "float32"}), 2).plan.precision.float32 == ()

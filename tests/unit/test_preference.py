@@ -372,7 +372,7 @@ def saved_names(checkpoint: Path) -> set[str]:
 
 def test_without_a_reference_there_is_no_copy_and_a_pipeline_refuses_one(data: Path, tmp_path: Path) -> None:
     recipe = whole_recipe(data, tmp_path, steps=1)
-    assert plan(recipe).frozen_components.keys() == {"reference"}
+    assert plan(recipe).memory.frozen.keys() == {"reference"}
     assert "reference     frozen" in plan(recipe).describe()
     assert plan(recipe, {"train.task_options.reference_free": True}).frozen_components == {}
     with pytest.raises(TesseraError, match="second copy") as caught:

@@ -49,8 +49,8 @@ def meant_for(recipe: Path) -> tuple[int, float | None]:
 
 def held_bytes(plan: Plan) -> int:
     """Return what the fullest rank holds all the time: the model in training, and frozen components on the device."""
-    frozen = sum(part.size for part in plan.frozen_components.values() if part.residence != "offloaded")
-    return plan.heaviest.total + frozen
+    frozen = sum(part.size for part in plan.memory.frozen.values() if part.residence != "offloaded")
+    return plan.memory.heaviest.total + frozen
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_step_of_adapters_of_14b_fits_into_24_gb_with_activations_and_encoders
     config = prepared(recipe, whole, layers=None)
     role = run_role(config, 1, 0)
     plan = build_meta_model(config, 1).plan
-    assert plan.parameters + plan.heaviest.host * 16 // 9 > 14e9  # 4.5 bits for a weight
+    assert plan.parameters + plan.memory.heaviest.host * 16 // 9 > 14e9  # 4.5 bits for a weight
     assert role.activations > 40 * config.data.length * 5120 * 2  # the input of every block is kept
     assert role.encoding > 5e9 * 2  # the text encoder, in bfloat16
     assert role.total < 24e9
