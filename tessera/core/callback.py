@@ -108,10 +108,10 @@ class AsyncScalars:
     def of(numbers: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None) -> AsyncScalars:
         """Begin to copy scalars to the host. `counted`: of some of them, whether there is such a number; one that is
         not there is left out."""
-        known = counted or {}
+        conditions = counted or {}
         wide = devices.sum_dtype(next(iter(numbers.values())).device)
-        stacked = torch.stack([number.detach().to(wide) for number in (*numbers.values(), *known.values())])
-        return AsyncScalars(list(numbers), list(known), devices.HostCopy(stacked))
+        stacked = torch.stack([number.detach().to(wide) for number in (*numbers.values(), *conditions.values())])
+        return AsyncScalars(list(numbers), list(conditions), devices.HostCopy(stacked))
 
     def __call__(self) -> dict[str, float]:
         values = self._copy()

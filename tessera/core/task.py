@@ -216,8 +216,8 @@ class LossTotals:
     def metrics(self) -> dict[str, Tensor]:
         """Return the means of all metrics; with several terms also the mean of each term, without its weight."""
         several = sum(spec.weight is not None for spec in self.specs) > 1
-        shown = [at for at, spec in enumerate(self.specs) if spec.weight is None or several]
-        return {self.specs[at].name: self._mean(at) for at in shown}
+        reported = [at for at, spec in enumerate(self.specs) if spec.weight is None or several]
+        return {self.specs[at].name: self._mean(at) for at in reported}
 
     def counted(self) -> dict[str, Tensor]:
         """Return, by the name of a metric, whether anything was counted for it: one of nothing is no number."""

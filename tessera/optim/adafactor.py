@@ -58,15 +58,14 @@ class Adafactor(Optimizer):
         if parameter.dim() > 1:
             rows, columns = local_shard(state["row_var"]), local_shard(state["col_var"])
             last, before = parameter.dim() - 1, parameter.dim() - 2
-            found = _summed(square.sum(-1, keepdim=True), parameter, lambda dim: dim == last)
-            rows.lerp_(found / parameter.shape[-1], newest)
-            found = _summed(square.sum(-2, keepdim=True), parameter, lambda dim: dim == before)
-            columns.lerp_(found / parameter.shape[-2], newest)
+            row_sums = _summed(square.sum(-1, keepdim=True), parameter, lambda dim: dim == last)
+            rows.lerp_(row_sums / parameter.shape[-1], newest)
+            column_sums = _summed(square.sum(-2, keepdim=True), parameter, lambda dim: dim == before)
+            columns.lerp_(column_sums / parameter.shape[-2], newest)
             mean = _summed(rows.sum(-2, keepdim=True), parameter, lambda dim: dim == before) / parameter.shape[-2]
             variance = (rows * columns).div_(mean.clamp_(min=smallest))
         else:
-            kept = local_shard(state["variance"])
-            variance = kept.lerp_(square, newest).clone()
+            variance = local_shard(state["variance"]).lerp_(square, newest).clone()
         update = variance.clamp_(min=smallest**2).rsqrt_().mul_(grad)
         norms = torch.stack([weight.float().square().sum(), update.square().sum()])
         sizes = (_summed(norms, parameter, lambda dim: True) / max(1, parameter.numel())).sqrt()
@@ -87,7 +86,8 @@ def _statistic(parameter: Tensor, dim: int) -> Tensor:
     sizes[dim] = 1
     gone = dim % parameter.dim()
     places: list[Placement] = [
-        Replicate() if one.is_replicate() or cast(Shard, one).dim == gone else one for one in parameter.placements
+        Replicate() if place.is_replicate() or cast(Shard, place).dim == gone else place
+        for place in parameter.placements
     ]
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     return DTensor.from_local(

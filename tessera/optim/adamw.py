@@ -124,13 +124,13 @@ class AdamW(torch.optim.AdamW):
 
     def _step_by_torch(self, states: Sequence[_LocalState], scale: Tensor | None, bad: Tensor | None) -> None:
         by_rate: dict[tuple[float, float], list[_LocalState]] = {}
-        for one in states:
-            by_rate.setdefault((one.rate, one.decay), []).append(one)
+        for state in states:
+            by_rate.setdefault((state.rate, state.decay), []).append(state)
         for (rate, decay), some in by_rate.items():
             adamw(
-                *([one.param for one in some], [one.grad for one in some]),
-                *([one.mean for one in some], [one.square for one in some]),
-                *([], [one.step for one in some]),
+                *([state.param for state in some], [state.grad for state in some]),
+                *([state.mean for state in some], [state.square for state in some]),
+                *([], [state.step for state in some]),
                 fused=True,
                 grad_scale=None if scale is None else scale.reciprocal().float(),
                 found_inf=bad,

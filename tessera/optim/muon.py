@@ -29,7 +29,7 @@ _EPS = 1e-7
 
 def matrices_of(module: nn.Module) -> set[str]:
     """Return the parameters that Muon updates: weights of linear layers but heads, experts, and adapters."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path, part in module.named_modules():
         for kind, parameter in part.named_parameters(recurse=False):
             name = clean_name(f"{path}.{kind}")
@@ -37,8 +37,8 @@ def matrices_of(module: nn.Module) -> set[str]:
             experts = isinstance(part, StackedExperts) and parameter.dim() == 3
             adapter = is_factor(name) and parameter.dim() >= 2  # of experts they are stacked
             if experts or adapter or (linear and parameter.dim() == 2):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 class Muon(AdamW):
@@ -128,5 +128,5 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     for _ in range(_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    made: Tensor = (x.mT if tall else x).to(matrix.dtype)
-    return made
+    result: Tensor = (x.mT if tall else x).to(matrix.dtype)
+    return result

@@ -146,8 +146,8 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
             where="optimizer",
             fix="pass the groups on as they are; optim.groups in the recipe makes groups",
         )
-    for group, given in zip(optimizer.param_groups, groups, strict=True):
-        group["base_lr"] = given["base_lr"]
+    for group, requested in zip(optimizer.param_groups, groups, strict=True):
+        group["base_lr"] = requested["base_lr"]
     return optimizer
 
 
@@ -181,8 +181,8 @@ def lr_factor(section: ScheduleSection, step: int, steps: int) -> float:
         return 1.0
     if section.kind == "wsd":
         falling = max(1, round(steps * section.decay))
-        left = min(1.0, max(0, steps - step) / falling)
-        return section.final + (1.0 - section.final) * left
+        remaining = min(1.0, max(0, steps - step) / falling)
+        return section.final + (1.0 - section.final) * remaining
     progress = min(1.0, (step - section.warmup) / max(1, steps - section.warmup))
     if section.kind == "linear":
         shape = 1.0 - progress

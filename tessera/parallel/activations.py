@@ -49,8 +49,8 @@ def _wrapped(module: nn.Module, keep: Keep, use_reentrant: bool) -> nn.Module:
 
 def _policy(keep: Keep, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().split("::")[-1].split(".")[0]
-    kept = _ATTENTION_WORD in name or (keep == "matmul" and name in _PRODUCTS)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    stored = _ATTENTION_WORD in name or (keep == "matmul" and name in _PRODUCTS)
+    return CheckpointPolicy.MUST_SAVE if stored else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class ReentrantRecompute(ActivationWrapper):
@@ -64,8 +64,8 @@ class ReentrantRecompute(ActivationWrapper):
         trained = next((p for p in inner.parameters() if p.requires_grad), None)
         anchor = None if trained is None else torch.empty(0, device=trained.device, requires_grad=True)
 
-        def run(_: Any, *given: Any) -> Any:
-            return inner(*given, **kwargs)
+        def run(_: Any, *inputs: Any) -> Any:
+            return inner(*inputs, **kwargs)
 
         return checkpoint(run, anchor, *args, use_reentrant=True)
 

@@ -51,9 +51,9 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device)
 
 def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
     """Apply everything but memory allocation. The result is still on the meta device."""
-    trained = {shard.name for shard in plan.param_shards if shard.trained}
+    frozen = set(plan.frozen)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in trained)
+        parameter.requires_grad_(name not in frozen)
     _set_types(module, plan)
     if plan.pipeline is None:
         _apply_to_stage(module, module, plan, mesh, device)

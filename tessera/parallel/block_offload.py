@@ -29,23 +29,23 @@ Owner = tuple[nn.Module, str]  # a module and the name of its parameter or buffe
 def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
     """Return the frozen weights of a block that a rank has whole. `parameters`: whether those are among them, and not
     buffers alone; fully_shard moves parameters itself."""
-    found: list[Owner] = []
+    weights: list[Owner] = []
     for part in block.modules():
         if isinstance(part, KeepsFrozenBuffers):
-            found += [(part, name) for name in part.frozen_buffers]
+            weights += [(part, name) for name in part.frozen_buffers]
         if parameters:
-            found += [(part, name) for name, p in part.named_parameters(recurse=False) if not p.requires_grad]
-    return found
+            weights += [(part, name) for name, p in part.named_parameters(recurse=False) if not p.requires_grad]
+    return weights
 
 
 def block_bytes(
-    module: nn.Module, paths: Sequence[str], kept: torch.dtype, float32: Sequence[str], *, parameters: bool
+    module: nn.Module, paths: Sequence[str], stored: torch.dtype, float32: Sequence[str], *, parameters: bool
 ) -> dict[str, tuple[int, int]]:
     """Return the bytes of parameters and of buffers of each block that will wait in host memory.
 
     `kept`: the type that parameters will have; `float32`: modules that keep this one.
     """
-    found: dict[str, tuple[int, int]] = {}
+    sizes_of_blocks: dict[str, tuple[int, int]] = {}
     for path in paths:
         block = module.get_submodule(path)
         names = {part: name for name, part in block.named_modules(prefix=path)}
@@ -53,12 +53,12 @@ def block_bytes(
         for part, name in frozen_weights(block, parameters):
             tensor = getattr(part, name)
             if isinstance(tensor, nn.Parameter):
-                width = 4 if home(f"{names[part]}.{name}", float32) is not None else kept.itemsize
+                width = 4 if home(f"{names[part]}.{name}", float32) is not None else stored.itemsize
                 sizes[0] += tensor.numel() * width
             else:
                 sizes[1] += tensor.nbytes
-        found[path] = (sizes[0], sizes[1])
-    return found
+        sizes_of_blocks[path] = (sizes[0], sizes[1])
+    return sizes_of_blocks
 
 
 def apply_block_offload(module: nn.Module, paths: Sequence[str], device: torch.device, *, parameters: bool) -> None:
@@ -114,11 +114,11 @@ class HostBlock(ActivationWrapper):
         self.fetch()
         following = self.order.next_after(self.number)
         copies, self._copies = self._copies, {}
-        shown = self._arrived(copies)
+        weights = self._arrived(copies)
         if following is not None:
             following.fetch()
         # Copies take the place of the weights, not of their data: what backward saves of a weight would go with it.
-        return functional_call(wrapped_module(self), shown, args, kwargs)
+        return functional_call(wrapped_module(self), weights, args, kwargs)
 
     def fetch(self) -> None:
         """Begin to copy the weights to the device, unless that has begun."""
@@ -131,11 +131,11 @@ class HostBlock(ActivationWrapper):
     def _arrived(self, copies: Mapping[Owner, tuple[Tensor, torch.Event | None]]) -> dict[str, Tensor]:
         """Return copies by the names of their weights inside the block, once they are there."""
         names = {part: f"{path}." if path else "" for path, part in wrapped_module(self).named_modules()}
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for (owner, name), (copy, ready) in copies.items():
             if ready is not None:
                 stream = torch.accelerator.current_stream(self.order.device)
                 stream.wait_event(ready)
                 copy.record_stream(stream)
-            found[names[owner] + name] = copy
-        return found
+            weights[names[owner] + name] = copy
+        return weights

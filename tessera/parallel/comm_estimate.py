@@ -62,10 +62,10 @@ def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[Para
     if plan.experts is not None:
         paths |= set(plan.experts.modules)
     paths |= {path for path, views in plan.axes.encoders.items() if views.fsdp != FSDP}
-    found: dict[str, list[ParamShard]] = {}
+    groups: dict[str, list[ParamShard]] = {}
     for shard in here:
-        found.setdefault(home(shard.name, paths) or "", []).append(shard)
-    return found
+        groups.setdefault(home(shard.name, paths) or "", []).append(shard)
+    return groups
 
 
 def _gathers(plan: Plan, group: str) -> int:
@@ -203,10 +203,10 @@ def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int)
     if split.ulysses > 1:
         sharding = shard_heads(heads.queries, heads.keys, split.ulysses)
         keys = len(sharding.keys[0])
-        own, joined = split.sizes(tokens, 0)[0], sum(split.sizes(tokens, 0))
-        sent = own * (heads.queries + 2 * sum(len(k) for k in sharding.keys))
+        local, joined = split.sizes(tokens, 0)[0], sum(split.sizes(tokens, 0))
+        sent = local * (heads.queries + 2 * sum(len(k) for k in sharding.keys))
         received = joined * (sharding.queries[0] + 2 * keys)
-        out = max(own * heads.queries, joined * sharding.queries[0])
+        out = max(local * heads.queries, joined * sharding.queries[0])
         exchanged = (max(sent, received) + out) * heads.size * itemsize
         count = plan.microbatches * (forwards + 1)
         yield CommVolume(ULYSSES, "all-to-all", 2 * count, count * exchanged)

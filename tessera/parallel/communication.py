@@ -33,11 +33,11 @@ class CommVolume:
 
 def merge_volumes(parts: Iterable[CommVolume]) -> list[CommVolume]:
     """Return one entry for each axis and kind that occurs, the most bytes first."""
-    found: dict[tuple[str, Kind], tuple[int, int]] = {}
+    totals: dict[tuple[str, Kind], tuple[int, int]] = {}
     for part in parts:
-        count, size = found.get((part.axis, part.kind), (0, 0))
-        found[part.axis, part.kind] = (count + part.count, size + part.bytes)
-    lines = [CommVolume(axis, kind, count, size) for (axis, kind), (count, size) in found.items() if count]
+        count, size = totals.get((part.axis, part.kind), (0, 0))
+        totals[part.axis, part.kind] = (count + part.count, size + part.bytes)
+    lines = [CommVolume(axis, kind, count, size) for (axis, kind), (count, size) in totals.items() if count]
     return sorted(lines, key=lambda line: (-line.bytes, line.axis, line.kind))
 
 
@@ -90,11 +90,11 @@ class CommCounter(TorchDispatchMode):
             self._note(func.name().split("::")[-1].split(".")[0], [args, kwargs], out)
         return out
 
-    def _note(self, name: str, given: Sequence[Any], out: Any) -> None:
+    def _note(self, name: str, arguments: Sequence[Any], out: Any) -> None:
         kind: Kind | None = next((kind for word, kind in _KINDS if word in name), "other")
         if kind is None:
             return
-        leaves = tree_leaves(given)
+        leaves = tree_leaves(arguments)
         # Operations of c10d are given their result to fill. What is whole lies before a reduce-scatter and after an
         # all-gather, which may make a list.
         before = max((_bytes(leaf) for leaf in leaves), default=0)

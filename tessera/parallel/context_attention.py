@@ -81,16 +81,16 @@ class RingSchedule:
     def rows(self, rank: int) -> int:
         return sum(end - start for start, end in self.ranges[rank])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, own: Segments | None = None) -> tuple[Tensor, Tensor]:
-        causal = self.causal and own is not None
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None) -> tuple[Tensor, Tensor]:
+        causal = self.causal and segments is not None
         return block_attention(
-            q, k, v, segments=own, causal=causal, scale=self.scale, implementation=self.implementation
+            q, k, v, segments=segments, causal=causal, scale=self.scale, implementation=self.implementation
         )
 
-    def backward(self, *tensors: Tensor, own: Segments | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        causal = self.causal and own is not None
+    def backward(self, *tensors: Tensor, segments: Segments | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        causal = self.causal and segments is not None
         return block_attention_backward(
-            *tensors, segments=own, causal=causal, scale=self.scale, implementation=self.implementation
+            *tensors, segments=segments, causal=causal, scale=self.scale, implementation=self.implementation
         )
 
     def rectangles(self, owner: int) -> Iterator[tuple[slice, slice]]:
@@ -120,17 +120,17 @@ def own_segments(segments: Segments, ranges: Sequence[Range]) -> Segments:
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, course: RingSchedule) -> Tensor:
     """Return the attention of this rank's tokens. `q`, `k`, `v` are of these, `segments` of all tokens."""
-    own = own_segments(segments, course.ranges[course.ring.at])
-    out: Tensor = _RingAttention.apply(q, k, v, own, course)
+    local = own_segments(segments, course.ranges[course.ring.at])
+    out: Tensor = _RingAttention.apply(q, k, v, local, course)
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own: Segments, course: RingSchedule) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, local: Segments, course: RingSchedule) -> Tensor:
         keys = torch.stack((k, v))
         incoming = _next_keys(course, keys, 0)
-        part, lse = course.forward(q, k, v, own)
+        part, lse = course.forward(q, k, v, local)
         out = wide(part)
         for step in range(1, course.ring.ranks):
             assert incoming is not None
@@ -139,8 +139,8 @@ class _RingAttention(torch.autograd.Function):
             for rows, columns in course.rectangles(course.ring.owner(step)):
                 join(out, lse, rows, *course.forward(q[rows], *keys[:, columns]))
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, own.bounds)
-        ctx.own, ctx.course = own, course
+        ctx.save_for_backward(q, k, v, out, lse, local.bounds)
+        ctx.segments, ctx.course = local, course
         return out
 
     @staticmethod
@@ -150,7 +150,7 @@ class _RingAttention(torch.autograd.Function):
         course: RingSchedule = ctx.course
         grad, keys = grads[0].contiguous(), torch.stack((k, v))
         incoming = _next_keys(course, keys, 0)
-        d_q, d_k, d_v = course.backward(grad, q, k, v, out, lse, own=replace(ctx.own, bounds=bounds))
+        d_q, d_k, d_v = course.backward(grad, q, k, v, out, lse, segments=replace(ctx.segments, bounds=bounds))
         d_q = wide(d_q)
         d_incoming = _pass_gradients(course, wide(torch.stack((d_k, d_v))), 0)
         for step in range(1, course.ring.ranks):
@@ -250,22 +250,22 @@ class Ulysses:
             self.group,
         )
         all_tokens = flat.view(sum(sizes), own_q + 2 * own_kv, size)
-        found: tuple[Tensor, Tensor, Tensor] = all_tokens.split([own_q, own_kv, own_kv], 1)
-        return found
+        split: tuple[Tensor, Tensor, Tensor] = all_tokens.split([own_q, own_kv, own_kv], 1)
+        return split
 
     def to_tokens(self, out: Tensor, heads: int, sizes: Sequence[int]) -> Tensor:
         """Return `out` [all tokens, own heads, D] as [own tokens, all of the `heads`, D]."""
         width = out.shape[1] * out.shape[2]
         queries = shard_heads(heads, heads, self.ranks).queries
-        own = sizes[self.at]
+        tokens_here = sizes[self.at]
         flat = all_to_all(
             out.reshape(-1),
             [tokens * width for tokens in sizes],
-            [own * count * out.shape[2] for count in queries],
+            [tokens_here * count * out.shape[2] for count in queries],
             self.group,
         )
-        parts = flat.split([own * count * out.shape[2] for count in queries])
-        return torch.cat([part.view(own, -1, out.shape[2]) for part in parts], 1)
+        parts = flat.split([tokens_here * count * out.shape[2] for count in queries])
+        return torch.cat([part.view(tokens_here, -1, out.shape[2]) for part in parts], 1)
 
 
 def _repeated(x: Tensor, often: Sequence[int]) -> Tensor:

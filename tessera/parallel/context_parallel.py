@@ -51,12 +51,12 @@ def plan_context(
     if section.cp == 1 and all(axes.size(views.dp) == 1 for views in axes.encoders.values()):
         return None
     tree = dict(module.named_modules())
-    found = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.attention)]
-    encoders = tuple(_shard_encoders(section, model_plan, axes, found))
+    cores = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.attention)]
+    encoders = tuple(_shard_encoders(section, model_plan, axes, cores))
     split = SequenceSharding(axes.size(RING), axes.size(ULYSSES))
     attention: dict[str, Heads | None] = {}
     if section.cp > 1:
-        outside = [path for path in found if axes.encoder(path) is None]
+        outside = [path for path in cores if axes.encoder(path) is None]
         attention = {path: _shape(model_plan, tree, path, axes.size(TENSOR)) for path in outside}
         if not attention:
             raise TesseraError(
@@ -140,10 +140,10 @@ def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) 
     """Refuse masks other than causal and full: a ring computes blocks of attention without the module."""
     for path in attention:
         core = tree[path]
-        known = isinstance(core, AttentionCore)
-        if known and core.window is None and core.causal is not None:
+        plain = isinstance(core, AttentionCore)
+        if plain and core.window is None and core.causal is not None:
             continue
-        has = "a window" if known and core.window is not None else f"a mask of its own ({type(core).__name__})"
+        has = "a window" if plain and core.window is not None else f"a mask of its own ({type(core).__name__})"
         raise TesseraError(
             f"{path} has {has}, which a ring cannot serve: causal and full attention alone",
             where="parallel.ulysses",
@@ -254,26 +254,26 @@ def _gather(
     if key not in batch.segments or batch.segments[key].longest == 0:
         return outputs
     lengths = batch.segments[key].lengths
-    own = outputs[: lengths[position]]
-    found: Tensor = _GatherElements.apply(own, batch[key], batch.segments[key].longest, group, summed)
-    return found
+    local = outputs[: lengths[position]]
+    gathered: Tensor = _GatherElements.apply(local, batch[key], batch.segments[key].longest, group, summed)
+    return gathered
 
 
 class _GatherElements(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        own: Tensor,
+        local: Tensor,
         order: Tensor,
         longest: int,
         group: dist.ProcessGroup,
         summed: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.length, ctx.longest, ctx.group, ctx.summed = own.shape[0], longest, group, summed
-        padded = own.new_zeros(longest, own.shape[1])
-        padded[: own.shape[0]] = own
-        everyone = own.new_empty(dist.get_world_size(group) * longest, own.shape[1])
+        ctx.length, ctx.longest, ctx.group, ctx.summed = local.shape[0], longest, group, summed
+        padded = local.new_zeros(longest, local.shape[1])
+        padded[: local.shape[0]] = local
+        everyone = local.new_empty(dist.get_world_size(group) * longest, local.shape[1])
         dist.all_gather_into_tensor(everyone, padded, group=group)
         return everyone.index_select(0, order)
 

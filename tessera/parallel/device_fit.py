@@ -59,11 +59,11 @@ class DeviceFit:
         need = f"{readable(self.total)} of {readable(self.usable)}"
         rows.append(("does not fit", f"{spare} over: {need}"))
         for number, change in enumerate(self.changes):
-            left = f"{readable(change.total)} are left"
+            rest = f"{readable(change.total)} are left"
             if change.total <= self.usable:
-                left += ", which fits"
+                rest += ", which fits"
             rows.append(
-                ("change first" if number == 0 else "then", f"{change.key}  (saves {readable(change.saves)}: {left})")
+                ("change first" if number == 0 else "then", f"{change.key}  (saves {readable(change.saves)}: {rest})")
             )
             rows.append(("", change.why))
         if not self.changes:

@@ -67,18 +67,18 @@ class SimpleEngine:
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
         counts = global_counts(task, microbatches, self.device, self.group)
-        found: list[Losses] = []
+        computed: list[Losses] = []
         for number, batch in enumerate(microbatches):
             self.microbatch = number
             if self.accumulate == "local" and isinstance(self.module, FSDPModule):
                 self.module.set_requires_gradient_sync(number == len(microbatches) - 1)
             losses = self._forward(task, batch)
             scaled_loss(losses, counts, self.loss_scale).backward()
-            found.append(detached(losses))
+            computed.append(detached(losses))
         self.microbatch = None
         for shared in self.shared:
             shared.run()
-        totals = reduce_losses(found, specs_of(found[0]), counts, self.device, self.group)
+        totals = reduce_losses(computed, specs_of(computed[0]), counts, self.device, self.group)
         finish_gradients(self.module, totals, counts, self.loss_scale)
         return totals
 
@@ -119,11 +119,11 @@ def global_counts(
 
     `contributes`: whether this rank's micro-batches add to them.
     """
-    found = [task.counts(batch) for batch in microbatches]
-    if found[0] is None:
+    by_batch = [task.counts(batch) for batch in microbatches]
+    if by_batch[0] is None:
         return None
-    names = sorted(found[0])
-    per_batch = [counts for counts in found if counts is not None]
+    names = sorted(by_batch[0])
+    per_batch = [counts for counts in by_batch if counts is not None]
     for counts in per_batch:
         if sorted(counts) != names:
             raise TesseraError(
@@ -192,7 +192,7 @@ def detached(losses: Losses) -> Losses:
 
 
 def reduce_losses(
-    found: Sequence[Losses],
+    microbatches: Sequence[Losses],
     specs: tuple[SumSpec, ...],
     counts: dict[str, Tensor] | None,
     device: torch.device,
@@ -201,7 +201,7 @@ def reduce_losses(
     """Sum terms and metrics over micro-batches and ranks in one small all-reduce; everything stays on the device."""
     wide = devices.sum_dtype(device)
     total = torch.zeros(len(specs), dtype=wide, device=device)
-    for losses in found:
+    for losses in microbatches:
         by_name = {term.name: term.sum for term in losses.terms} | {n: m.sum for n, m in losses.metrics.items()}
         total = total + torch.stack([by_name[spec.name].detach().to(total) for spec in specs])
     if counts is None:
@@ -212,7 +212,8 @@ def reduce_losses(
                 where="train.task",
                 fix="return the counts from `counts(batch)`, before the model runs",
             )
-        counts = _summed_counts(names, [c for c in (losses.counts for losses in found) if c is not None], device, group)
+        per_batch = [losses.counts for losses in microbatches if losses.counts is not None]
+        counts = _summed_counts(names, per_batch, device, group)
     return LossTotals(specs, sum_over_ranks(total, group), counts)
 
 

@@ -133,7 +133,7 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
     """Return the dimension of each parameter that tp splits: of each expert, its width.
 
     Of an adapter tp splits one matrix, and all ranks have the other one."""
-    found: dict[str, int] = {}
+    dimensions: dict[str, int] = {}
     for name, parameter in module.named_parameters():
         style = next((s for pattern, s in model_plan.tensor.items() if matches(pattern, f"{path}.{name}")), None)
         if style == "heads" and is_factor(name):
@@ -146,15 +146,15 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
                     allowed=[1],
                 )
             continue
-        found[name] = parameter.dim() - (2 if style == "column" else 1)
-        width = parameter.shape[found[name]]
+        dimensions[name] = parameter.dim() - (2 if style == "column" else 1)
+        width = parameter.shape[dimensions[name]]
         if width % tp:
             raise TesseraError(
                 f"the experts of {path} are {width} wide, which tp={tp} ranks cannot share evenly",
                 where="parallel.tp",
                 allowed=divisors(gcd(width, *model_plan.heads.values())),
             )
-    return found
+    return dimensions
 
 
 def apply_experts(module: nn.Module, plan: ExpertPlan, mesh: Mesh) -> None:
@@ -253,8 +253,8 @@ class ExpertBiasUpdate:
 def expert_bias_updates(module: nn.Module, plan: ExpertPlan, mesh: Mesh) -> list[ExpertBiasUpdate]:
     """Return the bias updates of a module, which may be the stages of a rank."""
     names = set(plan.bias_balanced)
-    found = [part for name, part in module.named_modules() if clean_name(name) in names]
-    balances = [part for part in found if isinstance(part, ExpertBalance)]
+    parts = [part for name, part in module.named_modules() if clean_name(name) in names]
+    balances = [part for part in parts if isinstance(part, ExpertBalance)]
     groups = [mesh.group(FSDP), mesh.group(REPLICATE), mesh.group(TENSOR) if plan.sequence else None]
     return [ExpertBiasUpdate([group for group in groups if group is not None], balances)] if balances else []
 
@@ -326,8 +326,8 @@ class RankDispatch(nn.Module):
         # They arrive sorted by rank, then by expert, and are needed sorted by expert.
         expert = torch.arange(here, device=rows.device).repeat(ranks)
         ids = expert.repeat_interleave(got.flatten(), output_size=arrived.shape[0])
-        own = ExpertOrder.of(ids, here)
-        y = collect_rows(self._compute(spread_rows(arrived, own, 1), own.ends, stacks), own)
+        order = ExpertOrder.of(ids, here)
+        y = collect_rows(self._compute(spread_rows(arrived, order, 1), order.ends, stacks), order)
         return all_to_all(y, from_each, to_each, group)
 
     def _compute(self, rows: Tensor, ends: Tensor, stacks: _Stacks) -> Tensor:

@@ -59,15 +59,15 @@ def shard_modules(
     other_types = [*present(module, list(plan.precision.modules)), *wide]
     for path in sorted({*paths, *meshes, *other_types}, key=lambda path: -path.count(".")):
         other = home(path, meshes)
-        own = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
+        group = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
         if path in plan.precision.modules:
-            own = {**own, "mp_policy": _policy_of_module(plan.precision.modules[path], plan)}
+            group = {**group, "mp_policy": _policy_of_module(plan.precision.modules[path], plan)}
         elif path in wide:  # it casts by itself
-            own = {
-                **own,
+            group = {
+                **group,
                 "mp_policy": MixedPrecisionPolicy(torch.float32, plan.precision.reduce, cast_forward_inputs=False),
             }
-        fully_shard(module.get_submodule(path), **own)
+        fully_shard(module.get_submodule(path), **group)
     # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
     # the output of a pipeline stage; the last stage casts its output itself.
     policy: MixedPrecisionPolicy = arguments["mp_policy"]
@@ -142,11 +142,11 @@ def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientS
     if not plan.sharding.active:
         return []
     views = {shard.name: shard.view for shard in plan.param_shards}
-    found: dict[str, list[Tensor]] = {}
+    by_view: dict[str, list[Tensor]] = {}
     for name, parameter in whole_parameters(module, plan).items():
         if parameter.requires_grad:
-            found.setdefault(views[name], []).append(parameter)
-    groups = [(mesh.group(axis), some) for view, some in found.items() for axis in (view, REPLICATE)]
+            by_view.setdefault(views[name], []).append(parameter)
+    groups = [(mesh.group(axis), some) for view, some in by_view.items() for axis in (view, REPLICATE)]
     return [GradientSync(group, some) for group, some in groups if group is not None]
 
 
@@ -159,10 +159,10 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, 
 
 def _other_meshes(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, DeviceMesh]:
     """Return the meshes of modules that other ranks share: experts, and encoders with a split of their own."""
-    found: dict[str, DeviceMesh] = {}
+    meshes: dict[str, DeviceMesh] = {}
     for path in present(module, plan.axes.encoders):
         if plan.axes.fsdp_view(path) != FSDP:
-            found[path] = mesh.copies(plan.axes.fsdp_view(path))
+            meshes[path] = mesh.copies(plan.axes.fsdp_view(path))
     if plan.experts is not None:
-        found.update(dict.fromkeys(present(module, plan.experts.modules), mesh.copies(FSDP_EXPERTS)))
-    return found
+        meshes.update(dict.fromkeys(present(module, plan.experts.modules), mesh.copies(FSDP_EXPERTS)))
+    return meshes

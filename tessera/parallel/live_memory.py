@@ -27,7 +27,7 @@ class LiveMemory(TorchDispatchMode):
         self.live = 0
         self.most = 0
         self.begun = 0  # a mark of whoever measures a part: what lived when it began
-        self._known: dict[int, StorageWeakRef] = {}
+        self._references: dict[int, StorageWeakRef] = {}
         self._sizes: dict[int, int] = {}  # of what is counted
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._filled: set[int] = set()  # of these, those that have memory now
@@ -58,12 +58,12 @@ class LiveMemory(TorchDispatchMode):
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
         number = reference.cdata
-        if number in self._known:
+        if number in self._references:
             if number in self._resized:
                 self._filled.add(number)
                 self._set(number, storage.nbytes())
             return
-        self._known[number] = reference  # keeps the number from being given to another storage
+        self._references[number] = reference  # keeps the number from being given to another storage
         weakref.finalize(storage, self._leave, number).atexit = False
         if counted:
             self._set(number, storage.nbytes())
@@ -86,6 +86,6 @@ class LiveMemory(TorchDispatchMode):
 
     def _leave(self, number: int) -> None:
         self.live -= self._sizes.pop(number, 0)
-        self._known.pop(number, None)
+        self._references.pop(number, None)
         self._resized.pop(number, None)
         self._filled.discard(number)

@@ -187,13 +187,13 @@ def _check_reshard(again: bool | int, shard: int) -> None:
 
 def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, int]:
     """Return the elements that a rank computes in a module. A projector sees the outputs of all ranks."""
-    found = {"": workload.tokens // axes.size(CONTEXT)}
+    rows = {"": workload.tokens // axes.size(CONTEXT)}
     for name, stream in model_plan.encoders.items():
         elements = workload.elements.get(name, 0)
         if stream.projector:
-            found[stream.projector] = elements // stream.per_slot
-        found[stream.module] = elements // axes.size(axes.encoders[stream.module].dp)
-    return found
+            rows[stream.projector] = elements // stream.per_slot
+        rows[stream.module] = elements // axes.size(axes.encoders[stream.module].dp)
+    return rows
 
 
 def _microbatches(workload: Workload, axes: Axes) -> int:

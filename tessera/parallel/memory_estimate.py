@@ -99,7 +99,7 @@ def param_shards(
 ) -> list[ParamShard]:
     """Return the shards of the whole model, in its order. `rows_only`: only first dimensions are split."""
     untrained = set(frozen)
-    found = []
+    shards = []
     for name, parameter in module.named_parameters():
         in_experts = experts is not None and home(name, experts.modules) is not None
         view = FSDP_EXPERTS if in_experts else axes.fsdp_view(name)
@@ -113,7 +113,7 @@ def param_shards(
                 shape[dim] //= ranks
                 split.add(dim)
         shared_by = axes.size(view)
-        found.append(
+        shards.append(
             ParamShard(
                 name,
                 tuple(shape),
@@ -124,7 +124,7 @@ def param_shards(
                 dim=0 if rows_only else shard_dimension(shape, shared_by, split),
             )
         )
-    return found
+    return shards
 
 
 def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
@@ -142,10 +142,10 @@ def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, 
     if pipeline is None:
         return list(parts)
     modules = _modules_at(pipeline, position)
-    found = [shard for shard in parts if home(shard.name, modules) is not None]
+    shards = [shard for shard in parts if home(shard.name, modules) is not None]
     if len(pipeline.stages) - 1 in pipeline.stages_of(position):
-        found += [shard for shard in parts if shard.name in pipeline.copies]
-    return found
+        shards += [shard for shard in parts if shard.name in pipeline.copies]
+    return shards
 
 
 def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int) -> int:
@@ -171,7 +171,7 @@ def _modules_at(pipeline: PipelinePlan, position: int) -> list[str]:
 
 def memory_bytes(
     parts: Sequence[ParamShard],
-    kept: torch.dtype,
+    stored: torch.dtype,
     computed: torch.dtype,
     buffers: int = 0,
     state: StateBytes = adamw_state,
@@ -187,7 +187,7 @@ def memory_bytes(
     def type_of(shard: ParamShard) -> torch.dtype:
         if home(shard.name, float32) is not None:
             return torch.float32
-        return computed if shard.whole and not shard.trained else kept
+        return computed if shard.whole and not shard.trained else stored
 
     sizes = [(shard.local_numel * type_of(shard).itemsize, shard) for shard in parts]
     trained = [(size, shard) for size, shard in sizes if shard.trained]

@@ -82,10 +82,10 @@ class Axes:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a rank on every axis of the root."""
-        found: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for axis, size in reversed(list(self.root.items())):
-            rank, found[axis] = divmod(rank, size)
-        return {axis: found[axis] for axis in self.root}
+            rank, positions[axis] = divmod(rank, size)
+        return {axis: positions[axis] for axis in self.root}
 
     def position(self, rank: int, name: str) -> int:
         """Return the position of a rank in an axis or a view."""
@@ -163,28 +163,28 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
     encoders: dict[str, EncoderViews] = {}
     for name, (tp, cp) in splits.items():
         # Encoders with the same split share their views, and thereby their process groups.
-        left, inner = list(outer)[: degrees.index(tp)], list(outer)[degrees.index(tp) :]
+        outside, inner = list(outer)[: degrees.index(tp)], list(outer)[degrees.index(tp) :]
         split = f"tp{tp}" if cp == 1 else f"tp{tp}_cp{cp}"
         names = EncoderViews(dp=f"encoder_dp_{split}")
-        if left:
+        if outside:
             names = EncoderViews(f"fsdp_encoder_tp{tp}", f"tensor_encoder_tp{tp}", names.dp)
-            views[names.fsdp] = view(SHARD, EP, *context, *left)
+            views[names.fsdp] = view(SHARD, EP, *context, *outside)
             views[names.tensor] = view(*inner, TP)
-        views[names.dp] = view(*(() if cp > 1 else context), *left)
+        views[names.dp] = view(*(() if cp > 1 else context), *outside)
         encoders[model_plan.encoders[name].module] = names
     return Axes(root, views, encoders)
 
 
 def _nearest_layout(section: ParallelSection, world: int) -> str:
     """Return degrees whose product divides the ranks, each as near as possible to the requested one."""
-    asked = (section.pp, section.cp, section.tp)
+    requested = (section.pp, section.cp, section.tp)
     divisors = [d for d in range(1, world + 1) if world % d == 0]
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
         # By factors, not by differences; among equals the one that uses more ranks together.
-        return sum(abs(log2(d / a)) for d, a in zip(degrees, asked, strict=True)), -prod(degrees)
+        return sum(abs(log2(d / a)) for d, a in zip(degrees, requested, strict=True)), -prod(degrees)
 
-    near = [sorted(divisors, key=lambda d: abs(log2(d / degree)))[:6] for degree in asked]
+    near = [sorted(divisors, key=lambda d: abs(log2(d / degree)))[:6] for degree in requested]
     possible = [(pp, cp, tp) for pp in near[0] for cp in near[1] for tp in near[2] if world % (pp * cp * tp) == 0]
     pp, cp, tp = min([*possible, (1, 1, 1)], key=distance)
     return f"pp={pp} cp={cp} tp={tp}"

@@ -77,9 +77,9 @@ def plan_modules(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
 
 def _ignored(section: ParallelSection, tree: dict[str, nn.Module], frozen: set[str]) -> tuple[str, ...]:
     where = "parallel.ignore"
-    found = _select_once(section.ignore, tree, where)
-    for path in found:
-        outer = next((other for other in found if path.startswith(other + ".")), None)
+    paths = _select_once(section.ignore, tree, where)
+    for path in paths:
+        outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
             raise TesseraError(f"{path} is ignored already: it lies inside {outer}", where=where)
         trained = next((n for n, _ in tree[path].named_parameters(prefix=path) if n not in frozen), None)
@@ -89,7 +89,7 @@ def _ignored(section: ParallelSection, tree: dict[str, nn.Module], frozen: set[s
                 where=where,
                 fix=f"freeze it (model.freeze: [{path}]), or leave it out of parallel.ignore",
             )
-    return tuple(found)
+    return tuple(paths)
 
 
 def _blocks(
@@ -127,14 +127,14 @@ def _blocks(
 
 
 def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Recompute, ...]:
-    asked: list[tuple[str, Keep, str]] = []
+    wanted: list[tuple[str, Keep, str]] = []
     for number, item in enumerate(section.recompute):
         pattern, keep = (item.modules, item.keep) if isinstance(item, RecomputeSection) else (item, "none")
-        asked.append((pattern, keep, f"parallel.recompute.{number}"))
-    asked += [(pattern, "matmul", "parallel.recompute_activation") for pattern in section.recompute_activation]
-    asked += [(pattern, "matmul", "parallel.recompute_norm") for pattern in section.recompute_norm]
-    found: dict[str, Recompute] = {}
-    for pattern, keep, where in asked:
+        wanted.append((pattern, keep, f"parallel.recompute.{number}"))
+    wanted += [(pattern, "matmul", "parallel.recompute_activation") for pattern in section.recompute_activation]
+    wanted += [(pattern, "matmul", "parallel.recompute_norm") for pattern in section.recompute_norm]
+    chosen: dict[str, Recompute] = {}
+    for pattern, keep, where in wanted:
         if keep != "none" and section.use_reentrant:
             raise TesseraError(
                 f"{pattern} is to keep {keep} results, which reentrant recompute cannot do",
@@ -142,10 +142,10 @@ def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Re
                 fix="parallel.use_reentrant: false",
             )
         for path in _callable(_select_once([pattern], tree, where), tree, where):
-            if path in found:
+            if path in chosen:
                 raise TesseraError(f"{path} is named twice for recompute", where=where, fix="name it once")
-            found[path] = Recompute(path, keep)
-    return tuple(found.values())
+            chosen[path] = Recompute(path, keep)
+    return tuple(chosen.values())
 
 
 def _compiled(
@@ -161,13 +161,13 @@ def _compiled(
             where=where,
             fix="name the modules to compile, such as parallel.compile='[\"blocks.{*}\"]', or leave the key out",
         )
-    found = _callable(_select_once(patterns, tree, where), tree, where)
-    for path in found:
-        outer = next((other for other in found if path.startswith(other + ".")), None)
+    paths = _callable(_select_once(patterns, tree, where), tree, where)
+    for path in paths:
+        outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
             raise TesseraError(f"{path} is compiled already: it lies inside {outer}", where=where)
     kept_elsewhere = next(
-        (path for path in offloaded if home(path, found) or any(home(one, [path]) for one in found)), None
+        (path for path in offloaded if home(path, paths) or any(home(one, [path]) for one in paths)), None
     )
     for other, key in (
         (kept_elsewhere and f"{kept_elsewhere} has its activations offloaded", "parallel.activation_offload"),
@@ -183,7 +183,7 @@ def _compiled(
             raise TesseraError(
                 f"what is compiled stays whole, and {other}", where=f"{where} and {key}", fix="one of them"
             )
-    return tuple(found)
+    return tuple(paths)
 
 
 def _block_offload(
@@ -193,9 +193,9 @@ def _block_offload(
     if not section.block_offload:
         return ()
     patterns = model_plan.blocks if section.block_offload is True else section.block_offload
-    found = _callable(_select_once(patterns, tree, where), tree, where)
+    paths = _callable(_select_once(patterns, tree, where), tree, where)
     again = {part.path for part in recompute}
-    for path in found:
+    for path in paths:
         if path not in again:
             pattern = re.sub(r"\.\d+", ".{*}", path)
             raise TesseraError(
@@ -211,7 +211,7 @@ def _block_offload(
             raise TesseraError(
                 f"frozen weights come and go, and {other}", where=f"{where} and {key}", fix="one of them"
             )
-    return tuple(found)
+    return tuple(paths)
 
 
 # ---------------------------------------------------------------------------------------------- conflicts
@@ -334,13 +334,13 @@ def _instances(class_path: str, tree: Mapping[str, nn.Module]) -> list[str]:
 def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> list[str]:
     """Return matches in order of patterns, then of the tree. Refuse a pattern without match and a module matched
     twice."""
-    known = list(tree)
+    paths = list(tree)
     by: dict[str, str] = {}
     for pattern in patterns:
-        found = [path for path in known if matches(pattern, path)]
-        if not found:
-            raise nothing_matches(pattern, known, where)
-        for path in found:
+        matched = [path for path in paths if matches(pattern, path)]
+        if not matched:
+            raise nothing_matches(pattern, paths, where)
+        for path in matched:
             if path in by:
                 raise TesseraError(
                     f"{path} is matched twice: by {by[path]!r} and by {pattern!r}", where=where, fix="name it once"

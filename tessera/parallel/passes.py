@@ -18,9 +18,9 @@ from tessera.runtime.modules import StackedExperts
 class _Part:
     """Count the weights of matrix products, as often as a token meets them."""
 
-    own: float = 0.0
+    weights: float = 0.0
     trained: float = 0.0
-    reached: float = 0.0  # of `own`: those that a gradient passes through
+    reached: float = 0.0  # of `weights`: those that a gradient passes through
     adapters: float = 0.0
     units: int = 0
     units_reached: int = 0
@@ -42,25 +42,25 @@ def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) ->
         unit = module.get_submodule(path)
         part = parts.setdefault(path.partition(".")[0], _Part())
         here = {name for name, _ in unit.named_parameters() if f"{path}.{name}" in trained}
-        own, learned, adapters = _weights(unit, here)
+        weights, learned, adapters = _weights(unit, here)
         trained_before = trained_before or bool(here)
         if isinstance(unit, nn.Embedding):
             continue  # a table that is looked up makes no product
-        part.own += own
+        part.weights += weights
         part.trained += learned
         part.adapters += adapters
         part.units += 1
         if part.first_trained is None:
             part.first_trained = learned > 0
         if trained_before:
-            part.reached += own
+            part.reached += weights
             part.units_reached += 1
-    return {name: _passes(part) for name, part in parts.items() if part.own}
+    return {name: _passes(part) for name, part in parts.items() if part.weights}
 
 
 def _passes(part: _Part) -> Passes:
     return Passes(
-        weights=1 + (part.reached + part.trained + 3 * part.adapters) / part.own,
+        weights=1 + (part.reached + part.trained + 3 * part.adapters) / part.weights,
         attention=1 + 2 * part.units_reached / part.units,
         first=2.0 if part.first_trained else 1.0,
     )
@@ -68,14 +68,14 @@ def _passes(part: _Part) -> Passes:
 
 def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, float]:
     """Return the weights of one unit: all that make products, the trained ones (`here`: by name), and adapters."""
-    own = trained = adapters = 0.0
+    weights = trained = adapters = 0.0
     # Of stacked experts, and of their adapters, a token meets the chosen ones.
     chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}
     for path, part in unit.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(part, nn.Linear):  # also where its weight is kept in fewer bits and is no parameter
             size = float(part.in_features * part.out_features)
-            own += size
+            weights += size
             trained += size if f"{prefix}weight" in here else 0.0
             continue
         experts = home(path, chosen)
@@ -88,6 +88,6 @@ def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, floa
             if is_factor(f".{path}.{name}"):
                 adapters += share * parameter.numel()
                 continue
-            own += share * parameter.numel()
+            weights += share * parameter.numel()
             trained += share * parameter.numel() if prefix + name in here else 0.0
-    return own, trained, adapters
+    return weights, trained, adapters

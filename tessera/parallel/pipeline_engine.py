@@ -49,7 +49,7 @@ class _Loss:
     output_dtype: torch.dtype | None  # of the output of the whole model
     # Tensors of a reference by micro-batch, on the rank of the last stage.
     references: list[dict[str, Tensor]] = field(default_factory=list)
-    found: list[Losses] = field(default_factory=list)  # on the rank of the last stage
+    losses: list[Losses] = field(default_factory=list)  # on the rank of the last stage
 
     def __call__(self, stage: StageModule, carry: Tensor | None, mb: int) -> Tensor:
         with torch.no_grad():
@@ -62,7 +62,7 @@ class _Loss:
             batch = batch.with_tensors(**self.references[mb])
         losses = self.task.losses(_typed(out, self.output_dtype), batch)
         loss = scaled_loss(losses, self.counts, self.loss_scale)
-        self.found.append(detached(losses))
+        self.losses.append(detached(losses))
         return loss
 
 
@@ -166,7 +166,7 @@ class PipelineEngine:
         for shared in self.shared:
             shared.run()
         self.tied.sum_gradients()
-        totals = self._reduce(work.found, counts)
+        totals = self._reduce(work.losses, counts)
         finish_gradients(self.stages, totals, counts, self.loss_scale)
         return totals
 
@@ -199,7 +199,7 @@ class PipelineEngine:
             self._sequential.run(work)
         finally:
             self.stages.train()
-        return self._reduce(work.found, total, counts)
+        return self._reduce(work.losses, total, counts)
 
     @torch.no_grad()
     def _references(self, task: Task, microbatches: Sequence[Batch]) -> list[dict[str, Tensor]]:
@@ -218,11 +218,11 @@ class PipelineEngine:
     def settle(self, optimizer: Optimizer) -> None:
         self.tied.settle(optimizer)
 
-    def _reduce(self, found: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
+    def _reduce(self, losses: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
         """Sum losses over ranks. Only the rank of the last stage has one before; all ranks have it afterwards."""
         if self._specs is None:
-            self._specs = self.agree_on_specs(specs_of(found[0]) if found else None)
-        return reduce_losses(found if counted else [], self._specs, counts, self.device, self.loss_group)
+            self._specs = self.agree_on_specs(specs_of(losses[0]) if losses else None)
+        return reduce_losses(losses if counted else [], self._specs, counts, self.device, self.loss_group)
 
     # ------------------------------------------------------------------------------------------ read on the host
 
@@ -253,7 +253,7 @@ class PipelineEngine:
             self._elements.append(per_token * (self.pipeline.tokens if planned.in_encoder else of_rank))
         count = len(self.pipeline.stages)
         stage_class = self.stage_class()
-        made = [
+        stages = [
             stage_class(
                 stage,
                 stage.number,
@@ -268,7 +268,7 @@ class PipelineEngine:
             for stage in self.stages
         ]
         kind = schedule_class(self.pipeline.schedule)
-        subject = made[0] if self.pipeline.schedule in SINGLE else made
+        subject = stages[0] if self.pipeline.schedule in SINGLE else stages
         return kind(subject, self.pipeline.microbatches, loss_fn=_loss_as_it_is, scale_grads=False)
 
     def _carry(self, stage: int) -> Tensor:

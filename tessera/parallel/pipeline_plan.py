@@ -191,9 +191,9 @@ def _units(model_plan: ModelPlan, module: nn.Module) -> list[_Unit]:
     units: list[_Unit] = []
     ahead = _Unit("")
     for declared in model_plan.units:
-        found = [path for path in tree if matches(declared.pattern, path)]
-        assert found, f"the units of the model name {declared.pattern}, which it does not have"
-        for path in found:
+        paths = [path for path in tree if matches(declared.pattern, path)]
+        assert paths, f"the units of the model name {declared.pattern}, which it does not have"
+        for path in paths:
             if declared.stream:
                 units.append(_Unit(declared.stream, ahead.modules, ahead.cost))
                 ahead = _Unit("")
@@ -222,12 +222,12 @@ def _check_complete(module: nn.Module, modules: Sequence[str]) -> None:
 
 def _copies(model_plan: ModelPlan, module: nn.Module, stages: Sequence[StagePlan]) -> tuple[str, ...]:
     """Return the parameters that the last stage reads and another stage owns."""
-    found: list[str] = []
+    copies: list[str] = []
     for reader, owner in model_plan.tied.items():
         assert reader in stages[-1].modules, f"{reader} reads the weights of {owner}, and is not in the last stage"
         if owner not in stages[-1].modules:
-            found += [f"{owner}.{name}" for name, _ in module.get_submodule(owner).named_parameters()]
-    return tuple(found)
+            copies += [f"{owner}.{name}" for name, _ in module.get_submodule(owner).named_parameters()]
+    return tuple(copies)
 
 
 def _unsplit(model_plan: ModelPlan, stages: Sequence[StagePlan]) -> tuple[int, ...]:
@@ -319,9 +319,9 @@ def _by_cost(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
                 continue
             for start in range(stage - 1, end):
                 cost = total[end] - total[start]
-                found = (max(best[start][0], cost), best[start][1] + cost * cost)
-                if found < following[end]:
-                    following[end], begun[end] = found, start
+                costs = (max(best[start][0], cost), best[start][1] + cost * cost)
+                if costs < following[end]:
+                    following[end], begun[end] = costs, start
         best = following
         starts.append(begun)
     if best[size][0] == inf:

@@ -152,10 +152,10 @@ def actions_of_ranks(schedule: Schedule, pp: int, count: int, microbatches: int)
             orders.append([(rank, kind, m) for kind, m in order])
         return orders
     positions = placement(schedule, pp, count)
-    own = [stage for stage, position in enumerate(positions) if position == 0]
-    found = schedule_actions(schedule_class(schedule), own, count, pp, microbatches)
+    stages = [stage for stage, position in enumerate(positions) if position == 0]
+    actions = schedule_actions(schedule_class(schedule), stages, count, pp, microbatches)
     for rank in range(pp):
-        matches = [_SPELLED.fullmatch(str(action)) for action in found[rank] if action is not None]
+        matches = [_SPELLED.fullmatch(str(action)) for action in actions[rank] if action is not None]
         orders.append([(int(match[1]), match[2], int(match[3])) for match in matches if match is not None])
     return orders
 

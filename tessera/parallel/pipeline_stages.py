@@ -84,11 +84,11 @@ def split_into_stages(module: nn.Module, plan: Plan, mesh: Mesh) -> LocalStages:
     return LocalStages(stages)
 
 
-def keep_only(model: nn.Module, units: Collection[str], kept: Collection[str]) -> None:
+def keep_only(model: nn.Module, units: Collection[str], paths: Collection[str]) -> None:
     """Remove from a model all units but the kept ones, and parents of which nothing is kept."""
     around = {path[:at] for path in units for at, letter in enumerate(path) if letter == "."}
-    bare = [path for path in around if not any(unit.startswith(path + ".") for unit in kept)]
-    for path in sorted({*units, *bare} - set(kept), key=len, reverse=True):
+    bare = [path for path in around if not any(unit.startswith(path + ".") for unit in paths)]
+    for path in sorted({*units, *bare} - set(paths), key=len, reverse=True):
         parent, _, name = path.rpartition(".")
         owner = model.get_submodule(parent)
         # A list stays, with None for members: models iterate over it.
@@ -128,14 +128,14 @@ class SequentialStages:
                 self._send(carry, self.owner[number + 1])
         return None
 
-    def share(self, found: Tensor | None) -> Tensor:
+    def share(self, result: Tensor | None) -> Tensor:
         """Broadcast a result of the last stage to all ranks of the pipeline, in the type of activations."""
         source = self.owner[-1]
         shape = torch.zeros(2, dtype=torch.int64, device=self.device)
-        if found is not None:
-            shape = torch.tensor(found.shape, dtype=torch.int64, device=self.device)
+        if result is not None:
+            shape = torch.tensor(result.shape, dtype=torch.int64, device=self.device)
         dist.broadcast(shape, group=self.group, group_src=source)
-        values = self._empty(shape) if found is None else found.to(self.dtype).contiguous()
+        values = self._empty(shape) if result is None else result.to(self.dtype).contiguous()
         dist.broadcast(values, group=self.group, group_src=source)
         return values
 
@@ -194,11 +194,11 @@ class TiedCopies:
         here, last = stages.here(), len(pipeline.stages) - 1
         for name in pipeline.copies:
             home = pipeline.home(name)
-            found = {stage: _parameters(here[stage])[name] for stage in (home, last) if stage in here}
-            if len(found) == 2:
-                self.pairs.append((found[home], found[last]))
-            elif found:
-                ((stage, parameter),) = found.items()
+            parameters = {stage: _parameters(here[stage])[name] for stage in (home, last) if stage in here}
+            if len(parameters) == 2:
+                self.pairs.append((parameters[home], parameters[last]))
+            elif parameters:
+                ((stage, parameter),) = parameters.items()
                 self.apart.append((parameter, pipeline.owner[last if stage == home else home]))
 
     def sum_gradients(self) -> None:

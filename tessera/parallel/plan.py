@@ -110,6 +110,11 @@ class Plan:
         return self.axes.size(REPLICATE)
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        """Return the parameters that are not trained."""
+        return tuple(shard.name for shard in self.param_shards if not shard.trained)
+
+    @property
     def batch_sharding(self) -> BatchSharding | None:
         """Return how micro-batches are split over ranks; None where every rank has full ones."""
         return None if self.context is None else self.context.sharding

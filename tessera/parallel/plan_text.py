@@ -159,9 +159,9 @@ def _groups(plan: Plan) -> str:
 
 def _recompute(plan: Plan) -> str:
     parts = []
-    for keep, found in groupby(plan.roles.recompute, key=lambda r: r.keep):
-        kept = "" if keep == "none" else f" (keeping {keep} results)"
-        parts.append(_summary([r.path for r in found]) + kept)
+    for keep, group in groupby(plan.roles.recompute, key=lambda r: r.keep):
+        results = "" if keep == "none" else f" (keeping {keep} results)"
+        parts.append(_summary([r.path for r in group]) + results)
     form = ", reentrant" if plan.roles.use_reentrant and parts else ""
     return "; ".join(parts) + form
 

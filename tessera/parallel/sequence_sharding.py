@@ -64,13 +64,13 @@ class SequenceSharding:
         at, number = divmod(position, self.ulysses)
         joined = self.ring_ranges(length, at)
         start, end = self._part(sum(stop - first for first, stop in joined), self.ulysses, number)
-        found: list[Range] = []
+        parts: list[Range] = []
         for first, stop in joined:
             low, high = max(first, first + start), min(stop, first + end)
             if low < high:
-                found.append((low, high))
+                parts.append((low, high))
             start, end = start - (stop - first), end - (stop - first)
-        return found
+        return parts
 
     def _part(self, length: int, parts: int, number: int) -> Range:
         """Return one of `parts` that are as equal as can be. A rest that fills no unit belongs to the last one."""
@@ -231,22 +231,22 @@ def indices(ranges: Sequence[Range]) -> Tensor:
 
 def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
     """Return the positions that lie in the ranges, counted among the elements of the ranges, and their indices."""
-    found, which, before = [], [], 0
+    local, which, before = [], [], 0
     for start, end in ranges:
         inside = ((positions >= start) & (positions < end)).nonzero().flatten()
-        found.append(positions[inside] - start + before)
+        local.append(positions[inside] - start + before)
         which.append(inside)
         before += end - start
-    return torch.cat(found), torch.cat(which)
+    return torch.cat(local), torch.cat(which)
 
 
 def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
     """Return where each element lies after an all-gather, in which every rank's part is padded to the longest one.
     `by_rank` holds the elements of each rank."""
-    longest = max((len(own) for own in by_rank), default=0)
+    longest = max((len(elements) for elements in by_rank), default=0)
     order = torch.zeros(length, dtype=torch.int64)
-    for rank, own in enumerate(by_rank):
-        order[own] = rank * longest + torch.arange(len(own))
+    for rank, elements in enumerate(by_rank):
+        order[elements] = rank * longest + torch.arange(len(elements))
     return order
 
 
@@ -268,13 +268,13 @@ def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
     """Return the lengths of the segments inside of some ranges, which begin and end where segments do."""
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = {start: number for number, start in enumerate(ends[:-1])}
-    found: list[int] = []
+    inner: list[int] = []
     for start, end in ranges:
         number = starts[start]
         while number < len(lengths) and ends[number] < end:
-            found.append(lengths[number])
+            inner.append(lengths[number])
             number += 1
-    return found
+    return inner
 
 
 def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
@@ -346,17 +346,17 @@ class RankDataset(RowSource):
         source = self.source.without(samples)
         if source is None:
             return None
-        found = copy.copy(self)
-        found.source = source
-        return found
+        dataset = copy.copy(self)
+        dataset.source = source
+        return dataset
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        return self._own(self.source.batch(rows))
+        return self._of_rank(self.source.batch(rows))
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
-        return self._own(self.source.guarded(rows, lost, note))
+        return self._of_rank(self.source.guarded(rows, lost, note))
 
-    def _own(self, batch: Batch) -> Batch:
+    def _of_rank(self, batch: Batch) -> Batch:
         if not self.reports:
             batch = replace(batch, sample_ids=(), rows=(), problems=(), counts=dict.fromkeys(batch.counts, 0))
         elif self.flops is not None:

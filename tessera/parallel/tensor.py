@@ -84,9 +84,9 @@ def plan_tensor(
         )
     styles = _styles(model_plan.tensor, module)
     experts = [path for path, _ in module.named_modules() if any(matches(p, path) for p in model_plan.experts)]
-    found = _layers(styles, module, experts)
-    inner = {path: split for path, split in found.items() if _inside_layer(path, module)}
-    layers = {path: split for path, split in found.items() if path not in inner}
+    splits = _layers(styles, module, experts)
+    inner = {path: split for path, split in splits.items() if _inside_layer(path, module)}
+    layers = {path: split for path, split in splits.items() if path not in inner}
     _check_sizes(section, model_plan, axes, list(_sizes(layers, model_plan, module)))
     decoder = ""
     if section.sequence_parallel:
@@ -104,7 +104,7 @@ def plan_tensor(
 
 
 def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str, TensorStyle]:
-    found: dict[str, TensorStyle] = {}
+    styles: dict[str, TensorStyle] = {}
     for name, _ in module.named_parameters():
         by = [pattern for pattern in patterns if matches(pattern, name)]
         if len(by) != 1:
@@ -113,13 +113,13 @@ def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str,
                 where="the `tensor` table in the model's plan",
                 allowed=by or None,
             )
-        found[name] = patterns[by[0]]
-    return found
+        styles[name] = patterns[by[0]]
+    return styles
 
 
 def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Sequence[str]) -> dict[str, Split]:
     """Return the split of each layer, which is the style of its weight. A bias is whole where the input is split."""
-    found: dict[str, Split] = {}
+    layers: dict[str, Split] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
         if style not in ("column", "row", "vocab") or home(path, experts) is not None:
@@ -134,20 +134,20 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
                 where="the `tensor` table in the model's plan",
             )
         if kind == "weight":
-            found[path] = style
-    return found
+            layers[path] = style
+    return layers
 
 
 def _feature_norms(styles: Mapping[str, TensorStyle], module: nn.Module) -> tuple[str, ...]:
     """Return the modules whose vectors are split like the features that they are applied to."""
-    found = dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "features")
-    for path in found:
+    norms = dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "features")
+    for path in norms:
         if not isinstance(module.get_submodule(path), FeatureStatistics):
             raise TesseraError(
                 f"{path} does not add up over the features of all ranks: it is no FeatureStatistics",
                 where="the `tensor` table in the model's plan",
             )
-    return tuple(found)
+    return tuple(norms)
 
 
 def _inside_layer(path: str, module: nn.Module) -> bool:
@@ -228,7 +228,7 @@ def _entries(layers: Mapping[str, Split], module: nn.Module) -> tuple[str, ...]:
     Layers that share one input should let it enter once. So a module that has only split layers, several of them by
     columns, is taken to pass its input to these unchanged.
     """
-    found: dict[str, None] = {}
+    entries: dict[str, None] = {}
     for path, split in layers.items():
         if split != "column":
             continue
@@ -236,8 +236,8 @@ def _entries(layers: Mapping[str, Split], module: nn.Module) -> tuple[str, ...]:
         weighty = [f"{parent}.{name}" for name, child in module.get_submodule(parent).named_children() if _heavy(child)]
         shared = sum(layers.get(child) == "column" for child in weighty) > 1
         simple = all(layers.get(child) in ("column", "row") for child in weighty)
-        found[parent if parent and shared and simple else path] = None
-    return tuple(found)
+        entries[parent if parent and shared and simple else path] = None
+    return tuple(entries)
 
 
 def _heavy(module: nn.Module) -> bool:
@@ -277,13 +277,13 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
 def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[GradientSync]:
     """Return the sums of gradients that each rank computed from its part of the tokens or heads only."""
     trained = {clean_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-    found = []
+    syncs = []
     for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in mesh.axes.encoders.values()))):
         partial = [p for n, p in trained.items() if plan.partial(n) and mesh.axes.tensor_view(n) == view]
         group = mesh.group(view)
         if partial and group is not None:
-            found.append(GradientSync(group, partial))
-    return found
+            syncs.append(GradientSync(group, partial))
+    return syncs
 
 
 class FeatureTotal(nn.Module):

@@ -63,8 +63,8 @@ class Objects:
         }
         for name, (value, fits, what) in wanted.items():
             if value is not None and not fits:
-                given = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-                raise TesseraError(f"{name} is {given}", where=f"{name}=...", allowed=[what])
+                kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+                raise TesseraError(f"{name} is {kind}", where=f"{name}=...", allowed=[what])
 
     def settings(self) -> dict[str, Any]:
         """Return the recipe keys that follow from the objects."""
@@ -130,6 +130,45 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
 
     `objects`: what the caller of `tessera.train` gave instead of names in the recipe.
     """
+    spec, model_config, task = _model_and_task(config, objects)
+    module = build_on_meta(spec, model_config)
+    paths = {name for name, _ in module.named_modules() if name}
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    lora, adapters = _add_adapters(config, spec, model_config, module)
+    names = {name for name, _ in module.named_parameters()}
+    paths |= {ancestor for name in names for ancestor in ancestors(name)}
+    model_plan = spec.main.plan(model_config)
+    plan = make_plan(
+        config.parallel,
+        model_plan if lora is None else with_adapters(model_plan),
+        module,
+        world_size,
+        precision=resolve_precision(config),
+        freeze=config.model.freeze,
+        workload=_workload(config, spec, model_config),
+        state=state_bytes(config.optim, module),
+    )
+    task.bind(spec, model_config)
+    task.check(config, module)
+    frozen = {
+        name: _frozen_setup(name, component, config, spec, model_config, world_size)
+        for name, component in task.components(config, spec).items()
+    }
+    plan = replace(
+        plan,
+        parameters=plan.parameters + sum(size for name, size in sizes.items() if name not in names),  # now quantized
+        memory=replace(
+            plan.memory,
+            frozen={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
+            encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
+        ),
+        notes=tuple(absent_notes(config, paths)),
+    )
+    return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
+
+
+def _model_and_task(config: RunConfig, objects: Objects) -> tuple[ModelSpec, Any, Task]:
+    """Return the family, its configuration and the objective, which fit each other."""
     path = config.model.path
     layout = None if path is None or (path / "config.yaml").is_file() else detect_layout(path)
     if path is not None and layout is not None:
@@ -154,64 +193,38 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     )
     if rewards and config.checkpoint.export and (config.model.lora is None or config.model.lora.merge):
         exported_config(model_config, None, torch.float32, rewards)  # raises where there is no such folder
-    module = build_on_meta(spec, model_config)
-    model_plan, lora = spec.main.plan(model_config), config.model.lora
-    adapters: Adapters = {}
-    paths = {name for name, _ in module.named_modules() if name}
-    packed = 0  # weights that become buffers of fewer bits
-    if lora is not None and rewards and HEAD_PATH not in lora.modules_to_save:
-        lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})  # it begins at random
-    if lora is not None:
-        if lora.quantize is not None and config.parallel.tp > 1:
-            raise TesseraError(
-                f"weights in fewer bits are whole on every rank, and parallel.tp={config.parallel.tp} would split them",
-                where="model.lora.quantize",
-                fix="parallel.tp=1: in fewer bits a layer is small, and data ranks or a pipeline share the work",
-            )
-        weight_map, origin = spec.main.weight_map(model_config), targets_origin(lora)
-        with for_family(spec):
-            lora = settled(lora, [name for name, _ in module.named_parameters()], weight_map, part_of(path))
-        check_forms(lora.forms, weight_map, spec.generation is None, "model.lora.forms")
-        adapters = find_adapters(lora, module, model_plan, origin)
-        if lora.dora and config.parallel.tp > 1:
-            raise TesseraError(
-                f"dora needs the lengths of whole rows, and parallel.tp={config.parallel.tp} splits them",
-                where="model.lora.dora",
-                fix="parallel.tp=1, or plain adapters: model.lora.dora=false",
-            )
-        saved = trained_whole(lora, module, adapters)
-        if lora.quantize is not None:
-            packed = sum(module.get_parameter(f"{path}.weight").numel() for path in adapters)
-        add_adapters(module, adapters, lora.dropout, lora.quantize, saved)
-        lora, model_plan = spelled_out(lora, adapters), with_adapters(model_plan)
-    paths |= {ancestor for name, _ in module.named_parameters() for ancestor in ancestors(name)}
-    plan = make_plan(
-        config.parallel,
-        model_plan,
-        module,
-        world_size,
-        precision=resolve_precision(config),
-        freeze=config.model.freeze,
-        workload=_workload(config, spec, model_config),
-        state=state_bytes(config.optim, module),
-    )
-    task.bind(spec, model_config)
-    task.check(config, module)
-    frozen = {
-        name: _frozen_setup(name, component, config, spec, model_config, world_size)
-        for name, component in task.components(config, spec).items()
-    }
-    plan = replace(
-        plan,
-        parameters=plan.parameters + packed,
-        memory=replace(
-            plan.memory,
-            frozen={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
-            encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
-        ),
-        notes=tuple(absent_notes(config, paths)),
-    )
-    return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
+    return spec, model_config, task
+
+
+def _add_adapters(
+    config: RunConfig, spec: ModelSpec, model_config: Any, module: nn.Module
+) -> tuple[LoraSection | None, Adapters]:
+    """Add the adapters of the recipe to the model; return its section with every target named, and the adapters."""
+    lora, tp = config.model.lora, config.parallel.tp
+    if lora is None:
+        return None, {}
+    if lora.quantize is not None and tp > 1:
+        raise TesseraError(
+            f"quantized weights are unsharded on every rank, and parallel.tp={tp} would split them",
+            where="model.lora.quantize",
+            fix="parallel.tp=1: a quantized layer is small, and data ranks or a pipeline share the work",
+        )
+    if lora.dora and tp > 1:
+        raise TesseraError(
+            f"dora needs the norms of full rows, and parallel.tp={tp} splits them",
+            where="model.lora.dora",
+            fix="parallel.tp=1, or plain adapters: model.lora.dora=false",
+        )
+    if spec.gives(REWARDS) and HEAD_PATH not in lora.modules_to_save:  # its head begins at random
+        lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})
+    weight_map, origin = spec.main.weight_map(model_config), targets_origin(lora)
+    with for_family(spec):
+        names = [name for name, _ in module.named_parameters()]
+        lora = settled(lora, names, weight_map, part_of(config.model.path))
+    check_forms(lora.forms, weight_map, spec.generation is None, "model.lora.forms")
+    adapters = find_adapters(lora, module, spec.main.plan(model_config), origin)
+    add_adapters(module, adapters, lora.dropout, lora.quantize, trained_whole(lora, module, adapters))
+    return spelled_out(lora, adapters), adapters
 
 
 def _encoded_ahead(
@@ -241,8 +254,8 @@ def check_rows(config: RunConfig, plan: Plan) -> None:
 
 def precision_guess(config: RunConfig) -> str:
     """Return a sentence for a plan whose types follow from the machine it is made on; empty where they do not."""
-    asked = config.precision
-    there = asked.resolved(accelerator=True).compute
+    precision = config.precision
+    there = precision.resolved(accelerator=True).compute
     if config.train.device != "auto" or devices.is_accelerator("auto") or there == resolve_precision(config).compute:
         return ""
     return (

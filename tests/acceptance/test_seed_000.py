@@ -188,48 +188,48 @@ def test_19_weight_init_mixin_draws_weights_by_rule() -> None:
 
 def test_24_sharding_size(tmp_path: Path) -> None:
     sizes = {text: plan_of(tmp_path, text) for text in ("sharding_size: auto\n", "sharding_size: 4\n", "")}
-    assert [(plan.replicate, plan.shard) for plan in sizes.values()] == [(1, 8), (2, 4), (8, 1)]
+    assert [(plan.replicate, plan.axes.size("fsdp")) for plan in sizes.values()] == [(1, 8), (2, 4), (8, 1)]
     with pytest.raises(TesseraError, match="3"):
         plan_of(tmp_path, "sharding_size: 3\n")
 
 
 def test_25_param_dtype(tmp_path: Path) -> None:
     words = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    assert {word: plan_of(tmp_path, f"param_dtype: {word}\n").param_dtype for word in words} == words
+    assert {word: plan_of(tmp_path, f"param_dtype: {word}\n").precision.compute for word in words} == words
 
 
 def test_26_reduce_dtype(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "param_dtype: fp16\nreduce_dtype: fp16\n").reduce_dtype == torch.float16
-    assert plan_of(tmp_path, "reduce_dtype: bf16\n").reduce_dtype == torch.bfloat16
+    assert plan_of(tmp_path, "param_dtype: fp16\nreduce_dtype: fp16\n").precision.reduce == torch.float16
+    assert plan_of(tmp_path, "reduce_dtype: bf16\n").precision.reduce == torch.bfloat16
 
 
 def test_27_output_dtype(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "param_dtype: bf16\noutput_dtype: fp32\n").output_dtype == torch.float32
-    assert plan_of(tmp_path, "param_dtype: bf16\n").output_dtype is None
+    assert plan_of(tmp_path, "param_dtype: bf16\noutput_dtype: fp32\n").precision.output == torch.float32
+    assert plan_of(tmp_path, "param_dtype: bf16\n").precision.output is None
 
 
 def test_28_cast_forward_inputs(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "").cast_forward_inputs
-    assert not plan_of(tmp_path, "cast_forward_inputs: false\n").cast_forward_inputs
+    assert plan_of(tmp_path, "").precision.cast_inputs
+    assert not plan_of(tmp_path, "cast_forward_inputs: false\n").precision.cast_inputs
 
 
 def test_29_sub_modules_to_wrap(tmp_path: Path) -> None:
     names = "[text_decoder.embedding, 'text_decoder.decoder.layers.{0-1}']"
     expected = ("text_decoder.embedding", "text_decoder.decoder.layers.0", "text_decoder.decoder.layers.1")
-    assert plan_of(tmp_path, f"sub_modules_to_wrap: {names}\n").blocks == expected
+    assert plan_of(tmp_path, f"sub_modules_to_wrap: {names}\n").roles.blocks == expected
     by_class = f"sub_modules_to_wrap: [{CustomModel.__module__}.Layer]\n"
-    assert plan_of(tmp_path, by_class).blocks == tuple(f"text_decoder.decoder.layers.{n}" for n in range(6))
+    assert plan_of(tmp_path, by_class).roles.blocks == tuple(f"text_decoder.decoder.layers.{n}" for n in range(6))
     with pytest.raises(TesseraError, match="matches nothing") as caught:
         plan_of(tmp_path, "sub_modules_to_wrap: [text_decoder.embeding]\n")
     assert caught.value.nearest == "text_decoder.embedding"
 
 
 def test_30_ignored_modules(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "ignored_modules: [image_encoder]\n").ignored == ("image_encoder",)
+    assert plan_of(tmp_path, "ignored_modules: [image_encoder]\n").roles.ignored == ("image_encoder",)
     trained = "ignored_modules: [text_decoder.embedding]\n"
     with pytest.raises(TesseraError, match="would not be summed over the ranks"):
         plan_of(tmp_path, trained)
-    assert plan_of(tmp_path, trained, freeze=["text_decoder.embedding"]).ignored == ("text_decoder.embedding",)
+    assert plan_of(tmp_path, trained, freeze=["text_decoder.embedding"]).roles.ignored == ("text_decoder.embedding",)
     # A script is told in its own words: it has neither a recipe nor model.freeze.
     file = tmp_path / "trained.yaml"
     file.write_text("ignored_modules: [inner]\n")
@@ -241,30 +241,30 @@ def test_30_ignored_modules(tmp_path: Path) -> None:
 
 
 def test_31_recompute_modules(tmp_path: Path) -> None:
-    found = plan_of(tmp_path, "recompute_modules: ['text_decoder.decoder.layers.{4-5}']\n").recompute
+    found = plan_of(tmp_path, "recompute_modules: ['text_decoder.decoder.layers.{4-5}']\n").roles.recompute
     assert [(one.path[-1], one.keep) for one in found] == [("4", "none"), ("5", "none")]
 
 
 def test_32_use_reentrant(tmp_path: Path) -> None:
     recompute = "recompute_modules: ['text_decoder.decoder.layers.{*}']\n"
-    assert plan_of(tmp_path, recompute).use_reentrant
-    assert not plan_of(tmp_path, recompute + "use_reentrant: false\n").use_reentrant
+    assert plan_of(tmp_path, recompute).roles.use_reentrant
+    assert not plan_of(tmp_path, recompute + "use_reentrant: false\n").roles.use_reentrant
 
 
 def test_33_reshard_after_forward(tmp_path: Path) -> None:
     text = "sharding_size: auto\nreshard_after_forward: "
-    found = [plan_of(tmp_path, f"{text}{value}\n").reshard_after_forward for value in ("true", "false", "4")]
+    found = [plan_of(tmp_path, f"{text}{value}\n").sharding.reshard_after_forward for value in ("true", "false", "4")]
     assert found == [True, False, 4]
 
 
 def test_34_offload_to_cpu(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "offload_to_cpu: true\n").offload
-    assert not plan_of(tmp_path, "").offload
+    assert plan_of(tmp_path, "offload_to_cpu: true\n").sharding.offload
+    assert not plan_of(tmp_path, "").sharding.offload
 
 
 def test_35_pin_memory(tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "offload_to_cpu: true\npin_memory: true\n").pin_memory
-    assert not plan_of(tmp_path, "offload_to_cpu: true\n").pin_memory
+    assert plan_of(tmp_path, "offload_to_cpu: true\npin_memory: true\n").sharding.pin_memory
+    assert not plan_of(tmp_path, "offload_to_cpu: true\n").sharding.pin_memory
 
 
 def test_36_num_to_forward_prefetch(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_file_may_name_classes(
     with torch.device("meta"):
         model = VLModel(model_json())
     plan = make_plan(section, model.model_plan(), model, 4)
-    assert plan.shard == 4
+    assert plan.axes.size("fsdp") == 4
     assert sorted(plan.roles.blocks) == blocks
     assert list(plan.roles.ignored) == ignored
     assert sorted(one.path for one in plan.roles.recompute) == recomputed

@@ -121,7 +121,7 @@ def test_what_cannot_be_counted_is_said_and_its_weights_are_compared(monkeypatch
 
     monkeypatch.setattr(device_fit, "run_roles", refuse)
     found = fit_of(1, monkeypatch)
-    assert found.total == found.held + tessera.plan(recipe()).heaviest.gradients
+    assert found.total == found.held + tessera.plan(recipe()).memory.heaviest.gradients
     assert any("there is no example" in text for _, text in found.rows())
 
 
@@ -167,7 +167,7 @@ def test_weights_in_four_bits_count_as_parameters() -> None:
     packed = tessera.plan(recipe(model={"lora": {"quantize": "nf4"}}))
     assert packed.parameters == plain.parameters
     assert packed.trained == plain.trained
-    assert packed.memory[0].parameters < plain.memory[0].parameters
+    assert packed.memory.by_position[0].parameters < plain.memory.by_position[0].parameters
 
 
 def test_keys_that_a_run_cannot_be_resumed_with_are_marked() -> None:

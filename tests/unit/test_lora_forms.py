@@ -216,7 +216,7 @@ def test_peft_s_own_dora_with_whole_modules_makes_the_same_model_here(tmp_path: 
         ({"model.lora": {"init": "pissa", "quantize": "nf4"}}, "whole weights"),
         ({"model.lora": {"modules_to_save": ["text.embedd"]}}, r"text\.embed"),
         ({"model.lora": {"modules_to_save": ["text.layers.0.attn.q"]}}, "has an adapter"),
-        ({"model.lora": {"dora": True}, "parallel.tp": 2}, "lengths of whole rows"),
+        ({"model.lora": {"dora": True}, "parallel.tp": 2}, "norms of full rows"),
     ],
 )
 def test_what_does_not_go_together_is_told(settings: dict[str, Any], told: str) -> None:

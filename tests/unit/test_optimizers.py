@@ -190,7 +190,7 @@ def test_muon_refuses_vectors_and_weights_in_host_memory() -> None:
 
 
 def test_the_plan_counts_the_state_of_each_optimizer() -> None:
-    found = {name: plan(RECIPE, {"optim.name": name}).memory[0] for name in ("adamw", "lion", "muon", "adafactor")}
+    found = {name: plan(RECIPE, {"optim.name": name}).memory.by_position[0] for name in ("adamw", "lion", "muon", "adafactor")}
     parameters = found["lion"].parameters
     assert found["lion"].optimizer == parameters
     assert found["adamw"].optimizer > 2 * parameters

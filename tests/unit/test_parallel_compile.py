@@ -117,7 +117,7 @@ def test_a_class_without_blocks_compiles_what_is_wrapped_or_says_that_nothing_wo
     with pytest.raises(TesseraError, match="nothing would be compiled") as refused:
         make_plan(ParallelSection(compile=True), plan, module, 1)
     assert refused.value.where == "parallel.compile"
-    assert make_plan(ParallelSection(compile=True, wrap=["1"]), plan, module, 1).compiled == ("1",)
+    assert make_plan(ParallelSection(compile=True, wrap=["1"]), plan, module, 1).roles.compiled == ("1",)
 
 
 def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:

@@ -181,7 +181,7 @@ def plan_of(family: str, **keys: list[str]) -> Plan:
     ],
 )
 def test_modules_are_found_by_their_names_in_other_systems(family: str, named: str, blocks: list[str]) -> None:
-    found = plan_of(family, wrap=[named]).blocks
+    found = plan_of(family, wrap=[named]).roles.blocks
     assert [path for path in found if not path.endswith(tuple("23456789"))] == blocks  # the first two layers
 
 

@@ -43,7 +43,7 @@ def recipe(model: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_rank_holds_what_the_plan_says(model: dict[str, Any], world: int, parallel: dict[str, Any]) -> None:
     planned = tessera.plan(recipe(model), parallel, world=world)
-    assert sum(memory.buffers for memory in planned.memory) > 0
+    assert sum(memory.buffers for memory in planned.memory.by_position) > 0
     for position in range(planned.axes.size(PP)):
         setup = build_meta_model(load_config(recipe(model), parallel), world)
         with dist.fake_world(world, position * world // planned.axes.size(PP)):
@@ -51,7 +51,7 @@ def test_a_rank_holds_what_the_plan_says(model: dict[str, Any], world: int, para
             module = parallelize(setup.module, setup.plan, mesh, CPU)
             parameters = sum(local_shard(p).nbytes for p in module.parameters())
             buffers = sum(buffer.nbytes for buffer in module.buffers())
-        assert (parameters, buffers) == (planned.memory[position].parameters, planned.memory[position].buffers)
+        assert (parameters, buffers) == (planned.memory.by_position[position].parameters, planned.memory.by_position[position].buffers)
 
 
 def test_four_bits_are_half_a_byte_and_a_scale_for_64_and_part_of_the_total() -> None:
@@ -86,11 +86,11 @@ def test_text_and_figures_tell_of_it(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     planned = tessera.plan(recipe(FOUR_BITS), {"parallel.pp": 2}, world=2)
     figures = json.loads((tmp_path / "a/plan.json").read_text())
-    assert [one["buffers"] for one in figures["memory"]] == [memory.buffers for memory in planned.memory]
-    assert [one["total"] for one in figures["memory"]] == [memory.total for memory in planned.memory]
+    assert [one["buffers"] for one in figures["memory"]] == [memory.buffers for memory in planned.memory.by_position]
+    assert [one["total"] for one in figures["memory"]] == [memory.total for memory in planned.memory.by_position]
     assert figures["axes"] == {"pp": 2, "dp_shard": 1}
     assert figures["communication"][0][0]["kind"] == "send"
     (line,) = [line for line in done.output.splitlines() if line.startswith("per rank")]
-    assert f"buffers {planned.heaviest.buffers / 1024:.2f} KiB (whole on every rank)" in line
+    assert f"buffers {planned.memory.heaviest.buffers / 1024:.2f} KiB (whole on every rank)" in line
     plain = tessera.plan(recipe({**FOUR_BITS, "lora": {}}))
     assert "buffers" not in plain.describe()

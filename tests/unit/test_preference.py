@@ -374,7 +374,7 @@ def test_without_a_reference_there_is_no_copy_and_a_pipeline_refuses_one(data: P
     recipe = whole_recipe(data, tmp_path, steps=1)
     assert plan(recipe).memory.frozen.keys() == {"reference"}
     assert "reference     frozen" in plan(recipe).describe()
-    assert plan(recipe, {"train.task_options.reference_free": True}).frozen_components == {}
+    assert plan(recipe, {"train.task_options.reference_free": True}).memory.frozen == {}
     with pytest.raises(TesseraError, match="second copy") as caught:
         plan(recipe, {"parallel.pp": 2}, world=2)
     assert "model.lora" in str(caught.value)
