@@ -79,9 +79,9 @@ def run(pairs: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], flo
     for world in sorted({LAYOUTS[target][0] for _, target in pairs}):
         here = [pair for pair in pairs if LAYOUTS[pair[1]][0] == world]
         run_ranks(go_on, world, folder, here, timeout=30.0 + 20.0 * len(here))
-    found = {}
+    differences = {}
     for pair in pairs:
-        made = losses(place(folder, *pair) / "chat")
-        assert len(made) == len(right) == STEPS
-        found[pair] = max(abs(a - b) / abs(b) for a, b in zip(made, right, strict=True))
-    return found
+        curve = losses(place(folder, *pair) / "chat")
+        assert len(curve) == len(right) == STEPS
+        differences[pair] = max(abs(a - b) / abs(b) for a, b in zip(curve, right, strict=True))
+    return differences

@@ -160,8 +160,8 @@ def quietly(recipe: dict[str, Any], overrides: dict[str, Any], record: Record) -
 def recipe_for(case: Case, folder: Path, out: Path) -> dict[str, Any]:
     if case.toy == "chat":
         return recipe_of(folder / "data", out)
-    made = {"experts": experts_recipe, "encoders": encoders_recipe, "videos": videos_recipe}
-    return made[case.toy](out)
+    recipes = {"experts": experts_recipe, "encoders": encoders_recipe, "videos": videos_recipe}
+    return recipes[case.toy](out)
 
 
 def reference(case: Case, path: Path, folder: Path, steps: int) -> None:
@@ -188,8 +188,8 @@ def run_case(case: Case, right: dict[str, Tensor], folder: Path, steps: int) -> 
     return apart, max(abs(record.bytes[key] - said[key]) / max(said[key], 1) for key in record.bytes)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+def relative(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
 def measure(
@@ -205,14 +205,14 @@ def measure(
         if case.reference not in expected:
             expected[case.reference] = folder / f"reference-{len(expected)}.safetensors"
             reference(case, expected[case.reference], folder, steps)
-    found: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, float]] = {}
     for world in sorted({case.world for case in cases}):
         here = [(case, expected[case.reference]) for case in cases if case.world == world]
         by_rank = run_ranks(run_cases, world, folder, here, steps, timeout=60.0 + 20.0 * len(here))
         for number, (case, path) in enumerate(here):
-            found[case.name] = summed_up([results[number] for results in by_rank], path)
-            done(case, found[case.name])
-    return found
+            rows[case.name] = summed_up([results[number] for results in by_rank], path)
+            done(case, rows[case.name])
+    return rows
 
 
 def params(cases: list[Case]) -> list[Any]:
@@ -223,8 +223,8 @@ def params(cases: list[Case]) -> list[Any]:
 def measure_selected(request: pytest.FixtureRequest, folder: Path) -> dict[str, dict[str, float]]:
     """Those cases alone that tests of the file ask for, whatever was deselected."""
     here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    asked = [item.callspec.params.get("case") for item in here if hasattr(item, "callspec")]
-    return measure([case for case in asked if isinstance(case, Case)], folder)
+    wanted = [item.callspec.params.get("case") for item in here if hasattr(item, "callspec")]
+    return measure([case for case in wanted if isinstance(case, Case)], folder)
 
 
 def summed_up(results: list[tuple[dict[str, float], float]], path: Path) -> dict[str, float]:
@@ -254,8 +254,8 @@ def main() -> int:
         print(f"{case.name:<{width}}  {case.world:>5}  {numbers}  {row['bytes']:11.2%}{bias}{verdict}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(EVERY, Path(folder), STEPS, show)
-    failed = sum(not good(row) for row in found.values())
+        rows = measure(EVERY, Path(folder), STEPS, show)
+    failed = sum(not good(row) for row in rows.values())
     print(
         f"{len(EVERY) - failed} of {len(EVERY)} within {LIMIT:g} of one process (three steps, fp32), bytes within 1 %"
     )

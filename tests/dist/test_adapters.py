@@ -128,14 +128,14 @@ def test_adapters_train_as_in_one_process(name: str, measured: Any) -> None:
 
 @pytest.mark.slow
 def test_adapters_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> None:
-    found = measure_layouts(MORE, tmp_path, {})
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results = measure_layouts(MORE, tmp_path, {})
+    assert {name: row for name, row in results.items() if not good(row)} == {}
 
 
 @pytest.mark.slow
 def test_adapters_of_experts_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> None:
-    found = measure_layouts(MORE_EXPERTS, tmp_path, {})
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results = measure_layouts(MORE_EXPERTS, tmp_path, {})
+    assert {name: row for name, row in results.items() if not good(row)} == {}
 
 
 FORMS: list[Case] = [
@@ -148,10 +148,10 @@ FORMS: list[Case] = [
 
 @pytest.mark.slow
 def test_other_forms_of_adapters_train_as_in_one_process(tmp_path: Path) -> None:
-    found = measure(FORMS, tmp_path / "forms")
+    results = measure(FORMS, tmp_path / "forms")
     whole = {**TEXT, "modules_to_save": ["projector", "text.norm"]}
-    found |= measure_layouts([("whole modules, tp 2", 2, {"tp": 2}, whole, {})], tmp_path / "whole", {})
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results |= measure_layouts([("whole modules, tp 2", 2, {"tp": 2}, whole, {})], tmp_path / "whole", {})
+    assert {name: row for name, row in results.items() if not good(row)} == {}
 
 
 # ---------------------------------------------------------------------------------------------- pairs of answers
@@ -174,14 +174,14 @@ def measure_pairs(layouts: list[Layout], folder: Path) -> dict[str, dict[str, fl
 
 
 def test_preferences_train_as_in_one_process(tmp_path: Path) -> None:
-    found = measure_pairs(PAIRS[1:], tmp_path)
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results = measure_pairs(PAIRS[1:], tmp_path)
+    assert {name: row for name, row in results.items() if not good(row)} == {}
 
 
 @pytest.mark.slow
 def test_preferences_train_as_in_one_process_under_more_layouts(tmp_path: Path) -> None:
-    found = measure_pairs([*PAIRS[:1], *MORE_PAIRS], tmp_path)
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results = measure_pairs([*PAIRS[:1], *MORE_PAIRS], tmp_path)
+    assert {name: row for name, row in results.items() if not good(row)} == {}
 
 
 OTHER_TASKS: list[Layout] = [
@@ -198,8 +198,8 @@ def test_other_preference_tasks_train_as_in_one_process(task: str, tmp_path: Pat
     if task == "kto":
         settings |= {"data.kind": "unpaired_preference", "data.length": 512}
         settings["data.train"] = [{"path": str(tmp_path / "pairs" / "rated.jsonl")}]
-    found = measure_layouts(OTHER_TASKS, tmp_path, settings)
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results = measure_layouts(OTHER_TASKS, tmp_path, settings)
+    assert {name: row for name, row in results.items() if not good(row)} == {}
 
 
 # ---------------------------------------------------------------------------------------------- saved and exported
@@ -233,7 +233,7 @@ def test_one_layout_goes_on_where_another_stopped_and_exports_the_same(of_expert
     folder = tmp_path / "other" / other["name"]
     run_ranks(go_on, 2, str(folder), {f"parallel.{key}": value for key, value in then.items()})
     for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        expected, found = (load_file(run / file) for run in (tmp_path / "alone" / alone["name"], folder))
-        assert set(found) == set(expected)
+        expected, written = (load_file(run / file) for run in (tmp_path / "alone" / alone["name"], folder))
+        assert set(written) == set(expected)
         for name, tensor in expected.items():
-            assert relative(found[name], tensor) < 1e-5, name
+            assert relative(written[name], tensor) < 1e-5, name

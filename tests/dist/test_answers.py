@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(rank: int, world: int, run: Path, layouts: list[dict[str, Any] | None]) -> list[list[str]]:
-    found = []
+    tokens = []
     for layout in layouts:
         for folder in (run, run / "hf"):
             model, processor = tessera.load(folder, device="cpu", parallel=layout)
@@ -40,8 +40,8 @@ def answers(rank: int, world: int, run: Path, layouts: list[dict[str, Any] | Non
                 ],
                 [{"role": "user", "content": "Say red blue."}],
             ]
-            found.append(model.generate(processor(talks, root=pictures), max_new_tokens=6))
-    return found
+            tokens.append(model.generate(processor(talks, root=pictures), max_new_tokens=6))
+    return tokens
 
 
 @pytest.mark.slow  # the tests of tensor and pipeline parallelism generate as well
@@ -49,8 +49,8 @@ def test_answers_do_not_depend_on_the_layout(trained: Path) -> None:
     (alone, exported) = answers(0, 1, trained, [None])
     assert alone == exported
     assert len(set(alone)) == 2
-    for found in run_ranks(answers, 2, trained, LAYOUTS):
-        assert found == [alone] * (2 * len(LAYOUTS))
+    for rank_answers in run_ranks(answers, 2, trained, LAYOUTS):
+        assert rank_answers == [alone] * (2 * len(LAYOUTS))
 
 
 def test_a_layout_needs_ranks(trained: Path) -> None:

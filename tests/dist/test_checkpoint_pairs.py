@@ -13,8 +13,8 @@ NEXT = list(zip(LAYOUTS, [*list(LAYOUTS)[1:], next(iter(LAYOUTS))], strict=True)
 
 
 def check(pairs: list[tuple[str, str]], folder: Path) -> None:
-    found = run(pairs, folder)
-    assert {pair: worst for pair, worst in found.items() if worst > 1e-5} == {}
+    losses = run(pairs, folder)
+    assert {pair: worst for pair, worst in losses.items() if worst > 1e-5} == {}
 
 
 @pytest.mark.slow  # test_checkpoint_reshard does the same with one tensor

@@ -75,8 +75,8 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
 
 
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def same(first: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return first.keys() == right.keys() and all(torch.equal(first[name], right[name]) for name in first)
 
 
 def pass_on(rank: int, world: int, folder: Path, step: int, replicate: int) -> dict[str, list[float]]:
@@ -87,8 +87,8 @@ def pass_on(rank: int, world: int, folder: Path, step: int, replicate: int) -> d
     tensors = training_tensors(net, optimizer)
     manager = CheckpointManager(folder, keep=9)
     if step > 0:
-        found = manager.resume(tensors)
-        assert found == (step - 1, {"word": f"by {step - 1}"})
+        resumed = manager.resume(tensors)
+        assert resumed == (step - 1, {"word": f"by {step - 1}"})
     manager.save(step, tensors, {"word": f"by {step}"}, "a: 1\n")
     return {name: tensor.double().flatten().tolist() for name, tensor in whole(tensors).items()}
 
@@ -162,9 +162,9 @@ def damaged_share(rank: int, world: int, folder: Path) -> list[object]:
         data[-1] ^= 1
         file.write_bytes(data)
     torch.distributed.barrier()
-    found = manager.resume(tensors)
-    assert found is not None
-    return [found[0], found[1]]
+    resumed = manager.resume(tensors)
+    assert resumed is not None
+    return [resumed[0], resumed[1]]
 
 
 def test_ranks_agree_on_the_last_good_one(tmp_path: Path) -> None:
@@ -265,9 +265,9 @@ def save_over_safetensors(rank: int, world: int, folder: Path) -> None:
 def read_over_safetensors(rank: int, world: int, folder: Path) -> list[bool]:
     """Whether every rank's shards come back, read by torch into this layout."""
     expected = sharded_weights(world)
-    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    torch.distributed.checkpoint.load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
-    return [torch.equal(local(found[name]), local(tensor)) for name, tensor in expected.items()]
+    read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    torch.distributed.checkpoint.load(read, storage_reader=HuggingFaceStorageReader(str(folder)))
+    return [torch.equal(local(read[name]), local(tensor)) for name, tensor in expected.items()]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -278,15 +278,15 @@ def test_checkpoints_of_torch_over_safetensors_are_read_and_written(tmp_path: Pa
     run_ranks(save_over_safetensors, 2, tmp_path / "theirs")
     assert len(list((tmp_path / "theirs").glob("shard-*.safetensors"))) == 2
     assert is_dcp_safetensors(tmp_path / "theirs")
-    found = {name: tensor.read() for name, tensor in read_dcp_safetensors(tmp_path / "theirs").items()}
-    assert torch.equal(found["rows"], torch.arange(35.0).reshape(7, 5))
-    assert torch.equal(found["columns"], torch.arange(15).reshape(3, 5).bfloat16())
-    assert torch.equal(found["whole"], torch.arange(4))
-    assert found["scalar"].item() == 2.5
+    read = {name: tensor.read() for name, tensor in read_dcp_safetensors(tmp_path / "theirs").items()}
+    assert torch.equal(read["rows"], torch.arange(35.0).reshape(7, 5))
+    assert torch.equal(read["columns"], torch.arange(15).reshape(3, 5).bfloat16())
+    assert torch.equal(read["whole"], torch.arange(4))
+    assert read["scalar"].item() == 2.5
     box = read_dcp_safetensors(tmp_path / "theirs")["rows"].read([3, 1], [2, 3])  # over the border of two files
-    assert torch.equal(box, found["rows"][3:5, 1:4])
-    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+    assert torch.equal(box, read["rows"][3:5, 1:4])
+    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in read.items()}
     with PlannedFolder(tmp_path / "ours", plan_dcp_safetensors(plans)) as files:
-        for name, tensor in found.items():
+        for name, tensor in read.items():
             files.put(name, TensorRows.of(tensor))
     assert run_ranks(read_over_safetensors, 2, tmp_path / "ours") == [[True] * 4] * 2

@@ -66,8 +66,8 @@ def attention_errors(rank: int, world: int, cases: list[Shared]) -> list[float]:
         (case.ring, case.ulysses): Axes({SHARD: 1, RING: case.ring, ULYSSES: case.ulysses}, {CONTEXT: (RING, ULYSSES)})
         for case in cases
     }
-    made = {key: Mesh(axes, torch.device("cpu")) for key, axes in meshes.items()}
-    return [attention_error(case, made[case.ring, case.ulysses]) for case in cases]
+    by_key = {key: Mesh(axes, torch.device("cpu")) for key, axes in meshes.items()}
+    return [attention_error(case, by_key[case.ring, case.ulysses]) for case in cases]
 
 
 def attention_error(case: Shared, mesh: Mesh) -> float:
@@ -79,12 +79,12 @@ def attention_error(case: Shared, mesh: Mesh) -> float:
     ]
     weights = torch.randn(rows, case.heads, 8, generator=generator, dtype=torch.float64)
     core, segments = PackedAttention(case.causal, "sdpa"), Segments.of(case.lengths)
-    own = split.ranges(rows, mesh.position(CONTEXT))
+    ranges = split.ranges(rows, mesh.position(CONTEXT))
     out = core(*whole, segments)
-    expected = [take(x, own, 0) for x in (out, *torch.autograd.grad(out, whole, weights))]
+    expected = [take(x, ranges, 0) for x in (out, *torch.autograd.grad(out, whole, weights))]
     shared = ContextAttention(core, split, mesh)
     assert torch.equal(shared(*whole, segments), out)  # rows that nobody has shared, as in generating
-    mine = [take(x.detach(), own, 0).requires_grad_() for x in whole]
+    mine = [take(x.detach(), ranges, 0).requires_grad_() for x in whole]
     out = shared(*mine, segments)
-    found = [out, *torch.autograd.grad(out, mine, take(weights, own, 0))]
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    results = [out, *torch.autograd.grad(out, mine, take(weights, ranges, 0))]
+    return max(float((a - b).abs().max()) for a, b in zip(results, expected, strict=True))

@@ -21,15 +21,15 @@ PICTURES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"model.config": {"layers": 4}}
 
 
-def case_of(one: Feature, other: Feature) -> Case:
-    parallel = {**one.parallel, **other.parallel}
+def case_of(feature: Feature, other: Feature) -> Case:
+    parallel = {**feature.parallel, **other.parallel}
     together = prod(parallel.get(degree, 1) for degree in ("tp", "pp", "cp"))
     copies = 2 if parallel.get("shard") == 2 else 1
     world = min(MOST_RANKS, together * 2 * copies)
-    with_experts = one.needs_experts or other.needs_experts
-    frozen = {"model.freeze": ["vision"]} if one.model or other.model else {}
+    with_experts = feature.needs_experts or other.needs_experts
+    frozen = {"model.freeze": ["vision"]} if feature.model or other.model else {}
     model = {**(EXPERTS if with_experts else PICTURES), **frozen}
-    return Case(f"{other.name} x {one.name}", world, parallel, model, "experts" if with_experts else "chat")
+    return Case(f"{other.name} x {feature.name}", world, parallel, model, "experts" if with_experts else "chat")
 
 
 def cases() -> list[Case]:
@@ -39,6 +39,6 @@ def cases() -> list[Case]:
 
 @pytest.mark.slow
 def test_every_pair_that_is_accepted_trains_like_one_process(tmp_path: Path) -> None:
-    found = measure(cases(), tmp_path)
-    assert len(found) > 100
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results = measure(cases(), tmp_path)
+    assert len(results) > 100
+    assert {name: row for name, row in results.items() if not good(row)} == {}

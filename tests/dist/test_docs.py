@@ -23,9 +23,9 @@ def run(rank: int, world: int, recipe: dict[str, Any]) -> list[float]:
 @pytest.mark.slow  # that its keys are real and its layouts train is tested elsewhere, and fast
 def test_the_recipe_of_the_memory_page_trains(tmp_path: Path) -> None:
     section = PAGE.read_text(encoding="utf-8").split("## A recipe to begin with")[1]
-    shown = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
-    assert shown is not None
-    recipe = chat_recipe(write_chat_set(tmp_path / "data"), tmp_path / "runs") | yaml.safe_load(shown[1])
+    block = re.search(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    recipe = chat_recipe(write_chat_set(tmp_path / "data"), tmp_path / "runs") | yaml.safe_load(block[1])
     losses = run_ranks(run, 2, recipe)[0]
     assert len(losses) == 6
     assert losses[-1] < losses[0]

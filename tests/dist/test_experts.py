@@ -71,16 +71,16 @@ def tokens_of(rank: int, how: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def send_to_experts(rank: int, world: int, how: str) -> Any:
-    own = [stack.chunk(world)[rank].clone().requires_grad_() for stack in stacks()]
+    local = [stack.chunk(world)[rank].clone().requires_grad_() for stack in stacks()]
     x, ids, weights = tokens_of(rank, how)
     x.requires_grad_()
     weights.requires_grad_()
 
     mesh = init_device_mesh("cpu", (world,))
-    dealt = [DTensor.from_local(part, mesh, [Shard(0)]) for part in own]
+    dealt = [DTensor.from_local(part, mesh, [Shard(0)]) for part in local]
     out = RankDispatch("auto", dist.group.WORLD)(x, ids, weights, *dealt)
-    found = torch.autograd.grad(out.square().sum(), (x, weights, *own))
-    return out.tolist(), [gradient.tolist() for gradient in found]
+    gradients = torch.autograd.grad(out.square().sum(), (x, weights, *local))
+    return out.tolist(), [gradient.tolist() for gradient in gradients]
 
 
 @pytest.mark.parametrize("how", ["all", "first", "silent"])
@@ -97,15 +97,15 @@ def test_ranks_may_have_nothing_to_send_or_get_nothing(how: str) -> None:
         total = total + out.square().sum()
         per_rank.append((x, weights, out))
     expected = torch.autograd.grad(total, [t for x, weights, _ in per_rank for t in (x, weights)] + whole)
-    for rank, (out, found) in enumerate(results):
+    for rank, (out, gradients) in enumerate(results):
         assert distance(out, per_rank[rank][2].detach()) < LIMIT
         right = [*expected[2 * rank : 2 * rank + 2], *(gradient.chunk(2)[rank] for gradient in expected[4:])]
-        for gradient, tensor in zip(found, right, strict=True):
+        for gradient, tensor in zip(gradients, right, strict=True):
             assert distance(gradient, tensor) < LIMIT
 
 
-def distance(found: Any, expected: Tensor) -> float:
-    return relative(torch.tensor(found).view(expected.shape), expected) if expected.numel() else len(found)
+def distance(result: Any, expected: Tensor) -> float:
+    return relative(torch.tensor(result).view(expected.shape), expected) if expected.numel() else len(result)
 
 
 # ---------------------------------------------------------------------------------------------- rows on several ranks
@@ -132,11 +132,11 @@ def balance_parts(rank: int, world: int, ranks: int) -> Any:
         apply_experts(module, plan, Mesh(axes, torch.device("cpu")))
     batch = token_rows.TokenRows(24, 64, seed=5).batch([0, 1, 2])
     torch.manual_seed(7)
-    x, own = torch.randn(72, HIDDEN), torch.arange(rank, 72, ranks)
+    x, local_rows = torch.randn(72, HIDDEN), torch.arange(rank, 72, ranks)
     if ranks > 1:
-        batch = batch.with_tensors(token_index=own, labels=batch["labels"][own])
+        batch = batch.with_tensors(token_index=local_rows, labels=batch["labels"][local_rows])
     rows = module.token_rows(batch)
-    out, used = module.moe(x[own], rows)
+    out, used = module.moe(x[local_rows], rows)
     ((out * 0.0).sum() + 0.5 * balance_loss(used, 2, rows)).backward()
     assert module.moe.router.weight.grad is not None
     return module.moe.router.weight.grad.tolist(), module.moe.balance.loads.tolist()
@@ -177,24 +177,28 @@ class Shares(Record):
 
 @pytest.mark.slow
 def test_a_run_with_fewer_experts_than_ranks_goes_on_in_one_process(tmp_path: Path) -> None:
-    one = Record()
-    quietly(experts_recipe(tmp_path / "one"), {"model.config": FEW, "train.ema": {"decay": 0.9}}, one)
+    record = Record()
+    quietly(experts_recipe(tmp_path / "one"), {"model.config": FEW, "train.ema": {"decay": 0.9}}, record)
     assert run_ranks(train_few_and_save, 4, tmp_path / "four") == [[1]] * 4
     two = Record()
     with contextlib.redirect_stderr(io.StringIO()):
         resume(tmp_path / "four" / "experts", {"train.steps": STEPS}, callbacks=[two])
-    late = [name for name in one.tensors if not name.startswith(("gradient.", "loss.1", "loss.2", "norm.1", "norm.2"))]
-    assert {name for name in late if relative(two.tensors[name], one.tensors[name]) > LIMIT} == set()
+    late = [
+        name for name in record.tensors if not name.startswith(("gradient.", "loss.1", "loss.2", "norm.1", "norm.2"))
+    ]
+    assert {name for name in late if relative(two.tensors[name], record.tensors[name]) > LIMIT} == set()
 
 
 @pytest.mark.slow  # with fewer experts than ranks, below, is the harder case
 def test_a_run_with_dealt_experts_goes_on_in_one_process(tmp_path: Path) -> None:
-    one = Record()
-    quietly(experts_recipe(tmp_path / "one"), {"model.config": STEERED}, one)
-    assert all(tensor.any() for name, tensor in one.tensors.items() if name.startswith("bias.")), "biases have moved"
+    record = Record()
+    quietly(experts_recipe(tmp_path / "one"), {"model.config": STEERED}, record)
+    assert all(tensor.any() for name, tensor in record.tensors.items() if name.startswith("bias.")), "biases have moved"
     run_ranks(train_and_save, 2, tmp_path / "two")
     two = Record()
     with contextlib.redirect_stderr(io.StringIO()):
         resume(tmp_path / "two" / "experts", {"parallel.ep": 1, "train.steps": STEPS}, callbacks=[two])
-    late = [name for name in one.tensors if not name.startswith(("gradient.", "loss.1", "loss.2", "norm.1", "norm.2"))]
-    assert {name for name in late if relative(two.tensors[name], one.tensors[name]) > LIMIT} == set()
+    late = [
+        name for name in record.tensors if not name.startswith(("gradient.", "loss.1", "loss.2", "norm.1", "norm.2"))
+    ]
+    assert {name for name in late if relative(two.tensors[name], record.tensors[name]) > LIMIT} == set()

@@ -63,8 +63,8 @@ class SkipModel(Callback):
         if trainer.world.rank == 1 and trainer.step == AT:
             from tessera.core.task import LossTotals, SumSpec
 
-            one = torch.ones(1, dtype=torch.float64)
-            totals = LossTotals((SumSpec("loss", "labels", 1.0),), one, {"labels": one[0]})
+            number = torch.ones(1, dtype=torch.float64)
+            totals = LossTotals((SumSpec("loss", "labels", 1.0),), number, {"labels": number[0]})
             trainer.engine.step = lambda task, batches: totals
 
 
@@ -148,23 +148,23 @@ def run(recipe: dict[str, Any], scratch: Path, case: str | None, start: list[int
         for rank in (start if start is not None else range(world))
     ]
     began = time.monotonic()
-    for one in ranks:
-        one.start()
+    for process in ranks:
+        process.start()
     metrics = Path(recipe["out"]) / recipe["name"] / "metrics.jsonl"
     try:
-        while any(one.exitcode is None for one in ranks) and time.monotonic() < began + 100:
+        while any(process.exitcode is None for process in ranks) and time.monotonic() < began + 100:
             if case and metrics.exists() and len(metrics.read_text().splitlines()) < AT:
                 began = time.monotonic()
             time.sleep(0.05)
         seconds = time.monotonic() - began
     finally:
-        for one in ranks:
-            if one.exitcode is None:
-                one.kill()
-            one.join(10)
+        for process in ranks:
+            if process.exitcode is None:
+                process.kill()
+            process.join(10)
     record = metrics.parent / "logs" / "failure.json"
     return Ended(
-        [one.exitcode for one in ranks],
+        [process.exitcode for process in ranks],
         seconds,
         [path.read_text() if path.exists() else "" for path in screens],
         json.loads(record.read_text()) if record.exists() else None,

@@ -37,9 +37,9 @@ def embed(rank: int, world: int, folder: Path, residence: Residence) -> dict[str
     module = place_frozen(parts.text_encoder(form), residence, Mesh(axes, cpu), cpu)
     frozen = FrozenModule(module, cpu, residence)
     with frozen.use() as encoder:
-        found = [one.tokens.tolist() for one in encoder.encode([torch.tensor(ids) for ids in CAPTIONS])]  # type: ignore[operator]
+        tokens = [one.tokens.tolist() for one in encoder.encode([torch.tensor(ids) for ids in CAPTIONS])]  # type: ignore[operator]
     held = sum(local_shard(p).numel() * p.element_size() for p in module.parameters())
-    return {"tokens": found, "held": held, "planned": planned.size}
+    return {"tokens": tokens, "held": held, "planned": planned.size}
 
 
 @pytest.mark.slow
@@ -50,12 +50,12 @@ def test_a_shared_text_encoder_embeds_as_a_whole_one(tmp_path: Path) -> None:
         wanted = [one.tokens for one in whole.encode([torch.tensor(ids) for ids in CAPTIONS])]
     size = sum(p.numel() * p.element_size() for p in whole.parameters())
     for residence, share in (("sharded", 2), ("device", 1), ("offloaded", 1)):
-        for found in run_ranks(embed, 2, folder, residence):
-            for tokens, expected in zip(found["tokens"], wanted, strict=True):
+        for rank in run_ranks(embed, 2, folder, residence):
+            for tokens, expected in zip(rank["tokens"], wanted, strict=True):
                 assert expected is not None
                 assert torch.allclose(torch.tensor(tokens), expected, atol=1e-6)
-            assert found["planned"] == -(-size // share)
-            assert abs(found["held"] - found["planned"]) < 0.02 * size  # what does not divide is padded
+            assert rank["planned"] == -(-size // share)
+            assert abs(rank["held"] - rank["planned"]) < 0.02 * size  # what does not divide is padded
 
 
 def embed_with_image(rank: int, world: int, folder: Path) -> list[list[float]]:
@@ -72,12 +72,12 @@ def embed_with_image(rank: int, world: int, folder: Path) -> list[list[float]]:
     ids = torch.tensor([*others, word, 9, 10]) if rank == 0 else torch.empty(0, dtype=torch.int64)
     tensors, segments = {"text_ids": ids, "frames": torch.empty(0, 3)}, {"text_ids": Segments.of([len(ids)])}
     if rank == 0:
-        shown = torch.arange(4 * images.patches.width).remainder(251).view(4, -1).to(torch.uint8)
-        tensors |= {EMPTY_IDS: ids, SHOWN: shown, SHOWN_GRIDS: torch.tensor([[1, 2, 2]])}
+        patches = torch.arange(4 * images.patches.width).remainder(251).view(4, -1).to(torch.uint8)
+        tensors |= {EMPTY_IDS: ids, SHOWN: patches, SHOWN_GRIDS: torch.tensor([[1, 2, 2]])}
         segments[EMPTY_IDS] = segments["text_ids"]
     encoders = SampleEncoders(form, {"text_encoder": frozen}, edit=images)
-    found: list[list[float]] = encoders._with_text([Batch(tensors, segments)], [()])[0]["text"].tolist()
-    return found
+    text: list[list[float]] = encoders._with_text([Batch(tensors, segments)], [()])[0]["text"].tolist()
+    return text
 
 
 @pytest.mark.slow

@@ -24,13 +24,13 @@ WEIGHT = "text.layers.1.mlp.down.weight"
 
 
 def recipe(data: Path, out: Path, victims: list[str], policy: str) -> dict[str, Any]:
-    found = chat_recipe(data, out, steps=STEPS, ema={"decay": 0.8}, generate_every=STEPS, generate_samples=4)
-    found["train"]["generate_tokens"] = 4
-    found["model"]["config"] = FOUR_LAYERS
-    found["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": {"nan_pixels": victims}}
-    found["checkpoint"] = {"every": 2}
-    found["guard"] = {"policy": policy}
-    return found
+    settings = chat_recipe(data, out, steps=STEPS, ema={"decay": 0.8}, generate_every=STEPS, generate_samples=4)
+    settings["train"]["generate_tokens"] = 4
+    settings["model"]["config"] = FOUR_LAYERS
+    settings["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": {"nan_pixels": victims}}
+    settings["checkpoint"] = {"every": 2}
+    settings["guard"] = {"policy": policy}
+    return settings
 
 
 def told(run: Run) -> dict[str, Any]:
@@ -93,19 +93,19 @@ def test_any_layout_names_and_survives_the_same_faults(
     policy: str, world: int, parallel: dict[str, Any], data: Path, victim: str, tmp_path: Path, alone: Any
 ) -> None:
     expected = alone(policy)
-    found = run_ranks(faulty, world, recipe(data, tmp_path, [victim], policy), parallel, timeout=240)[0]
-    assert facts(found["events"]) == facts(expected["events"])
-    bad, flipped = found["events"][0], found["events"][-1]
+    result = run_ranks(faulty, world, recipe(data, tmp_path, [victim], policy), parallel, timeout=240)[0]
+    assert facts(result["events"]) == facts(expected["events"])
+    bad, flipped = result["events"][0], result["events"][-1]
     assert (bad["step"], bad["samples"]) == (BAD, [victim])
     assert bad["module"].startswith("forward of vision.patch_embed")
     assert [one["name"] for one in flipped["parameters"]] == [WEIGHT]
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
-    assert found["held_out"] == pytest.approx(expected["held_out"], rel=1e-4)
-    assert found["answers"] == expected["answers"]
-    assert found["quarantine"] == expected["quarantine"] == ([] if policy == "skip" else [victim])
-    assert found["average"].keys() == expected["average"].keys()
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+    assert result["held_out"] == pytest.approx(expected["held_out"], rel=1e-4)
+    assert result["answers"] == expected["answers"]
+    assert result["quarantine"] == expected["quarantine"] == ([] if policy == "skip" else [victim])
+    assert result["average"].keys() == expected["average"].keys()
     for name, value in expected["average"].items():
-        assert found["average"][name] == pytest.approx(value, rel=1e-4), name
+        assert result["average"][name] == pytest.approx(value, rel=1e-4), name
 
 
 def facts(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

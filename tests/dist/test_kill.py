@@ -74,10 +74,10 @@ def prove(world: int, trials: int, tmp_path: Path, seed: int) -> None:
     data = write_chat_set(tmp_path / "data", samples=24)
 
     def recipe(name: str) -> dict[str, Any]:
-        made = chat_recipe(data, tmp_path / name, steps=STEPS, global_batch=2)
-        made["checkpoint"] = {"every": 1, "keep": 2}
-        made["data"]["eval"] = []
-        return made
+        settings = chat_recipe(data, tmp_path / name, steps=STEPS, global_batch=2)
+        settings["checkpoint"] = {"every": 1, "keep": 2}
+        settings["data"]["eval"] = []
+        return settings
 
     ready = fork_context().Process(target=os.getpid)  # the fork server has imported everything when this one starts
     ready.start()
@@ -96,9 +96,9 @@ def prove(world: int, trials: int, tmp_path: Path, seed: int) -> None:
         time.sleep(chance.uniform(0, 0.7 * duration))  # the measured run may have had a busier machine
         killed += kill(ranks)
         finish(start(world, tmp_path, mine))
-        found, curve_found, ledger_found = result(mine)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected), f"trial {trial}"
+        weights, curve_found, ledger_found = result(mine)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected), f"trial {trial}"
         assert curve_found == curve
         assert ledger_found == ledger
     assert killed > trials // 4, "kills should have hit living runs"

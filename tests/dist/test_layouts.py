@@ -107,8 +107,8 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[st
 def test_idle_encoders_never_hang_and_equal_one_process(name: str, ordered: Any) -> None:
     (_, expected, right), ranks = ordered
     (first, losses, gradients), (second, _, _) = (rank[name] for rank in ranks)
-    shown = [" ".join("picture" if n else "text" for n in pair) for pair in zip(first, second, strict=True)]
-    assert shown == ORDERS  # one rank had pictures while the other had none
+    batches = [" ".join("picture" if n else "text" for n in pair) for pair in zip(first, second, strict=True)]
+    assert batches == ORDERS  # one rank had pictures while the other had none
     assert losses == pytest.approx(expected, rel=LIMIT)
     assert max(relative(torch.tensor(gradients[n]), torch.tensor(right[n])) for n in right) < LIMIT
 
@@ -192,10 +192,10 @@ def test_a_model_that_shards_itself_keeps_its_ties_and_trains_like_one_process(
     kind: type[Net], groups: list[str]
 ) -> None:
     expected, none = run_ranks(train_net, 1, kind)[0]
-    found, made = run_ranks(train_net, 2, kind)[0]
+    ours, theirs = run_ranks(train_net, 2, kind)[0]
     assert none == []
-    assert made == groups
-    assert [value for row in found for value in row] == pytest.approx([v for row in expected for v in row], rel=LIMIT)
+    assert theirs == groups
+    assert [value for row in ours for value in row] == pytest.approx([v for row in expected for v in row], rel=LIMIT)
 
 
 def test_a_model_that_leaves_parameters_out_is_refused() -> None:

@@ -30,18 +30,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, out: Path, workers: int = 0, **train: Any) -> dict[str, Any]:
-    made = chat_recipe(data, out, steps=STEPS, global_batch=ROWS, **train)
-    made["data"]["train"] = [
+    settings = chat_recipe(data, out, steps=STEPS, global_batch=ROWS, **train)
+    settings["data"]["train"] = [
         {"path": str(data / "train.jsonl"), "weight": 1.0},
         {"path": str(data / "second" / "train.jsonl"), "weight": 1.5},
     ]
-    made["data"] |= {"eval": [], "workers": workers}
-    made["checkpoint"] = {"every": 0, "at_end": False}
-    return made
+    settings["data"] |= {"eval": [], "workers": workers}
+    settings["checkpoint"] = {"every": 0, "at_end": False}
+    return settings
 
 
-def run(rank: int, world: int, made: dict[str, Any]) -> None:
-    train(made)
+def run(rank: int, world: int, settings: dict[str, Any]) -> None:
+    train(settings)
 
 
 def books(out: Path) -> Books:
@@ -76,9 +76,9 @@ def test_any_layout_keeps_the_same_books(
     ranks: int, workers: int, micro: int, data: Path, tmp_path: Path, expected: Books
 ) -> None:
     run_ranks(run, ranks, recipe(data, tmp_path, workers, micro_batch=micro))
-    found = books(tmp_path)
-    assert found == expected
-    assert digest(found) == digest(expected)
+    ledgers = books(tmp_path)
+    assert ledgers == expected
+    assert digest(ledgers) == digest(expected)
     assert len(list((tmp_path / "chat" / "ledger").iterdir())) == ranks
     metrics = [row for row in read_jsonl(tmp_path / "chat" / "metrics.jsonl") if "step_seconds" in row]
     assert all(1.0 <= row["balance"] < ranks for row in metrics)
@@ -86,11 +86,11 @@ def test_any_layout_keeps_the_same_books(
 
 @pytest.mark.slow  # test_kill and test_trainer_layouts have a kill and another number of ranks apart
 def test_killed_and_resumed_on_another_number_of_ranks(data: Path, tmp_path: Path, expected: Books) -> None:
-    made = recipe(data, tmp_path, workers=1) | {"checkpoint": {"every": 1, "keep": 2}}
-    processes = start(2, tmp_path, made)
+    settings = recipe(data, tmp_path, workers=1) | {"checkpoint": {"every": 1, "keep": 2}}
+    processes = start(2, tmp_path, settings)
     wait_for(tmp_path / "chat" / "checkpoints", 4)
     assert kill(processes), "the run should not have ended by itself"
-    finish(start(1, tmp_path, made))
+    finish(start(1, tmp_path, settings))
     assert books(tmp_path) == expected
     assert len(list((tmp_path / "chat" / "ledger").iterdir())) == 2
 

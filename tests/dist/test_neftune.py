@@ -20,5 +20,5 @@ CASES = [
 
 @pytest.mark.slow
 def test_noise_on_embeddings_trains_as_in_one_process(tmp_path: Path) -> None:
-    found = measure(CASES, tmp_path)
-    assert {name: row for name, row in found.items() if not good(row)} == {}
+    results = measure(CASES, tmp_path)
+    assert {name: row for name, row in results.items() if not good(row)} == {}

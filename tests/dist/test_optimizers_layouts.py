@@ -34,10 +34,10 @@ CASES = [
 
 @pytest.mark.slow
 def test_other_optimizers_train_as_in_one_process(tmp_path: Path) -> None:
-    found = measure(CASES, tmp_path)
-    assert {name: row for name, row in found.items() if row["bytes"] >= 0.01} == {}
+    results = measure(CASES, tmp_path)
+    assert {name: row for name, row in results.items() if row["bytes"] >= 0.01} == {}
     wrong = {}
-    for name, row in found.items():
+    for name, row in results.items():
         weights = row.pop("weight")
         if not good(row):
             wrong[name] = row

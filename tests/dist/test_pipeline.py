@@ -92,12 +92,12 @@ def test_evaluation_and_the_watch_know_all_stages(tmp_path: Path) -> None:
     pipeline = {"parallel.pp": 2, "parallel.virtual": 2, "parallel.layers": IN_ENCODER}
     ranks = run_ranks(run, 4, recipe, {**overrides, **pipeline})
     assert len(alone["held_out"]) == 2
-    for found in ranks:
-        assert found["held_out"] == pytest.approx(alone["held_out"], rel=LIMIT)
-        assert found["losses"] == pytest.approx(alone["losses"], rel=LIMIT)
+    for rank in ranks:
+        assert rank["held_out"] == pytest.approx(alone["held_out"], rel=LIMIT)
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=LIMIT)
     # Each watched the blocks of its own stages: 0 and 2, 1 and 3.
-    assert [found["watched"].split(" of ")[1].rpartition(".")[0] for found in ranks] == ["vision.blocks"] * 4
-    assert [found["watched"][-1] for found in ranks] == ["0", "0", "1", "1"]
+    assert [rank["watched"].split(" of ")[1].rpartition(".")[0] for rank in ranks] == ["vision.blocks"] * 4
+    assert [rank["watched"][-1] for rank in ranks] == ["0", "0", "1", "1"]
 
 
 class Refusing(Task):

@@ -67,7 +67,7 @@ def load(rank: int, world: int, folder: str, parallel: dict[str, Any], form: str
     tensors = model_tensors(module)
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     table = weight_map(setup, form)
-    whole = {name for name in local if (found := table.rule_for(name)) and not can_read_boxes(found[0].op)}
+    whole = {name for name in local if (rule := table.rule_for(name)) and not can_read_boxes(rule[0].op)}
     return {
         "read": counted[0],
         "all": 4 * sum(shapes.values()),
@@ -84,9 +84,9 @@ def weight_map(setup: ModelSetup, form: str) -> WeightMap:
         shards = megatron_form_of(setup.spec.name, setup.config)
         assert shards is not None
         return shards.weights
-    found = setup.spec.main.weight_map(setup.config)
-    assert found is not None
-    return found
+    weight_map = setup.spec.main.weight_map(setup.config)
+    assert weight_map is not None
+    return weight_map
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_ranks_of_which_one_waits_for_data_stop_and_save_in_time(tmp_path: Path)
     recipe = chat_recipe(write_chat_set(tmp_path / "chat", samples=4), tmp_path, steps=50, global_batch=2)
     recipe["data"]["eval"] = []
     recipe |= {"checkpoint": {"every": 0}, "guard": {"coverage": "off"}}
-    found = run_ranks(stopped, 2, recipe, str(tmp_path / "waiting"))
-    assert [name for _, name, _ in found] == ["step-00000002"] * 2
-    assert all(reason is not None for reason, _, _ in found)
-    assert max(seconds for _, _, seconds in found) < 30
+    results = run_ranks(stopped, 2, recipe, str(tmp_path / "waiting"))
+    assert [name for _, name, _ in results] == ["step-00000002"] * 2
+    assert all(reason is not None for reason, _, _ in results)
+    assert max(seconds for _, _, seconds in results) < 30

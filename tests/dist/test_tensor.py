@@ -36,13 +36,13 @@ def test_layers_computed_together_train_like_one_process(case: Case, measured: A
 
 
 def last_losses(rank: int, world: int, folder: Path, parallel: dict[str, Any]) -> list[float]:
-    found = []
+    results = []
     for number, model in enumerate(MODELS):
         record = Record()
         overrides = {**model, **parallel, "train.steps": 2}
         quietly(recipe_of(folder / "data", folder / f"{world}-{number}"), overrides, record)
-        found.append(float(record.tensors["loss.2"]))
-    return found
+        results.append(float(record.tensors["loss.2"]))
+    return results
 
 
 @pytest.mark.slow  # mixed precision on ranks is in test_user_models and test_trainer_layouts
@@ -91,7 +91,7 @@ def prompt(lengths: list[int], values: int) -> Batch:
 
 def write_tokens(rank: int, world: int, layouts: list[dict[str, Any]]) -> list[list[list[list[int]]]]:
     """Prompts whose tokens two ranks do not divide, several in a row and one alone: then a rank has no token at all."""
-    found = []
+    results = []
     for parallel in layouts:
         for model in MODELS:
             module, setup, _ = build(world, parallel, model)
@@ -99,8 +99,8 @@ def write_tokens(rank: int, world: int, layouts: list[dict[str, Any]]) -> list[l
             values = setup.config.vision.patch_values
             for lengths in ([9, 5, 3], [7]):
                 batch = prompt(lengths, values)
-                found.append(generate_tokens(module, batch, max_new_tokens=6, stop_tokens=[], sampling=Sampling()))
-    return found
+                results.append(generate_tokens(module, batch, max_new_tokens=6, stop_tokens=[], sampling=Sampling()))
+    return results
 
 
 def test_generating_gives_the_tokens_of_one_process_on_every_rank() -> None:
@@ -114,15 +114,15 @@ def test_generating_gives_the_tokens_of_one_process_on_every_rank() -> None:
 
 def count(rank: int, world: int, layouts: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Of one micro-batch, over the ranks that compute layers together."""
-    found = []
+    results = []
     for parallel in layouts:
         module, setup, mesh = build(world, parallel, {})
         engine = build_engine(module, setup.plan, mesh, torch.device("cpu"))
         batch = prompt([9, 5, 4], setup.config.vision.patch_values)
         with CommCounter(mesh) as counter:
             engine.step(LanguageTask(), [batch])
-        found.append({part.kind: part.count for part in counter.volumes if part.axis == "tp"})
-    return found
+        results.append({part.kind: part.count for part in counter.volumes if part.axis == "tp"})
+    return results
 
 
 def test_layers_that_share_an_input_sum_its_gradient_once() -> None:

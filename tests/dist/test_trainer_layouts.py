@@ -29,7 +29,7 @@ class KeepGradients(Callback):
     one rounding away, which shows how far apart two right results may be."""
 
     def __init__(self, move: bool = False) -> None:
-        self.found: dict[str, list[float]] = {}
+        self.gradients: dict[str, list[float]] = {}
         self.move = move
 
     def on_start(self, trainer: Any) -> None:
@@ -44,7 +44,7 @@ class KeepGradients(Callback):
                 grad = parameter.grad
                 assert grad is not None, name
                 whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                self.found[clean_name(name)] = whole.flatten().double().tolist()
+                self.gradients[clean_name(name)] = whole.flatten().double().tolist()
 
 
 def run_once(
@@ -53,7 +53,7 @@ def run_once(
     keep = KeepGradients(move)
     callbacks: list[Callback] = [keep, *([StopAt(stop)] if stop else [])]
     run = train(recipe, overrides, callbacks=callbacks)
-    return keep.found, losses(run)
+    return keep.gradients, losses(run)
 
 
 def run_each(rank: int, world: int, recipes: list[dict[str, Any]], each: list[dict[str, Any]]) -> list[Any]:
@@ -103,8 +103,8 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
 def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Gradients from weights that are one rounding away."""
     recipe = recipe_of(data, tmp_path_factory.mktemp("moved"))
-    found, _ = run_once(0, 1, recipe, {"checkpoint.every": 0}, 1, move=True)
-    return found
+    gradients, _ = run_once(0, 1, recipe, {"checkpoint.every": 0}, 1, move=True)
+    return gradients
 
 
 SPLITS: list[tuple[int, dict[str, Any]]] = [
@@ -126,18 +126,18 @@ Found = list[tuple[Any, list[float], Path]]
 def train_splits(splits: list[tuple[int, dict[str, Any]]], data: Path, out: Path) -> Found:
     """Gradients, losses and the folder of each, in their order."""
     folders = [out / str(number) for number in range(len(splits))]
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for world in sorted({world for world, _ in splits}):
         here = [number for number, (ranks, _) in enumerate(splits) if ranks == world]
         recipes = [recipe_of(data, folders[number]) for number in here]
         each = [{"checkpoint.every": 0, **splits[number][1]} for number in here]
-        found |= dict(zip(here, run_ranks(run_each, world, recipes, each)[0], strict=True))
-    return [(*found[number], folders[number] / "chat") for number in range(len(splits))]
+        results |= dict(zip(here, run_ranks(run_each, world, recipes, each)[0], strict=True))
+    return [(*results[number], folders[number] / "chat") for number in range(len(splits))]
 
 
-def check_splits(found: Found, reference: Any, moved: Any) -> None:
+def check_splits(results: Found, reference: Any, moved: Any) -> None:
     expected, values, folder = reference
-    for gradients, losses_found, own_folder in found:
+    for gradients, losses_found, own_folder in results:
         assert_within_rounding(tensors(gradients), tensors(expected), tensors(moved))
         assert losses_found == pytest.approx(values, rel=1e-5)
         assert samples_by_step(own_folder) == samples_by_step(folder)
@@ -158,8 +158,8 @@ def test_four_then_one_then_two_ranks_see_the_same_samples_and_losses(
     _, values, folder = reference
     run_ranks(run_once, 4, recipe_of(data, tmp_path), {}, 1)
     run_ranks(go_on, 1, str(tmp_path / "chat"), 2)
-    found = run_ranks(go_on, 2, str(tmp_path / "chat"), None)[0]
-    assert found == pytest.approx(values, rel=1e-5)
+    resumed = run_ranks(go_on, 2, str(tmp_path / "chat"), None)[0]
+    assert resumed == pytest.approx(values, rel=1e-5)
     assert samples_by_step(tmp_path / "chat") == samples_by_step(folder)
 
 
@@ -167,12 +167,12 @@ def test_packed_equals_unpacked(data: Path, tmp_path: Path) -> None:
     """The same samples, all in one step: once packed into rows, once each in a row of its own."""
     base = {"checkpoint.every": 0, "train.steps": 1, "data.train.0.max_samples": 12, "data.shuffle": False}
     alone = {**base, "data.pack": False, "train.global_batch": 12}
-    one, _ = run_once(0, 1, chat_recipe(data, tmp_path / "a"), alone, None)
+    first, _ = run_once(0, 1, chat_recipe(data, tmp_path / "a"), alone, None)
     near, _ = run_once(0, 1, chat_recipe(data, tmp_path / "near"), alone, None, move=True)
     packs = {**base, "data.length": 4096, "train.global_batch": 1}
     all_in_one, _ = run_once(0, 1, chat_recipe(data, tmp_path / "b"), packs, None)
     assert samples_by_step(tmp_path / "a" / "chat") == samples_by_step(tmp_path / "b" / "chat")
-    assert_within_rounding(tensors(all_in_one), tensors(one), tensors(near))
+    assert_within_rounding(tensors(all_in_one), tensors(first), tensors(near))
 
 
 @pytest.mark.slow
@@ -196,6 +196,6 @@ def test_two_ranks_resume_bitwise(data: Path, tmp_path: Path) -> None:
     run_ranks(whole_and_part, 2, data, tmp_path)
     end_ranks()  # what goes on knows nothing but the files
     run_ranks(go_on, 2, str(tmp_path / "part" / "chat"), None)
-    expected, found = (final_weights(tmp_path / run / "chat", STEPS) for run in ("whole", "part"))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, resumed = (final_weights(tmp_path / run / "chat", STEPS) for run in ("whole", "part"))
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)

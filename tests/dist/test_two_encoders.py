@@ -60,8 +60,8 @@ MORE = [
 
 
 def check(cases: list[Case], folder: Path) -> None:
-    found = measure(cases, folder)
-    for name, row in found.items():
+    results = measure(cases, folder)
+    for name, row in results.items():
         assert max(row[kind] for kind in ("loss", "norm", "gradient")) < TOLERANCE, (name, row)
         # A bias begins at zero: the errors of its updates add up, while the updates may all but cancel.
         assert row["weight"] < STEPS**2 * TOLERANCE, (name, row)
@@ -90,8 +90,8 @@ def recipe(**parallel: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["cp", "pp"])
 def test_the_estimate_of_communication_is_what_a_step_sends(axis: str) -> None:
-    asked = recipe(tp=2, encoders={"audio": {"tp": 1}}, **{axis: 2})
-    assert estimate_error(tessera.plan(asked, world=4), dry_run(asked, world=4)) < 0.01
+    settings = recipe(tp=2, encoders={"audio": {"tp": 1}}, **{axis: 2})
+    assert estimate_error(tessera.plan(settings, world=4), dry_run(settings, world=4)) < 0.01
 
 
 def test_a_plan_tells_how_each_encoder_is_split() -> None:

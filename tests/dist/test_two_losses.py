@@ -46,7 +46,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     results: dict[int, Any] = {}
     for world in (1, 2):
         here = [number for number, (ranks, _) in enumerate(LAYOUTS) if ranks == world]
@@ -59,7 +59,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[f"{world} {settings}" for world, settings in LAYOUTS])
-def test_every_layout_gives_the_gradients_of_one_process(number: int, found: Any, alone: Any, moved: Any) -> None:
-    gradients, losses = found[number]
+def test_every_layout_gives_the_gradients_of_one_process(number: int, layouts: Any, alone: Any, moved: Any) -> None:
+    gradients, losses = layouts[number]
     assert_within_rounding(tensors(gradients), tensors(alone[0]), tensors(moved))
     assert losses == pytest.approx(alone[1], rel=1e-5)

@@ -130,8 +130,8 @@ def recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2)
     }
 
 
-def relative(found: list[float], expected: list[float]) -> float:
-    a, b = torch.tensor(found), torch.tensor(expected)
+def relative(result: list[float], expected: list[float]) -> float:
+    a, b = torch.tensor(result), torch.tensor(expected)
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
 
 
@@ -145,8 +145,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def names(request: pytest.FixtureRequest) -> list[str]:
     """The models that tests of this file ask for, whatever was deselected."""
     here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    asked = {item.callspec.params.get("name") for item in here if hasattr(item, "callspec")}
-    return [name for name in [*NAMES, *LATER, *CHATS] if name in asked or name == "internvl"]
+    wanted = {item.callspec.params.get("name") for item in here if hasattr(item, "callspec")}
+    return [name for name in [*NAMES, *LATER, *CHATS] if name in wanted or name == "internvl"]
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +161,8 @@ def two_ranks(names: list[str], folders: dict[str, Path], tmp_path_factory: pyte
     must not weigh more."""
     out = tmp_path_factory.mktemp("two")
     recipes = [recipe(name, folders, out, micro_batch=1) for name in names]
-    found = run_ranks(begin_all, 2, recipes, timeout=60.0 * (2 + len(recipes)))[0]
-    return {name: (*results, out / name) for name, results in zip(names, found, strict=True)}
+    by_name = run_ranks(begin_all, 2, recipes, timeout=60.0 * (2 + len(recipes)))[0]
+    return {name: (*results, out / name) for name, results in zip(names, by_name, strict=True)}
 
 
 GROUPS = {
@@ -191,10 +191,10 @@ GROUPS = {
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in LATER)])
 def test_two_ranks_train_as_one_and_resume(name: str, one_rank: dict[str, Any], two_ranks: dict[str, Any]) -> None:
     gradients, values, folder = one_rank[name]
-    found, begun, groups, other = two_ranks[name]
+    curve, begun, groups, other = two_ranks[name]
     assert sorted(groups) == sorted(GROUPS[name])
-    assert found.keys() == gradients.keys()
-    assert max(relative(found[n], gradients[n]) for n in gradients) < 1e-5
+    assert curve.keys() == gradients.keys()
+    assert max(relative(curve[n], gradients[n]) for n in gradients) < 1e-5
     assert begun == pytest.approx(values[:2], rel=1e-5)
     assert losses(resume(other)) == pytest.approx(values, rel=1e-5)  # the last step on one rank again
     ours, theirs = (load_file(place / "hf" / "model.safetensors") for place in (other, folder))
@@ -209,12 +209,12 @@ def test_a_class_trains_on_conversations_on_two_ranks_as_on_one(
 ) -> None:
     """A rank whose only conversation has no image takes part in all that the other one gathers."""
     gradients, values, folder = one_rank[name]
-    found, begun, groups, other = two_ranks[name]
+    curve, begun, groups, other = two_ranks[name]
     assert sum("layers.0" in path or "layer.0" in path for path in groups) >= (1 if name == "paligemma" else 2), groups
     off = {"checkpoint.export": False, "checkpoint.every": 0}
     moved, near, _ = begin(0, 1, recipe(name, folders, tmp_path), off, 1, move=True)
-    assert found.keys() == gradients.keys() == moved.keys()
-    assert_within_rounding(first_step(found, begun), first_step(gradients, values), first_step(moved, near))
+    assert curve.keys() == gradients.keys() == moved.keys()
+    assert_within_rounding(first_step(curve, begun), first_step(gradients, values), first_step(moved, near))
     assert len(losses(resume(other))) == 3  # the last step on one rank
     ours, theirs = (load_file(place / "hf" / "model.safetensors") for place in (other, folder))
     assert ours.keys() == theirs.keys()
@@ -233,11 +233,11 @@ def test_recompute_of_a_library_class_changes_nothing(
     folders: dict[str, Path], one_rank: dict[str, Any], tmp_path: Path
 ) -> None:
     plainly = {"checkpoint.export": False, "checkpoint.every": 0}
-    asked = {"parallel.recompute": ["model.language_model.layers.{*}"], **plainly}
-    found, values, _ = begin(0, 1, recipe("internvl", folders, tmp_path / "found"), asked, 1)
+    settings = {"parallel.recompute": ["model.language_model.layers.{*}"], **plainly}
+    losses, values, _ = begin(0, 1, recipe("internvl", folders, tmp_path / "found"), settings, 1)
     moved, near, _ = begin(0, 1, recipe("internvl", folders, tmp_path / "moved"), plainly, 1, move=True)
     gradients, expected, _ = one_rank["internvl"]
-    first = (first_step(found, values), first_step(gradients, expected), first_step(moved, near))
+    first = (first_step(losses, values), first_step(gradients, expected), first_step(moved, near))
     assert_within_rounding(*first)
 
 

@@ -116,9 +116,9 @@ def test_two_blocks_at_most_are_on_the_device_and_the_plan_says_how_large_they_a
     assert watched.most > max(sizes)  # the next block came while one computed
     # Backward of the first pass and the second forward each fetch what they need once.
     assert watched.copies % sum(len(block.owners) for block in blocks) == 0
-    kept = {clean_name(n): t for n, t in [*module.named_parameters(), *module.named_buffers()]}
+    tensors = {clean_name(n): t for n, t in [*module.named_parameters(), *module.named_buffers()]}
     waiting = sum(t.nbytes for block in blocks for t in (getattr(o, n) for o, n in block.owners))
-    assert memory.parameters + memory.buffers == sum(t.nbytes for t in kept.values()) - waiting
+    assert memory.parameters + memory.buffers == sum(t.nbytes for t in tensors.values()) - waiting
     assert "in host memory, at most" in plan.describe()
 
 

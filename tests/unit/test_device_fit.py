@@ -27,12 +27,12 @@ from tessera.training.memory_keys import memory_keys
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model": {"family": "qwen2_vl", "preset": "quickstart"},
         "data": {"length": 256},
         "train": {"steps": 1, "global_batch": 4, "micro_batch": 4},
     }
-    return {key: {**made.get(key, {}), **changes.get(key, {})} for key in made.keys() | changes.keys()}
+    return {key: {**settings.get(key, {}), **changes.get(key, {})} for key in settings.keys() | changes.keys()}
 
 
 def test_devices_are_found_by_name_by_number_and_by_the_nearest_name() -> None:
@@ -64,10 +64,10 @@ class Counted:
     """Stand for the dry run, which takes seconds for each recipe: a step needs so much for each thing that is on."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
 
     def __call__(self, config: Any, world: int, phase: str) -> list[Role]:
-        self.asked.append(config)
+        self.requests.append(config)
         plan = device_fit.build_meta_model(config, world).plan
         step = config.train.micro_batch * config.data.length * (100 if config.parallel.recompute else 4000)
         return [Role((0,), 1, (), 0.0, device_bytes(plan, 0), step)]
@@ -75,17 +75,17 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    made = Counted()
-    monkeypatch.setattr(device_fit, "run_roles", made)
-    return made
+    counted = Counted()
+    monkeypatch.setattr(device_fit, "run_roles", counted)
+    return counted
 
 
 def fit_of(gib: float, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> DeviceFit:
     """Return the comparison with a device on which tensors can have so much."""
     monkeypatch.setattr(device_fit.DeviceSize, "usable", lambda size, ranks=1: int(gib * GIB))
-    found = tessera.plan(recipe(**changes), device="24g").device_fit
-    assert found is not None
-    return found
+    fit = tessera.plan(recipe(**changes), device="24g").device_fit
+    assert fit is not None
+    return fit
 
 
 def test_the_first_key_is_the_cheapest_one_that_is_enough(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,17 +102,17 @@ def test_the_first_key_is_the_cheapest_one_that_is_enough(counted: Counted, monk
 
 @pytest.mark.slow
 def test_keys_are_named_together_where_none_is_enough_alone(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fit_of(0.0001, monkeypatch)
-    assert len(found.changes) > 2
-    assert [change.total for change in found.changes] == sorted((c.total for c in found.changes), reverse=True)
-    told = dict(found.rows())
+    fit = fit_of(0.0001, monkeypatch)
+    assert len(fit.changes) > 2
+    assert [change.total for change in fit.changes] == sorted((c.total for c in fit.changes), reverse=True)
+    told = dict(fit.rows())
     assert "change first" in told
     assert "then" in told
 
 
 def test_a_step_of_many_micro_batches_is_counted_by_two(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     fit_of(1, monkeypatch, train={"global_batch": 64, "micro_batch": 2})
-    assert [config.train.global_batch for config in counted.asked] == [4]
+    assert [config.train.global_batch for config in counted.requests] == [4]
 
 
 def test_what_cannot_be_counted_is_said_and_its_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +120,9 @@ def test_what_cannot_be_counted_is_said_and_its_weights_are_compared(monkeypatch
         raise Uncountable("there is no example")
 
     monkeypatch.setattr(device_fit, "run_roles", refuse)
-    found = fit_of(1, monkeypatch)
-    assert found.total == found.held + tessera.plan(recipe()).memory.heaviest.gradients
-    assert any("there is no example" in text for _, text in found.rows())
+    fit = fit_of(1, monkeypatch)
+    assert fit.total == fit.held + tessera.plan(recipe()).memory.heaviest.gradients
+    assert any("there is no example" in text for _, text in fit.rows())
 
 
 def test_a_step_that_does_not_fit_ends_with_code_1(counted: Counted, tmp_path: Path) -> None:
@@ -142,11 +142,11 @@ def test_a_step_that_does_not_fit_ends_with_code_1(counted: Counted, tmp_path: P
 
 @pytest.mark.slow
 def test_a_device_plan_counts_a_step_by_itself() -> None:
-    found = tessera.plan(recipe(), device="24g").device_fit
-    assert found is not None
-    assert found.fits
-    assert found.held < found.total
-    assert not found.uncounted
+    fit = tessera.plan(recipe(), device="24g").device_fit
+    assert fit is not None
+    assert fit.fits
+    assert fit.held < fit.total
+    assert not fit.uncounted
 
 
 def test_a_plan_made_without_an_accelerator_says_that_it_counts_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +190,14 @@ def test_weights_that_are_freed_and_gathered_again_count_while_they_are_there() 
     with fake_tensor_mode(), LiveMemory() as memory:
         gathered = torch.empty(1000)
         gathered.untyped_storage().resize_(0)
-        kept = torch.ones(10).add(1)
-        assert memory.live == kept.nbytes
+        saved = torch.ones(10).add(1)
+        assert memory.live == saved.nbytes
         gathered.untyped_storage().resize_(4000)
         gathered.copy_(torch.ones(1000))
-        assert memory.live == 4000 + kept.nbytes
+        assert memory.live == 4000 + saved.nbytes
         assert memory.most >= 8000
         memory.leave_out(gathered)
-        assert memory.live == kept.nbytes
+        assert memory.live == saved.nbytes
 
 
 def test_operations_choose_for_the_counted_device_as_they_would_there() -> None:

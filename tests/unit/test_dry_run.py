@@ -125,10 +125,10 @@ def test_lines_add_up() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["dpo", "kto", "simpo", "reward"])
 def test_objectives_over_answers_are_run_dry_on_a_row_that_is_one_pair(task: str) -> None:
-    made = recipe()
-    made["train"] |= {"task": task, "global_batch": 1}
-    made["model"]["lora"] = {"rank": 4}
-    role = run_role(load_config(made), 1, 0)
+    settings = recipe()
+    settings["train"] |= {"task": task, "global_batch": 1}
+    settings["model"]["lora"] = {"rank": 4}
+    role = run_role(load_config(settings), 1, 0)
     assert role.activations > 0
     assert role.total > role.held
 
@@ -150,10 +150,10 @@ def test_blocks_that_run_once_count_as_if_all_of_them_ran(
     world: int, parallel: dict[str, Any], model: dict[str, Any], train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte, in memory and in what is sent: with the first micro-batch, which makes gradients, and the second."""
-    made = recipe(**parallel)
-    made["model"] |= model
-    made["train"] |= {"global_batch": 2 * world, **train}
-    config = load_config(made, {"train.device": "cuda"})
+    settings = recipe(**parallel)
+    settings["model"] |= model
+    settings["train"] |= {"global_batch": 2 * world, **train}
+    config = load_config(settings, {"train.device": "cuda"})
     ran: list[str] = []
     forward = DecoderLayer.forward
     monkeypatch.setattr(DecoderLayer, "forward", lambda self, *args: (ran.append("layer"), forward(self, *args))[1])

@@ -108,18 +108,21 @@ def test_an_update_multiplies_gradients_of_each_type_by_the_factor_once() -> Non
     """The same as torch's own after the multiplication; the next update knows nothing of the factor."""
     first = [torch.randn(3), torch.randn(2, 2).bfloat16(), torch.randn(1)]
     ours, theirs = ([nn.Parameter(x.clone()) for x in first] for _ in range(2))
-    mine, known = AdamW([{"params": ours}], (0.9, 0.95), 1e-8), torch.optim.AdamW(theirs, betas=(0.9, 0.95), fused=True)
+    mine, reference = (
+        AdamW([{"params": ours}], (0.9, 0.95), 1e-8),
+        torch.optim.AdamW(theirs, betas=(0.9, 0.95), fused=True),
+    )
     for share in (0.25, None):
-        for one, other in zip(ours[:2], theirs[:2], strict=True):  # the last has no gradient
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad * (share or 1.0)
+        for our, other in zip(ours[:2], theirs[:2], strict=True):  # the last has no gradient
+            our.grad = torch.randn_like(our)
+            other.grad = our.grad * (share or 1.0)
         if share is not None:
             mine.clip_factor = torch.tensor(share, dtype=torch.float64)
         mine.step()
-        known.step()
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-        assert all(torch.equal(value, known.state[other][name]) for name, value in mine.state[one].items())
+        reference.step()
+    for our, other in zip(ours, theirs, strict=True):
+        assert torch.equal(our, other)
+        assert all(torch.equal(value, reference.state[other][name]) for name, value in mine.state[our].items())
 
 
 def test_a_dropped_step_takes_its_factor_along() -> None:

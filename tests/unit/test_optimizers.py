@@ -61,12 +61,12 @@ def test_lion_is_the_formula() -> None:
 def test_adafactor_updates_as_torch_s_own_does(dtype: torch.dtype) -> None:
     ours, theirs = net().to(dtype), net().to(dtype)
     optimizer = Adafactor([{"params": list(ours.parameters()), "lr": 0.05, "weight_decay": 0.1}])
-    known = torch.optim.Adafactor(theirs.parameters(), lr=0.05, weight_decay=0.1, foreach=False)
+    reference = torch.optim.Adafactor(theirs.parameters(), lr=0.05, weight_decay=0.1, foreach=False)
     for step in range(4):
-        for one, other, grad in zip(ours.parameters(), theirs.parameters(), gradients(ours, step), strict=True):
-            one.grad, other.grad = grad.to(dtype), grad.to(dtype)
+        for first, other, grad in zip(ours.parameters(), theirs.parameters(), gradients(ours, step), strict=True):
+            first.grad, other.grad = grad.to(dtype), grad.to(dtype)
         optimizer.step()
-        known.step()
+        reference.step()
     for p, right in zip(ours.parameters(), theirs.parameters(), strict=True):
         # State and update are in fp32: each step is a few roundings of a number below 1.
         torch.testing.assert_close(p.detach(), right.detach(), rtol=0, atol=32 * torch.finfo(torch.float32).eps)
@@ -85,32 +85,32 @@ def test_muon_updates_as_torch_s_own_does_and_adamw_the_rest() -> None:
     ours, theirs = net(), net()
     optimizer = build_optimizer(ours, section, CPU)
     assert isinstance(optimizer, Muon)
-    known = torch.optim.Muon([theirs["up"].weight], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon([theirs["up"].weight], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     rest = [p for name, p in theirs.named_parameters() if name not in ("up.weight", "experts.up")]
     wide = [p for p in rest if p.dim() > 1]
     groups = [{"params": wide, "weight_decay": 0.1}, {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
     for step in range(3):
-        for one, other, grad in zip(ours.parameters(), theirs.parameters(), gradients(ours, step), strict=True):
-            one.grad, other.grad = grad.clone(), grad.clone()
+        for first, other, grad in zip(ours.parameters(), theirs.parameters(), gradients(ours, step), strict=True):
+            first.grad, other.grad = grad.clone(), grad.clone()
         optimizer.step()
-        known.step()
+        reference.step()
         adamw.step()
     for name, p in theirs.named_parameters():
-        found = dict(ours.named_parameters())[name]
+        parameter = dict(ours.named_parameters())[name]
         if name == "up.weight":  # torch's own iterates in bf16
             moved = 3 * 0.01 * 0.2 * 6**0.5
-            assert float((found - p).detach().abs().max()) < moved * 8 * torch.finfo(torch.bfloat16).eps
+            assert float((parameter - p).detach().abs().max()) < moved * 8 * torch.finfo(torch.bfloat16).eps
         elif name != "experts.up":
-            assert torch.equal(found, p), name
+            assert torch.equal(parameter, p), name
     assert set(optimizer.state[ours["up"].weight]) == {"momentum_buffer"}
 
 
 def test_each_expert_is_a_matrix_of_its_own() -> None:
     stacked = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
-    for one, whole in zip(stacked, orthogonalize(stacked), strict=True):
-        exact = orthogonalize_plainly(one.double())
-        assert_as_close(whole, orthogonalize(one), exact, k=4.0, roundings=8.0)
+    for matrix, whole in zip(stacked, orthogonalize(stacked), strict=True):
+        exact = orthogonalize_plainly(matrix.double())
+        assert_as_close(whole, orthogonalize(matrix), exact, k=4.0, roundings=8.0)
         assert 0.5 < float(torch.linalg.svdvals(whole).min()) <= float(torch.linalg.svdvals(whole).max()) < 1.3
 
 
@@ -129,8 +129,8 @@ def test_which_parameters_are_matrices_and_that_a_group_says_otherwise() -> None
         {"name": "muon", "groups": [{"pattern": "up", "optimizer": "adamw"}, {"pattern": "head", "optimizer": "muon"}]}
     )
     optimizer = build_optimizer(net(), section, CPU)
-    found = {name for group in optimizer.param_groups if group.get("muon") for name in group["names"]}
-    assert found == {"experts.up", "head.weight"}
+    names = {name for group in optimizer.param_groups if group.get("muon") for name in group["names"]}
+    assert names == {"experts.up", "head.weight"}
 
 
 def test_clipping_reaches_both_kinds_of_updates_once() -> None:
@@ -148,8 +148,8 @@ def test_clipping_reaches_both_kinds_of_updates_once() -> None:
         assert optimizer.clip_factor is None  # type: ignore[attr-defined]
         state = optimizer.state[module["up"].weight]["momentum_buffer"]
         torch.testing.assert_close(state, 0.05 * 0.01 * gradients(module, 0)[1])
-    for one, other in zip(clipped.parameters(), scaled.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+    for first, other in zip(clipped.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(first, other)
 
 
 def test_a_schedule_that_stays_and_falls_at_the_end() -> None:
@@ -190,12 +190,15 @@ def test_muon_refuses_vectors_and_weights_in_host_memory() -> None:
 
 
 def test_the_plan_counts_the_state_of_each_optimizer() -> None:
-    found = {name: plan(RECIPE, {"optim.name": name}).memory.by_position[0] for name in ("adamw", "lion", "muon", "adafactor")}
-    parameters = found["lion"].parameters
-    assert found["lion"].optimizer == parameters
-    assert found["adamw"].optimizer > 2 * parameters
-    assert parameters < found["muon"].optimizer < 2 * parameters
-    assert 0 < found["adafactor"].optimizer < parameters / 10
+    memory = {
+        name: plan(RECIPE, {"optim.name": name}).memory.by_position[0]
+        for name in ("adamw", "lion", "muon", "adafactor")
+    }
+    parameters = memory["lion"].parameters
+    assert memory["lion"].optimizer == parameters
+    assert memory["adamw"].optimizer > 2 * parameters
+    assert parameters < memory["muon"].optimizer < 2 * parameters
+    assert 0 < memory["adafactor"].optimizer < parameters / 10
 
 
 def test_matrix_b_of_adapters_has_a_rate_of_its_own() -> None:

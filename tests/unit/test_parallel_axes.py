@@ -25,13 +25,13 @@ def axes(world: int, model: ModelPlan = MODEL, **degrees: Any) -> Axes:
 
 
 def test_axes_multiply_to_the_ranks_and_views_join_them() -> None:
-    made = axes(128, pp=2, cp=4, ulysses=2, tp=2, shard=4, ep=2)
-    assert dict(made.root) == {
+    layout = axes(128, pp=2, cp=4, ulysses=2, tp=2, shard=4, ep=2)
+    assert dict(layout.root) == {
         "pp": 2, "dp_replicate": 2, "dp_shard": 2, "ep": 2, "cp_ring": 2, "cp_ulysses": 2, "tp": 2
     }  # fmt: skip
-    assert made.world == 128
-    views = (DATA, FSDP, LOSS, TENSOR, made.encoders["vision"].dp)
-    assert [made.size(view) for view in views] == [8, 16, 64, 2, 4]
+    assert layout.world == 128
+    views = (DATA, FSDP, LOSS, TENSOR, layout.encoders["vision"].dp)
+    assert [layout.size(view) for view in views] == [8, 16, 64, 2, 4]
 
 
 def test_an_axis_of_one_rank_is_left_out_but_one() -> None:
@@ -40,38 +40,38 @@ def test_an_axis_of_one_rank_is_left_out_but_one() -> None:
 
 
 def test_positions_are_those_of_the_mesh() -> None:
-    made = axes(16, pp=2, tp=2, shard=2)
-    seen = {(made.position(r, "pp"), made.position(r, DATA), made.position(r, TENSOR)) for r in range(16)}
+    layout = axes(16, pp=2, tp=2, shard=2)
+    seen = {(layout.position(r, "pp"), layout.position(r, DATA), layout.position(r, TENSOR)) for r in range(16)}
     assert len(seen) == 16
-    assert made.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 1}
-    assert made.position(13, DATA) == 2
+    assert layout.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 1}
+    assert layout.position(13, DATA) == 2
 
 
 def test_an_encoder_with_its_own_split_distributes_inputs_over_the_other_ranks() -> None:
-    made = axes(8, tp=4, cp=2, encoders={"vision": {"tp": 2}})
-    assert made.size("tp") * made.size("tp_outer") == made.size(TENSOR) == 4
-    views = made.encoders["vision"]
-    assert made.size(views.dp) == 4
-    assert made.size(views.tensor) == 2
-    assert made.size(views.fsdp) == made.size(FSDP) * 2
-    assert made.fsdp_view("vision.blocks.0.weight") == views.fsdp
-    assert made.fsdp_view("vision_projector.weight") == FSDP
+    layout = axes(8, tp=4, cp=2, encoders={"vision": {"tp": 2}})
+    assert layout.size("tp") * layout.size("tp_outer") == layout.size(TENSOR) == 4
+    views = layout.encoders["vision"]
+    assert layout.size(views.dp) == 4
+    assert layout.size(views.tensor) == 2
+    assert layout.size(views.fsdp) == layout.size(FSDP) * 2
+    assert layout.fsdp_view("vision.blocks.0.weight") == views.fsdp
+    assert layout.fsdp_view("vision_projector.weight") == FSDP
 
 
 def test_encoders_may_have_different_splits() -> None:
     split = {"vision": {"tp": 2, "cp": 2}, "audio": {"tp": 1}}
-    made = axes(16, TWO, tp=4, cp=2, encoders=split)
-    assert dict(made.root) == {"dp_shard": 2, "cp_ulysses": 2, "tp_outer": 2, "tp_outer_2": 2}
-    vision, audio = made.encoders["vision"], made.encoders["audio"]
-    assert [made.size(view) for view in (TENSOR, vision.tensor, audio.tensor)] == [4, 2, 1]
-    assert [made.size(view) for view in (FSDP, vision.fsdp, audio.fsdp)] == [4, 8, 16]
-    assert [made.size(view) for view in (vision.dp, audio.dp)] == [2, 8]
-    assert made.views[vision.tensor] == ("tp_outer_2",)
+    layout = axes(16, TWO, tp=4, cp=2, encoders=split)
+    assert dict(layout.root) == {"dp_shard": 2, "cp_ulysses": 2, "tp_outer": 2, "tp_outer_2": 2}
+    vision, audio = layout.encoders["vision"], layout.encoders["audio"]
+    assert [layout.size(view) for view in (TENSOR, vision.tensor, audio.tensor)] == [4, 2, 1]
+    assert [layout.size(view) for view in (FSDP, vision.fsdp, audio.fsdp)] == [4, 8, 16]
+    assert [layout.size(view) for view in (vision.dp, audio.dp)] == [2, 8]
+    assert layout.views[vision.tensor] == ("tp_outer_2",)
 
 
 def test_encoders_with_one_split_share_their_groups() -> None:
-    made = axes(8, TWO, tp=4, encoders={"vision": {"tp": 2}, "audio": {"tp": 2}})
-    assert made.encoders["vision"] == made.encoders["audio"]
+    layout = axes(8, TWO, tp=4, encoders={"vision": {"tp": 2}, "audio": {"tp": 2}})
+    assert layout.encoders["vision"] == layout.encoders["audio"]
     assert axes(8, TWO, tp=4).encoders["vision"].tensor == TENSOR
 
 

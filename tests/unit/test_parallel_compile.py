@@ -127,7 +127,7 @@ def test_blocks_of_a_class_that_shards_itself_are_compiled_too() -> None:
     with fake_world(2):
         part = parallelize_on_meta(module, plan, Mesh(plan.axes, torch.device("cpu")), torch.device("cpu"))
     compiled = {
-        clean_name(name + ".")[:-1] for name, one in part.named_modules() if one._compiled_call_impl is not None
+        clean_name(name + ".")[:-1] for name, child in part.named_modules() if child._compiled_call_impl is not None
     }
     assert compiled == {"fuse", "picture.1"}
     assert isinstance(part.get_submodule("fuse"), FSDPModule)

@@ -73,15 +73,15 @@ def test_rectangles_and_own_segments_cover_the_mask_once(causal: bool, lengths: 
     """Marked pair by pair, against the mask of the whole row."""
     segments, split = Segments.of(lengths), SequenceSharding(3, 1)
     ranges = [split.ring_ranges(24, at) for at in range(3)]
-    rows = [[row for a, b in own for row in range(a, b)] for own in ranges]
+    rows = [[row for a, b in local for row in range(a, b)] for local in ranges]
     seen = torch.zeros(24, 24, dtype=torch.int64)
     for at in range(3):
         course = RingSchedule(Ring(None, 3, at), ranges, lengths, causal, 1.0)  # type: ignore[arg-type]
-        own = own_segments(segments, ranges[at])
-        assert own.bounds.diff().tolist() == list(own.lengths)
-        assert own.longest == max(own.lengths)
+        local = own_segments(segments, ranges[at])
+        assert local.bounds.diff().tolist() == list(local.lengths)
+        assert local.longest == max(local.lengths)
         start = 0
-        for length in own.lengths:
+        for length in local.lengths:
             for q in range(start, start + length):
                 for k in range(start, q + 1 if causal else start + length):
                     seen[rows[at][q], rows[at][k]] += 1
@@ -182,8 +182,8 @@ def gathered(parts: list[Batch], key: str) -> torch.Tensor:
     padded = []
     for at, part in enumerate(parts):
         rows = part.segments[key].lengths[at]
-        own = part["pixels"][:rows] if rows else torch.zeros(0, 5)
-        padded.append(torch.cat([own, torch.full((longest - rows, 5), -1.0)]))
+        pixels = part["pixels"][:rows] if rows else torch.zeros(0, 5)
+        padded.append(torch.cat([pixels, torch.full((longest - rows, 5), -1.0)]))
     return torch.cat(padded).index_select(0, parts[0][key])
 
 
@@ -242,11 +242,11 @@ def plan(world: int, **parallel: Any) -> Plan:
 
 
 def test_a_plan_wraps_the_text_and_distributes_the_encoder() -> None:
-    made = plan(4, cp=4, ulysses=2).context
-    assert made is not None
-    assert made.sharding.split == SequenceSharding(2, 2)
-    assert list(made.attention) == [f"text.layers.{n}.attn.core" for n in range(4)]
-    (encoder,) = made.sharding.encoders
+    context = plan(4, cp=4, ulysses=2).context
+    assert context is not None
+    assert context.sharding.split == SequenceSharding(2, 2)
+    assert list(context.attention) == [f"text.layers.{n}.attn.core" for n in range(4)]
+    (encoder,) = context.sharding.encoders
     assert (encoder.dp, encoder.split, encoder.attention) == (4, None, ())
     shared = plan(4, cp=4, ulysses=2, encoders={"vision": {"cp": 4}}).context
     assert shared is not None

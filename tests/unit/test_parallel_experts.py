@@ -28,34 +28,34 @@ def plan(world: int, model: dict[str, Any] | None = None, **parallel: Any) -> Pl
 
 
 def test_experts_of_a_layer_are_a_shard_group_of_their_own_where_ep_distributes_them() -> None:
-    made = plan(4, ep=2).experts
-    assert made is not None
-    assert made.modules == ("text.layers.0.mlp.experts", "text.layers.1.mlp.experts")
-    assert (made.ep, made.tp, made.row_sums, made.bias_balanced) == (2, 1, (), ())
+    experts = plan(4, ep=2).experts
+    assert experts is not None
+    assert experts.modules == ("text.layers.0.mlp.experts", "text.layers.1.mlp.experts")
+    assert (experts.ep, experts.tp, experts.row_sums, experts.bias_balanced) == (2, 1, (), ())
 
 
 def test_experts_that_every_rank_has_go_with_their_layer() -> None:
-    made = plan(4).experts
-    assert made is not None
-    assert made.modules == ()
+    experts = plan(4).experts
+    assert experts is not None
+    assert experts.modules == ()
 
 
 def test_dense_layers_have_no_experts() -> None:
-    made = plan(2, {"layers": 3, "dense_layers": 2}, ep=2).experts
-    assert made is not None
-    assert made.modules == ("text.layers.2.mlp.experts",)
+    experts = plan(2, {"layers": 3, "dense_layers": 2}, ep=2).experts
+    assert experts is not None
+    assert experts.modules == ("text.layers.2.mlp.experts",)
 
 
 def test_tp_cuts_the_width_of_every_expert() -> None:
-    made = plan(4, ep=2, tp=2).experts
-    assert made is not None
-    assert made.stacks["text.layers.0.mlp.experts"] == {"gate": 1, "up": 1, "down": 2}
+    experts = plan(4, ep=2, tp=2).experts
+    assert experts is not None
+    assert experts.stacks["text.layers.0.mlp.experts"] == {"gate": 1, "up": 1, "down": 2}
 
 
 def test_loads_are_steered_where_there_is_a_bias() -> None:
-    made = plan(1, {"bias_rate": 0.1}).experts
-    assert made is not None
-    assert made.bias_balanced == ("text.layers.0.mlp.balance", "text.layers.1.mlp.balance")
+    experts = plan(1, {"bias_rate": 0.1}).experts
+    assert experts is not None
+    assert experts.bias_balanced == ("text.layers.0.mlp.balance", "text.layers.1.mlp.balance")
 
 
 def test_rows_on_several_ranks_are_added_up() -> None:
@@ -65,9 +65,9 @@ def test_rows_on_several_ranks_are_added_up() -> None:
     with torch.device("meta"):
         module = spec.main.build(config)
     section = ParallelSection(cp=2)
-    made = plan_experts(section, spec.main.plan(config), module, make_axes(section, spec.main.plan(config), 2))
-    assert made is not None
-    assert set(made.row_sums) == {"token_rows", "text.layers.0.mlp.balance", "text.layers.1.mlp.balance"}
+    experts = plan_experts(section, spec.main.plan(config), module, make_axes(section, spec.main.plan(config), 2))
+    assert experts is not None
+    assert set(experts.row_sums) == {"token_rows", "text.layers.0.mlp.balance", "text.layers.1.mlp.balance"}
 
 
 REFUSED: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [

@@ -39,8 +39,8 @@ def load(folder: Path, text: str, compute: str | None = None, **parallel: Any) -
     path = folder / "fsdp2_config.yaml"
     path.write_text(text)
     recipe = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}
-    own = {} if compute is None else {"precision": {"compute": compute}}
-    return load_config({**recipe, **own, "parallel": {"fsdp2_config": str(path), **parallel}})
+    settings = {} if compute is None else {"precision": {"compute": compute}}
+    return load_config({**recipe, **settings, "parallel": {"fsdp2_config": str(path), **parallel}})
 
 
 def test_the_published_example(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_both_places_may_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "own", "words"),
+    ("text", "settings", "words"),
     [
         ("sharding_sise: 2\n", {}, "did you mean sharding_size"),
         ("param_dtype: bf61\n", {}, "'bf16', 'fp16' or 'fp32'"),
@@ -119,9 +119,9 @@ def test_both_places_may_agree(tmp_path: Path) -> None:
         ("- 1\n", {}, "mapping"),
     ],
 )
-def test_mistakes_name_the_file(tmp_path: Path, text: str, own: dict[str, Any], words: str) -> None:
+def test_mistakes_name_the_file(tmp_path: Path, text: str, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(TesseraError, match=words) as caught:
-        load(tmp_path, text, **own)
+        load(tmp_path, text, **settings)
     assert "fsdp2_config.yaml" in str(caught.value)
 
 
@@ -181,8 +181,8 @@ def plan_of(family: str, **keys: list[str]) -> Plan:
     ],
 )
 def test_modules_are_found_by_their_names_in_other_systems(family: str, named: str, blocks: list[str]) -> None:
-    found = plan_of(family, wrap=[named]).roles.blocks
-    assert [path for path in found if not path.endswith(tuple("23456789"))] == blocks  # the first two layers
+    wrapped = plan_of(family, wrap=[named]).roles.blocks
+    assert [path for path in wrapped if not path.endswith(tuple("23456789"))] == blocks  # the first two layers
 
 
 def test_containers_are_ignored_and_recomputed_by_their_names_in_other_systems() -> None:

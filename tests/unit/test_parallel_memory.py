@@ -33,13 +33,13 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.up = nn.Linear(8, 16)
         self.down = nn.Linear(16, 8)
-        self.made: list[StorageWeakRef] = []
+        self.storages: list[StorageWeakRef] = []
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         h = self.norm(x).reshape(1, 4, 2, -1)
         h = nn.functional.scaled_dot_product_attention(h, h, h).reshape(x.shape)
         wide = self.up(h)
-        self.made.append(StorageWeakRef(wide.untyped_storage()))
+        self.storages.append(StorageWeakRef(wide.untyped_storage()))
         out: Tensor = x + scale * self.down(nn.functional.gelu(wide))
         return out
 
@@ -91,8 +91,8 @@ def test_recompute_computes_again_what_it_does_not_keep(keep: Any, again: set[st
     expected, forward, plain = gradients(Net())
     net = Net()
     apply_recompute(net, [Recompute(f"layers.{n}", keep) for n in range(3)])
-    found, _, backward = gradients(net)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    ours, _, backward = gradients(net)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
     ran = {name for name in ("native_layer_norm", ATTENTION, "addmm", "gelu") if backward[name] > plain[name]}
     assert ran == again
     assert forward["addmm"] == 6
@@ -102,9 +102,9 @@ def test_reentrant_recompute_trains_a_block_whose_input_has_no_gradient() -> Non
     expected, _, plain = gradients(Net())
     net = Net()
     apply_recompute(net, [Recompute(f"layers.{n}") for n in range(3)], use_reentrant=True)
-    found, _, backward = gradients(net)
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    ours, _, backward = gradients(net)
+    assert len(ours) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
     assert backward["gelu"] > plain["gelu"]
     with torch.no_grad():
         assert not net(torch.ones(4, 8)).requires_grad
@@ -117,12 +117,12 @@ def test_activation_offload_frees_activations_and_gives_them_back_exactly() -> N
     apply_activation_offload(net, ["layers.0", "layers.1"], CPU)
     assert [clean_name(n) for n, _ in net.named_parameters()] == [n for n, _ in Net().named_parameters()]
     held = net(torch.randn(4, 8))
-    assert layers[0].made[-1].expired()  # type: ignore[union-attr, index]
-    assert layers[1].made[-1].expired()  # type: ignore[union-attr, index]
-    assert not layers[2].made[-1].expired()  # type: ignore[union-attr, index]
+    assert layers[0].storages[-1].expired()  # type: ignore[union-attr, index]
+    assert layers[1].storages[-1].expired()  # type: ignore[union-attr, index]
+    assert not layers[2].storages[-1].expired()  # type: ignore[union-attr, index]
     del held
-    found, _, _ = gradients(net)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    ours, _, _ = gradients(net)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def test_activation_offload_keeps_weights_where_they_are() -> None:
@@ -187,6 +187,6 @@ def test_types_are_of_parameters_alone_and_the_output_type_is_the_roots() -> Non
 
 
 def test_the_norm_of_gradients_of_several_types_is_one_number() -> None:
-    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    one.grad, other.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.bfloat16)
-    assert float(total_norm([one.grad, other.grad])) == 5.0
+    first, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    first.grad, other.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.bfloat16)
+    assert float(total_norm([first.grad, other.grad])) == 5.0

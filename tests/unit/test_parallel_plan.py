@@ -24,21 +24,21 @@ def plan(world: int = 1, preset: str = "quickstart", **overrides: Any) -> Plan:
 
 
 def test_a_plan_of_72b_on_a_thousand_ranks_is_made_on_a_laptop() -> None:
-    made = plan(1024, "72b", precision__compute="bfloat16", parallel__shard=64)
+    large = plan(1024, "72b", precision__compute="bfloat16", parallel__shard=64)
     assert not dist.is_initialized()
-    assert (made.replicate, made.axes.size("fsdp"), made.precision.compute) == (16, 64, torch.bfloat16)
-    assert 72e9 < made.parameters < 75e9
-    assert made.memory.heaviest.parameters == pytest.approx(made.parameters * 4 / 64, rel=0.01)
-    assert made.memory.heaviest.optimizer == pytest.approx(2 * made.memory.heaviest.gradients, rel=0.01)
-    assert "16 replicated x 64 sharded" in made.describe()
+    assert (large.replicate, large.axes.size("fsdp"), large.precision.compute) == (16, 64, torch.bfloat16)
+    assert 72e9 < large.parameters < 75e9
+    assert large.memory.heaviest.parameters == pytest.approx(large.parameters * 4 / 64, rel=0.01)
+    assert large.memory.heaviest.optimizer == pytest.approx(2 * large.memory.heaviest.gradients, rel=0.01)
+    assert "16 replicated x 64 sharded" in large.describe()
 
 
 def test_experts_are_shared_by_more_ranks_than_there_are_experts() -> None:
     """30B-A3B, 128 experts to a layer, on 1,024 ranks: each held a whole expert, 870 MiB, or nothing."""
     recipe = {"model": {"family": "qwen3", "preset": "30b-a3b"}, "train": {"steps": 1, "global_batch": 1024}}
-    made = tessera.plan(recipe, {}, world=1024)
-    assert made.memory.heaviest.parameters / 2**20 < 115
-    assert made.memory.heaviest.parameters == pytest.approx(made.parameters * 4 / 1024, rel=0.01)
+    large = tessera.plan(recipe, {}, world=1024)
+    assert large.memory.heaviest.parameters / 2**20 < 115
+    assert large.memory.heaviest.parameters == pytest.approx(large.parameters * 4 / 1024, rel=0.01)
     # Torch cannot keep such shares gathered by fewer ranks in between: then they are as they were, and said to be.
     apart = tessera.plan(recipe, {"parallel.reshard_after_forward": 8}, world=1024)
     assert apart.memory.heaviest.parameters / 2**20 > 860
@@ -62,17 +62,17 @@ def test_the_dimension_that_ranks_share(shape: Any, ranks: int, cut: Any, expect
 
 
 def test_blocks_are_the_layers_of_encoder_and_decoder() -> None:
-    made = plan()
-    assert "text.layers.0" in made.roles.blocks
-    assert "vision.blocks.2" in made.roles.blocks
+    planned = plan()
+    assert "text.layers.0" in planned.roles.blocks
+    assert "vision.blocks.2" in planned.roles.blocks
 
 
 def test_frozen_encoders_have_no_gradients() -> None:
-    made = plan(model__freeze=["vision", "projector"])
+    planned = plan(model__freeze=["vision", "projector"])
     whole = plan()
-    assert all(name.startswith(("vision.", "projector.")) for name in made.frozen)
-    assert made.trained < whole.trained == whole.parameters
-    assert made.memory.heaviest.gradients == made.trained * 4
+    assert all(name.startswith(("vision.", "projector.")) for name in planned.frozen)
+    assert planned.trained < whole.trained == whole.parameters
+    assert planned.memory.heaviest.gradients == planned.trained * 4
 
 
 LAYERS = "text.layers.{*}"
@@ -141,22 +141,22 @@ class Tied(nn.Module):
 
 def test_a_tied_weight_cannot_lie_in_two_groups() -> None:
     model_plan = ModelPlan(("layers.{*}",), {})
-    made = make_plan(ParallelSection(), model_plan, Tied(), 2)
-    assert made.parameters == 8 * 4 + 4 * 4 + 4
-    assert made.frozen == ("layers.0.bias",)  # as its author left it
+    planned = make_plan(ParallelSection(), model_plan, Tied(), 2)
+    assert planned.parameters == 8 * 4 + 4 * 4 + 4
+    assert planned.frozen == ("layers.0.bias",)  # as its author left it
     with pytest.raises(TesseraError, match=r"head\.weight is the same weight as embed\.weight"):
         make_plan(ParallelSection(wrap=["embed", "head"]), model_plan, Tied(), 2)
 
 
 def test_ignored_encoders_are_whole_and_no_blocks() -> None:
-    made = plan(2, model__freeze=["vision"], parallel__ignore=["vision"], precision__compute="bfloat16")
+    planned = plan(2, model__freeze=["vision"], parallel__ignore=["vision"], precision__compute="bfloat16")
     sharded = plan(2, model__freeze=["vision"], precision__compute="bfloat16")
-    assert all(path.startswith("text.") for path in made.roles.blocks)
+    assert all(path.startswith("text.") for path in planned.roles.blocks)
     # Whole in bf16 or half of it in fp32 is the same number of bytes.
-    assert made.memory.heaviest.parameters == pytest.approx(sharded.memory.heaviest.parameters, rel=0.01)
+    assert planned.memory.heaviest.parameters == pytest.approx(sharded.memory.heaviest.parameters, rel=0.01)
     whole = plan(8, model__freeze=["vision"], parallel__ignore=["vision"]).memory.heaviest.parameters
     assert whole > 2 * plan(8, model__freeze=["vision"]).memory.heaviest.parameters
-    assert made.memory.heaviest.gradients == sharded.memory.heaviest.gradients
+    assert planned.memory.heaviest.gradients == sharded.memory.heaviest.gradients
 
 
 def test_the_text_names_every_memory_form() -> None:

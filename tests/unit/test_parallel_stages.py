@@ -42,9 +42,9 @@ def split(
     parallel = ParallelSection(**section)
     module, plan = model
     axes = make_axes(parallel, plan, world or parallel.pp)
-    found = plan_pipeline(parallel, plan, module, axes, microbatches, 64, rows)
-    assert found is not None
-    return found
+    pipeline = plan_pipeline(parallel, plan, module, axes, microbatches, 64, rows)
+    assert pipeline is not None
+    return pipeline
 
 
 def parts(plan: PipelinePlan) -> list[str]:

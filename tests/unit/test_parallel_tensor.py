@@ -37,15 +37,15 @@ def test_one_rank_per_layer_needs_no_tensor_plan() -> None:
 
 
 def test_layers_enter_once_and_every_parameter_has_a_style() -> None:
-    made = plan(2, parallel__tp=2, parallel__sequence_parallel=True).tensor
+    tensor = plan(2, parallel__tp=2, parallel__sequence_parallel=True).tensor
     assert not dist.is_initialized()
-    assert made is not None
-    assert made.decoder == "text"
-    assert made.layers["text.layers.0.attn.q"] == "column"
-    assert made.layers["vision.blocks.1.attn.proj"] == "row"
-    assert made.layers["text.embed"] == "vocab"
-    assert made.styles["vision.blocks.1.attn.proj.bias"] == "replicate"
-    first = {path for path in made.entries if ".0." in path or path.startswith("projector")}
+    assert tensor is not None
+    assert tensor.decoder == "text"
+    assert tensor.layers["text.layers.0.attn.q"] == "column"
+    assert tensor.layers["vision.blocks.1.attn.proj"] == "row"
+    assert tensor.layers["text.embed"] == "vocab"
+    assert tensor.styles["vision.blocks.1.attn.proj.bias"] == "replicate"
+    first = {path for path in tensor.entries if ".0." in path or path.startswith("projector")}
     # The vision encoder's modules have one column layer each, and the projector normalises before: these enter there.
     assert first == {
         "text.layers.0.attn",
@@ -54,8 +54,8 @@ def test_layers_enter_once_and_every_parameter_has_a_style() -> None:
         "vision.blocks.0.mlp.up",
         "projector.up",
     }
-    assert made.in_decoder("text.layers.0.mlp")
-    assert not made.in_decoder("vision.blocks.0.mlp.up")
+    assert tensor.in_decoder("text.layers.0.mlp")
+    assert not tensor.in_decoder("vision.blocks.0.mlp.up")
 
 
 ODD_VISION = {"vision": {"embed_dim": 96, "num_heads": 3}}
@@ -173,9 +173,9 @@ def losses(weight: Tensor, hidden: Tensor, labels: Tensor, implementation: str, 
 def lookups(weight: Tensor, hidden: Tensor, labels: Tensor) -> list[Tensor]:
     """Looked up and multiplied by, as where a head is tied to its embedding."""
     tokens = labels.clamp(min=0)
-    found = vocab_embedding(tokens, weight)
-    logits = vocab_logits(found + hidden, weight)
-    return [found.detach(), logits.detach(), *torch.autograd.grad(logits.square().sum(), (hidden, weight))]
+    embedded = vocab_embedding(tokens, weight)
+    logits = vocab_logits(embedded + hidden, weight)
+    return [embedded.detach(), logits.detach(), *torch.autograd.grad(logits.square().sum(), (hidden, weight))]
 
 
 def compare(rank: int, world: int) -> dict[str, float]:
@@ -189,10 +189,10 @@ def compare(rank: int, world: int) -> dict[str, float]:
         for implementation in ("chunked", "eager"):
             for chunk in (1, 5, ROWS, 100):
                 right = losses(whole, hidden, labels, "eager", chunk)
-                found = losses(cut, hidden, labels, implementation, chunk)
-                assert isinstance(found[-1], DTensor)
-                assert found[-1].placements == cut.placements
-                worst[f"{implementation} {chunk} {ignored}"] = furthest(found, right)
+                results = losses(cut, hidden, labels, implementation, chunk)
+                assert isinstance(results[-1], DTensor)
+                assert results[-1].placements == cut.placements
+                worst[f"{implementation} {chunk} {ignored}"] = furthest(results, right)
         worst[f"lookup {ignored}"] = furthest(lookups(cut, hidden, labels), lookups(whole, hidden, labels))
         with torch.no_grad():
             total, _ = linear_cross_entropy(hidden, cut, labels, chunk=4)
@@ -204,8 +204,8 @@ def compare(rank: int, world: int) -> dict[str, float]:
     return worst
 
 
-def furthest(found: list[Tensor], right: list[Tensor]) -> float:
-    both = [(f.full_tensor() if isinstance(f, DTensor) else f, r) for f, r in zip(found, right, strict=True)]
+def furthest(results: list[Tensor], right: list[Tensor]) -> float:
+    both = [(f.full_tensor() if isinstance(f, DTensor) else f, r) for f, r in zip(results, right, strict=True)]
     return max(float((f - r).abs().max() / r.abs().max().clamp(min=1e-3)) for f, r in both)
 
 

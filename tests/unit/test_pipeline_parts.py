@@ -86,12 +86,12 @@ def test_latents_are_scaled_as_published_and_decoded_back(name: str) -> None:
     frames = 1 if form.images_only else 1 + 2 * form.time_stride
     videos = [torch.randint(0, 256, (frames, 32, 64 - 32 * n, 3), dtype=torch.uint8) for n in (0, 1, 0)]
     latents = coder.encode(videos)
-    for video, found in zip(videos, latents, strict=True):
-        assert tuple(found.shape) == (form.channels, *form.latent_shape(*video.shape[:3]))
+    for video, latent in zip(videos, latents, strict=True):
+        assert tuple(latent.shape) == (form.channels, *form.latent_shape(*video.shape[:3]))
         pixels = (video.permute(3, 0, 1, 2).float() / 127.5 - 1)[None]
         raw = vae.encode(pixels[:, :, 0] if form.images_only else pixels).latent_dist.mode()  # type: ignore[operator]
         wanted = published(name, vae, raw)
-        assert torch.allclose(found, (wanted.unsqueeze(2) if form.images_only else wanted)[0], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(latent, (wanted.unsqueeze(2) if form.images_only else wanted)[0], rtol=1e-4, atol=1e-4)
     back = coder.decode(latents)
     assert [tuple(video.shape) for video in back] == [tuple(video.shape) for video in videos]
     assert all(video.dtype == torch.uint8 for video in back)
@@ -139,12 +139,12 @@ def test_captions_are_embedded_alone_or_together(folder: Path, padding: Any) -> 
     encoder = PipelineFolder(folder).text_encoder(form)
     captions = [torch.tensor([3, 4, 5, 1]), torch.tensor([9, 1]), torch.arange(2, 20)]
     together = [one.tokens for one in encoder.encode(captions)]
-    for caption, found in zip(captions, together, strict=True):
+    for caption, embedding in zip(captions, together, strict=True):
         (alone,) = encoder.encode([caption])
-        assert found is not None
+        assert embedding is not None
         assert alone.tokens is not None
-        assert torch.allclose(found, alone.tokens, atol=1e-5)
-        assert found.shape == (form.embeddings(len(caption)), TEXT_SIZE)
+        assert torch.allclose(embedding, alone.tokens, atol=1e-5)
+        assert embedding.shape == (form.embeddings(len(caption)), TEXT_SIZE)
     assert together[1] is not None
     zeros = 0 if padding != "zeros" else 5
     assert int((together[1] == 0).all(1).sum()) == zeros
@@ -171,9 +171,9 @@ def test_two_clip_encoders_lie_beside_each_other_before_t5(folder: Path) -> None
     forms = (first, TextForm(**{**vars(first), "beside": True}), TextForm(length=4))
     encoders = [TextEncoder(clip, forms[0], 1), TextEncoder(clip, forms[1], 1)]
     ids = torch.tensor([5, 6, 1])
-    found = [encoder.encode([ids])[0] for encoder in encoders]
-    found.append(TextEmbedding(torch.ones(4, TEXT_SIZE + 4), None))
-    whole = joined(forms, found)
+    embeddings = [encoder.encode([ids])[0] for encoder in encoders]
+    embeddings.append(TextEmbedding(torch.ones(4, TEXT_SIZE + 4), None))
+    whole = joined(forms, embeddings)
     reference = clip(torch.tensor([[5, 6, 1, 1, 1, 1, 1]]), output_hidden_states=True)
     assert whole.tokens is not None
     assert whole.pooled is not None

@@ -51,7 +51,10 @@ def test_a_rank_holds_what_the_plan_says(model: dict[str, Any], world: int, para
             module = parallelize(setup.module, setup.plan, mesh, CPU)
             parameters = sum(local_shard(p).nbytes for p in module.parameters())
             buffers = sum(buffer.nbytes for buffer in module.buffers())
-        assert (parameters, buffers) == (planned.memory.by_position[position].parameters, planned.memory.by_position[position].buffers)
+        assert (parameters, buffers) == (
+            planned.memory.by_position[position].parameters,
+            planned.memory.by_position[position].buffers,
+        )
 
 
 def test_four_bits_are_half_a_byte_and_a_scale_for_64_and_part_of_the_total() -> None:

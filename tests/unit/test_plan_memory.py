@@ -48,21 +48,21 @@ def test_what_attention_needs_while_it_runs_is_counted() -> None:
 
 def test_a_norm_that_is_counted_for_an_accelerator_keeps_its_input_and_one_number_of_each_row() -> None:
     """As the fused kernel there does. On a CPU torch composes the norm, and keeps five times as much."""
-    kept = {}
+    saved = {}
     for device in ("cpu", "cuda"):
         with devices.counted_as(device), fake_tensor_mode():
             x = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(32, dtype=torch.bfloat16, requires_grad=True)
             with LiveMemory() as memory:
                 out = rms_norm(x, weight, 1e-6)
-                kept[device] = memory.live - out.nbytes
+                saved[device] = memory.live - out.nbytes
                 out.sum().backward()
             assert x.grad is not None
             assert x.grad.shape == x.shape
             assert weight.grad is not None
             assert weight.grad.shape == weight.shape
-    assert kept["cuda"] == 64 * 4
-    assert kept["cpu"] > 64 * 32 * 2
+    assert saved["cuda"] == 64 * 4
+    assert saved["cpu"] > 64 * 32 * 2
 
 
 def test_products_with_wide_sums_are_counted_without_memory_of_their_own() -> None:

@@ -44,10 +44,10 @@ def test_names_are_listed_while_a_pattern_is_wrong_and_the_mistake_is_told(
     monkeypatch.setattr("sys.argv", ["tessera", "plan", str(tmp_path / "recipe.yaml"), "--modules"])
     with pytest.raises(SystemExit) as ended:
         main()
-    shown = capsys.readouterr()
+    printed = capsys.readouterr()
     assert ended.value.code == 2
-    assert "did you mean: text.layers.{*}.attn" in shown.err
-    assert "text.layers.{*}.attn.q" in shown.out
+    assert "did you mean: text.layers.{*}.attn" in printed.err
+    assert "text.layers.{*}.attn.q" in printed.out
     assert "text.layers.{*}.attn.q " in tessera.plan(recipe, patterns=False).modules()
 
 
@@ -95,14 +95,14 @@ def test_experts_of_a_dense_model_are_told_as_such() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "given", "said"),
+    ("key", "text", "said"),
     [
         ("model.lora.targets", "text.layers.{*}.attn", 'model.lora.targets=["text.layers.{*}.attn"]'),
         ("model.freeze", "vision", "model.freeze=[vision]"),
         ("parallel.compile", "text.layers.{*}", 'parallel.compile=["text.layers.{*}"]'),
     ],
 )
-def test_a_text_in_place_of_a_list_is_told_as_a_list_of_one(key: str, given: str, said: str) -> None:
+def test_a_text_in_place_of_a_list_is_told_as_a_list_of_one(key: str, text: str, said: str) -> None:
     with pytest.raises(TesseraError, match=re.escape(said)):
-        load_config(recipe_with(), {key: given})
+        load_config(recipe_with(), {key: text})
     assert load_config(recipe_with(), parse_overrides([said]))

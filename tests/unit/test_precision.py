@@ -43,18 +43,18 @@ class Types(Callback):
     def __init__(self, *paths: str) -> None:
         self.paths = paths
         self.seen: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {}
-        self.kept: set[torch.dtype] = set()
+        self.dtypes: set[torch.dtype] = set()
 
     def on_start(self, trainer: Any) -> None:
-        self.kept = {p.dtype for p in trainer.module.parameters()}
+        self.dtypes = {p.dtype for p in trainer.module.parameters()}
         for path in self.paths:
             trainer.module.get_submodule(path).register_forward_hook(self._hook(path))
 
     def _hook(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             weight = module.weight if isinstance(module, nn.Linear) else next(module.parameters())
-            made = output[0] if isinstance(output, tuple) else output
-            self.seen[path] = (args[0].dtype, weight.dtype, made.dtype)
+            tensor = output[0] if isinstance(output, tuple) else output
+            self.seen[path] = (args[0].dtype, weight.dtype, tensor.dtype)
 
         return hook
 
@@ -79,7 +79,7 @@ def test_modules_of_a_pattern_compute_in_their_own_type(tmp_path: Path) -> None:
         recipe(tmp_path, steps=2, compute="bfloat16", cast_inputs=True, modules={"outlet": "float32"}),
         callbacks=[types],
     )
-    assert types.kept == {torch.float32}
+    assert types.dtypes == {torch.float32}
     assert types.seen["inlet"][1:] == (torch.bfloat16, torch.bfloat16)
     assert types.seen["outlet"][:2] == (torch.float32, torch.float32)
     assert len(losses(run)) == 2
@@ -135,7 +135,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:
 
 def test_what_a_family_keeps_in_float32_is_computed_with_in_float32(tmp_path: Path) -> None:
     """Tables in blocks stay whole, so that a block is compiled as one; the embedding of time is a shard group."""
-    given = videos_recipe(tmp_path)
+    settings = videos_recipe(tmp_path)
     types = Types("embed.time", "blocks.0.modulation", "blocks.0.cross_norm", "blocks.0.mlp.up", "head.proj")
     start: dict[str, torch.Tensor] = {}
 
@@ -148,8 +148,8 @@ def test_what_a_family_keeps_in_float32_is_computed_with_in_float32(tmp_path: Pa
         def on_end(self, trainer: Any) -> None:
             assert all(not torch.equal(p, start[n]) for n, p in trainer.module.named_parameters() if n in start)
 
-    given["precision"] = {"compute": "bfloat16"}
-    tessera.train(given, {"train.steps": 1, "train.global_batch": 2}, callbacks=[types, Moved()])
+    settings["precision"] = {"compute": "bfloat16"}
+    tessera.train(settings, {"train.steps": 1, "train.global_batch": 2}, callbacks=[types, Moved()])
     assert start
     assert {path: found[1] for path, found in types.seen.items()} == {
         "embed.time": torch.float32,
@@ -158,7 +158,7 @@ def test_what_a_family_keeps_in_float32_is_computed_with_in_float32(tmp_path: Pa
         "blocks.0.mlp.up": torch.bfloat16,
         "head.proj": torch.bfloat16,
     }
-    plan = build_meta_model(load_config(given), 2).plan
+    plan = build_meta_model(load_config(settings), 2).plan
     assert "blocks.1.modulation" in plan.float32_whole
     assert "embed.time" not in plan.float32_whole
     assert "float32 in 6 modules, embed.time" in plan.describe()
@@ -166,4 +166,4 @@ def test_what_a_family_keeps_in_float32_is_computed_with_in_float32(tmp_path: Pa
     assert sorted(whole) == sorted(
         f"blocks.{n}.{name}" for n in range(2) for name in ("modulation.table", "cross_norm.weight", "cross_norm.bias")
     )
-    assert build_meta_model(load_config(given, {"precision.compute": "float32"}), 2).plan.precision.float32 == ()
+    assert build_meta_model(load_config(settings, {"precision.compute": "float32"}), 2).plan.precision.float32 == ()

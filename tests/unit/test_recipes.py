@@ -43,8 +43,8 @@ def prepared(recipe: Path, folders: Path, layers: int | None) -> RunConfig:
 def meant_for(recipe: Path) -> tuple[int, float | None]:
     """Return the ranks that a recipe is for, and the memory of each in bytes, as its first line says; one without such
     a line is for one process."""
-    found = MEANT_FOR.search(recipe.read_text().partition("\n")[0])
-    return (1, None) if found is None else (int(found[1]), float(found[2]) * 1e9)
+    meant = MEANT_FOR.search(recipe.read_text().partition("\n")[0])
+    return (1, None) if meant is None else (int(meant[1]), float(meant[2]) * 1e9)
 
 
 def held_bytes(plan: Plan) -> int:
@@ -126,11 +126,11 @@ def test_recipe_says_what_it_needs_and_how_it_is_started(recipe: Path) -> None:
 
 def listed(page: Path) -> set[str]:
     """Return the recipes that a page names; `a/{b,c}.yaml` are two."""
-    found: set[str] = set()
+    names: set[str] = set()
     for name in re.findall(r"`([\w./{},-]+\.yaml)`", page.read_text(encoding="utf-8")):
         head, inside, tail = re.fullmatch(r"([^{]*)(?:\{([^}]*)\})?(.*)", name).groups()  # type: ignore[union-attr]
-        found |= {f"{head}{one}{tail}" for one in (inside or "").split(",")}
-    return found
+        names |= {f"{head}{one}{tail}" for one in (inside or "").split(",")}
+    return names
 
 
 @pytest.mark.parametrize("page", ["choose-a-recipe.md", "choose-a-recipe.zh.md"])

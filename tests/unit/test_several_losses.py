@@ -66,21 +66,21 @@ class CountsAfterForward(WordsAndValues):
         return None
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
-        found = super().losses(outputs, batch)
-        return Losses(found.terms[:1], counts={"labels": (batch["labels"] >= 0).sum()})
+        result = super().losses(outputs, batch)
+        return Losses(result.terms[:1], counts={"labels": (batch["labels"] >= 0).sum()})
 
 
 def rows(numbers: range, dtype: torch.dtype) -> Batch:
-    made: dict[str, list[Tensor]] = {"tokens": [], "labels": [], "values": [], "has_value": []}
+    columns: dict[str, list[Tensor]] = {"tokens": [], "labels": [], "values": [], "has_value": []}
     for number in numbers:
         chance = torch.Generator().manual_seed(number)
         labels = torch.randint(0, WORDS, (LENGTH,), generator=chance)
         labels[: number + 1] = -1  # rows weigh differently in one count ...
-        made["tokens"].append(torch.randint(0, WORDS, (LENGTH,), generator=chance))
-        made["labels"].append(labels)
-        made["values"].append(torch.randn(LENGTH, generator=chance, dtype=torch.float64).to(dtype))
-        made["has_value"].append((torch.arange(LENGTH) < 2 * (number % 3)).to(dtype))  # ... than in the other
-    tensors = {name: torch.stack(parts) for name, parts in made.items()}
+        columns["tokens"].append(torch.randint(0, WORDS, (LENGTH,), generator=chance))
+        columns["labels"].append(labels)
+        columns["values"].append(torch.randn(LENGTH, generator=chance, dtype=torch.float64).to(dtype))
+        columns["has_value"].append((torch.arange(LENGTH) < 2 * (number % 3)).to(dtype))  # ... than in the other
+    tensors = {name: torch.stack(parts) for name, parts in columns.items()}
     return Batch(tensors, counts={"values": int(tensors["has_value"].sum())})
 
 
@@ -116,15 +116,15 @@ def test_every_split_gives_the_gradient_of_the_float64_formula() -> None:
     loss, expected = exact()
     peer = net(torch.float32)
     SimpleEngine(peer).step(WordsAndValues(), [rows(range(ROWS), torch.float32)])
-    found = 0
+    count = 0
     for split in splits():
         module = net(torch.float32)
         totals = SimpleEngine(module).step(WordsAndValues(), [rows(part, torch.float32) for part in split])
         assert float(totals.loss()) == pytest.approx(loss, rel=1e-6)
         for name, gradient in gradients(module).items():
             assert_as_close(gradient, gradients(peer)[name], expected[name], roundings=4.0, what=f"{split} {name}")
-        found += 1
-    assert found == 2 ** (ROWS - 1)
+        count += 1
+    assert count == 2 ** (ROWS - 1)
 
 
 def test_terms_and_metrics_are_reported_by_name() -> None:
@@ -213,7 +213,7 @@ def test_a_metric_of_nothing_is_left_out() -> None:
     specs = (SumSpec("text", "labels", 1.0), SumSpec("error_at_low_noise", "low"), SumSpec("broken", "labels"))
     counts = {"labels": torch.tensor(4), "low": torch.tensor(0)}
     totals = LossTotals(specs, torch.tensor([2.0, 0.0, float("nan")]), counts)
-    found = AsyncScalars.of({"loss": totals.loss(), **totals.metrics()}, totals.counted())()
-    assert found["loss"] == 0.5
-    assert math.isnan(found["broken"]), "what is no number is shown, where something was counted"
-    assert "error_at_low_noise" not in found
+    scalars = AsyncScalars.of({"loss": totals.loss(), **totals.metrics()}, totals.counted())()
+    assert scalars["loss"] == 0.5
+    assert math.isnan(scalars["broken"]), "what is no number is shown, where something was counted"
+    assert "error_at_low_noise" not in scalars
