@@ -183,17 +183,21 @@ class ModelSpec:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # (config) -> how a family that generates images or videos reads latents and captions.
     generation: Callable[[Any], Any] | None = None
-    # For classes that continue prompts by themselves: (module, batch, *, max_new_tokens, stop_tokens, choose: logits
-    # [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the new tokens of each row.
+    # Of classes of another library, which continue prompts by themselves: (module, batch, *, max_new_tokens,
+    # stop_tokens, choose: logits [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the new tokens of each row.
     generate: Callable[..., list[list[int]]] | None = None
-    spare_parts: bool = False  # whether a model may have parameters that no loss reaches
     task: str = "language"  # the objective when the recipe names none
     outputs: tuple[str, ...] | None = None  # patterns of the outputs that the model gives by name; None: not declared
-    needs_processor_files: bool = True  # off: a run without tokenizer files goes on without a processor
     # Values of "model_type" (transformers) or "_class_name" (diffusers) in config.json that mean this family.
     hf_types: tuple[str, ...] = ()
     # The same for folders in the form of a model's makers: (folder, config.json) -> config.json of Hugging Face's form.
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def foreign(self) -> bool:
+        """Return whether the model is a class of another library: it may lack a tokenizer, and it may have parameters
+        that no loss reaches."""
+        return self.generate is not None
 
     def gives(self, output: str) -> bool:
         """Return whether the family declares an output of this name (see `core.outputs`)."""

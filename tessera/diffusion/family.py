@@ -53,7 +53,6 @@ def generation_family(
         presets=presets,
         task="diffusion",
         outputs=(LATENTS,),
-        needs_processor_files=False,
         hf_types=(config.class_name,),
         originals=originals or {},
         generation=config.generation,

@@ -224,7 +224,7 @@ def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
     if setup.spec.processor is None:
         return None
     folder = _processor_source(config)
-    if folder is None and setup.spec.needs_processor_files:
+    if folder is None and setup.spec.generation is None and not setup.spec.foreign:
         raise TesseraError(
             "this family needs a tokenizer",
             where="model.tokenizer",
@@ -404,7 +404,7 @@ def _callbacks(
     callbacks.append(Report(live))
     coverage = config.guard.coverage
     if coverage == "auto":
-        coverage = "warn" if setup.spec.spare_parts else "stop"
+        coverage = "warn" if setup.spec.foreign else "stop"
     if coverage != "off":
         names = [shard.name for shard in setup.plan.param_shards if shard.trained]
         callbacks.append(Coverage(names, coverage))

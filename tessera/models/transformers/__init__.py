@@ -26,8 +26,6 @@ SPEC = ModelSpec(
     ),
     processor=ClassProcessor.load,
     generate=continue_prompts,
-    spare_parts=True,
-    needs_processor_files=False,
     task="transformers",
 )
 

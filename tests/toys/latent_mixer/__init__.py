@@ -64,5 +64,4 @@ SPEC = ModelSpec(
     processor=generation_processor(form_of),
     generation=form_of,
     task="diffusion",
-    needs_processor_files=False,
 )
