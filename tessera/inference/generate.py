@@ -1,6 +1,7 @@
-"""Generate tokens one after another: the prompt is read once into a cache, then every token costs one token.
+"""Generate tokens one after another. The prompt is computed once and its keys and values are cached; then each step
+computes one token of every row that is not finished.
 
-A sequence's draw depends on seed, sequence and step, never on its neighbours in the batch.
+The random draw of a row depends on seed, row and step, never on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch
+from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.outputs import LOGITS
 from tessera.errors import TesseraError
 from tessera.runtime.rng import generator
@@ -48,11 +50,12 @@ class Chooser:
         # On the host: the same numbers on every device.
         self._generators = [generator("cpu", sampling.seed, "sample", row) for row in range(rows)]
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """Return the chosen tokens, [rows], for logits [rows, vocabulary]."""
+    def choose(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """Return the chosen tokens, [rows], for logits [rows, vocabulary]. `rows`: their numbers; default: all."""
         if self._sampling.temperature == 0:
             return logits.argmax(dim=-1)
-        draws = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in self._generators])
+        generators = self._generators if rows is None else [self._generators[row] for row in rows]
+        draws = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
         return pick(logits, self._sampling, draws.to(logits.device, torch.float32))
 
 
@@ -81,37 +84,37 @@ class TextStream:
         self._decode = decode
         self._on_text = on_text
         self._tokens: list[int] = []
-        self._shown = 0
+        self._sent = 0  # characters of the text that `on_text` has got
 
     def add(self, row: int, token: int) -> None:
         self._tokens.append(token)
         text = self._decode(self._tokens)
         if not text.endswith(_UNFINISHED):
-            self._show(text)
+            self._send(text)
 
     def close(self) -> None:
-        """Show the rest of the text, also an unfinished character."""
-        self._show(self._decode(self._tokens))
+        """Send the rest of the text, also an unfinished character."""
+        self._send(self._decode(self._tokens))
 
-    def _show(self, text: str) -> None:
-        if len(text) > self._shown:
-            self._on_text(text[self._shown :])
-            self._shown = len(text)
+    def _send(self, text: str) -> None:
+        if len(text) > self._sent:
+            self._on_text(text[self._sent :])
+            self._sent = len(text)
 
 
 @runtime_checkable
 class GenerativeModel(Protocol):
-    """Declare a model that continues token sequences, called as `model(batch, logits="last", cache=cache)`."""
+    """Declare a model that continues token sequences: `model(batch, logits="last", cache=cache, step=step)`."""
 
     def __call__(self, batch: Batch, **options: Any) -> Any: ...
 
-    def new_cache(self, rows: int, capacity: int) -> Any:
-        """Return an empty cache for so many sequences of at most `capacity` tokens."""
+    def new_cache(self, blocks: int, block_size: int) -> Any:
+        """Return the memory of a KV cache: `blocks` blocks of `block_size` tokens each (see `core.cache`)."""
 
 
 @dataclass(frozen=True)
 class OwnGeneration:
-    """Hold a module that continues prompts by itself, and how (see `ModelSpec.generate`)."""
+    """Hold a module that generates by itself, and the function that calls it (see `ModelSpec.generate`)."""
 
     module: Any
     generate: Callable[..., list[list[int]]]
@@ -129,18 +132,16 @@ def generate_tokens(
 ) -> list[list[int]]:
     """Continue every segment of a prompt batch (see `Processor.prompt`) and return the new tokens of each.
 
-    A sequence ends before a stop token and produces nothing more while others go on. `on_token(row, token)` is called
-    for each token as soon as it is known.
+    A row ends before a stop token and leaves the batch; the others go on. `on_token(row, token)` is called for each
+    token as soon as it is known.
     """
-    segments = batch.segments["text"]
-    rows = segments.bounds.numel() - 1
+    rows = batch.segments["text"].bounds.numel() - 1
     if max_new_tokens < 0:
         raise TesseraError(f"max_new_tokens is {max_new_tokens}", allowed=["0 and above"])
     produced: list[list[int]] = [[] for _ in range(rows)]
     if rows == 0 or max_new_tokens == 0:
         return produced
     stops = set(stop_tokens)
-    done = [False] * rows
     chooser = Chooser(sampling, rows)
     if isinstance(model, OwnGeneration):
 
@@ -157,31 +158,42 @@ def generate_tokens(
             greedy=sampling.temperature == 0,
             on_token=on_token,
         )
-    cache = model.new_cache(rows, segments.longest + max_new_tokens)
+    device, lengths = batch["tokens"].device, _prompt_lengths(batch)
+    capacity = max(lengths) + max_new_tokens
+    cache = model.new_cache(rows, capacity)  # one block for each row
+    live = list(range(rows))
+    step = CacheStep.of([CacheRow([row], 0, lengths[row]) for row in live], capacity, device)
     positions = _next_positions(batch)
-    step = batch
     for count in range(max_new_tokens):
-        logits = model(step, logits="last", cache=cache)[LOGITS]
+        logits = model(batch, logits="last", cache=cache, step=step)[LOGITS]
         _check_numbers(logits)
-        chosen = chooser.choose(logits)
-        for row, token in enumerate(chosen.tolist()):
-            if done[row] or token in stops:
-                done[row] = True
-                continue
-            produced[row].append(token)
+        chosen = chooser.choose(logits, live)
+        tokens = chosen.tolist()
+        going = [at for at, token in enumerate(tokens) if token not in stops]
+        for at in going:
+            produced[live[at]].append(tokens[at])
             if on_token is not None:
-                on_token(row, token)
-        if all(done):
+                on_token(live[at], tokens[at])
+        if not going:
             break
-        step = Batch({"tokens": chosen, "positions": positions + count})
+        if len(going) < len(live):
+            index = torch.tensor(going, device=device)
+            chosen, positions = chosen.index_select(0, index), positions.index_select(-1, index)
+            live = [live[at] for at in going]
+        step = CacheStep.of([CacheRow([row], lengths[row] + count, 1) for row in live], capacity, device)
+        batch = Batch({"tokens": chosen, "positions": positions + count})
     return produced
 
 
-def _next_positions(batch: Batch) -> Tensor:
-    """Return one past the largest position of each prompt, [3, rows] or [rows]; with images that is not its length.
+def _prompt_lengths(batch: Batch) -> list[int]:
+    """Return the number of tokens of each prompt."""
+    segments = batch.segments["text"]
+    return list(segments.lengths) or [int(length) for length in segments.bounds.diff().tolist()]
 
-    A trained answer has the same positions (see `grid_positions`).
-    """
+
+def _next_positions(batch: Batch) -> Tensor:
+    """Return the position that follows the largest one of each prompt, [3, rows] or [rows]. With images that is not the
+    length of the prompt. Answers have the same positions in training (see `grid_positions`)."""
     positions, bounds = batch["positions"], batch.segments["text"].bounds.tolist()
     starts = [positions[..., a:b].max() + 1 for a, b in pairwise(bounds)]
     following = torch.stack(starts)

@@ -1,8 +1,5 @@
-"""The KV cache of generation.
-
-A forward pass with a cache asks it for a `CacheStep`, which says where the tokens of this pass are stored. Each layer
-writes through its own `LayerCache`; the model commits the step when all layers have written.
-"""
+"""The memory of a KV cache: a pool of blocks for each layer. What one call does with it is a `CacheStep`, which the
+caller of a model makes and passes in."""
 
 from __future__ import annotations
 
@@ -11,91 +8,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera.core.batch import Segments
-from tessera.errors import TesseraError
+from tessera.core.cache import CacheStep
 
 
 class KVCache:
-    """Hold keys and values of up to `capacity` tokens in each of `rows` rows; `lengths` [rows] are filled.
+    """Hold keys and values of all layers in `blocks` blocks of `block_size` tokens each.
 
-    Memory of a layer is allocated when it first writes: heads of this rank, device and dtype are known then.
+    It does not know which rows there are. Memory of a layer is allocated when the layer first writes: heads of this
+    rank, device and type are known then.
     """
 
-    def __init__(self, rows: int, capacity: int, device: torch.device | str | None = None) -> None:
-        self.rows = rows
-        self.capacity = capacity
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, [rows, capacity, heads, head_dim] each
-        self.lengths = torch.zeros(rows, device=device, dtype=torch.int64)
-        self.longest = 0  # maximum of `lengths`, on the host
+    def __init__(self, blocks: int, block_size: int, device: torch.device | str) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, [blocks, block_size, heads, head_dim]
+
+    def layer(self, index: int, step: CacheStep) -> LayerCache:
+        """Return what a layer needs in one call."""
+        return LayerCache(self, index, step)
 
     def allocate(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.layers:
-            # Zeros, not empty: entries beyond `lengths` are multiplied by zero, and uninitialised memory may be NaN.
-            shape = (self.rows, self.capacity, *like.shape[1:])
+            # Zeros, not empty: unused entries are multiplied by zero, and uninitialised memory may be NaN.
+            shape = (self.blocks, self.block_size, *like.shape[1:])
             self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self.layers[layer]
-
-    @property
-    def empty(self) -> bool:
-        return self.longest == 0
-
-    def prefill(self, segments: Segments, tokens: int) -> CacheStep:
-        """Return the step that stores segment i in row i."""
-        count = segments.bounds.numel() - 1
-        if count != self.rows:
-            raise TesseraError(f"{count} segments do not fit a cache of {self.rows} rows")
-        self._check_capacity(segments.longest)
-        bounds = segments.bounds.to(torch.int64)
-        at = torch.arange(tokens, device=bounds.device)
-        row = torch.searchsorted(bounds[1:], at, right=True)
-        return CacheStep(self, row, at - bounds[row], bounds.diff(), segments.longest, decoding=False)
-
-    def decode(self, tokens: int) -> CacheStep:
-        """Return the step that stores one more token in every row."""
-        if tokens != self.rows:
-            raise TesseraError(f"decoding takes one token per row: {tokens} tokens for {self.rows} rows of the cache")
-        self._check_capacity(self.longest + 1)
-        row = torch.arange(self.rows, device=self.lengths.device)
-        return CacheStep(self, row, self.lengths, self.lengths + 1, self.longest + 1, decoding=True)
-
-    def _check_capacity(self, needed: int) -> None:
-        if needed > self.capacity:
-            raise TesseraError(
-                f"the cache holds {self.capacity} tokens per row, {needed} are needed",
-                fix="make the cache larger, or ask for fewer new tokens",
-            )
-
-
-@dataclass(frozen=True)
-class CacheStep:
-    """Describe one forward pass: token t is stored at (`row[t]`, `column[t]`); then rows have `lengths` tokens."""
-
-    cache: KVCache
-    row: Tensor
-    column: Tensor
-    lengths: Tensor
-    longest: int
-    decoding: bool
-
-    def layer(self, index: int) -> LayerCache:
-        return LayerCache(self, index)
-
-    def commit(self) -> None:
-        self.cache.lengths = self.lengths
-        self.cache.longest = self.longest
 
 
 @dataclass(frozen=True)
 class LayerCache:
+    """Hold one layer's part of a cache, and what the call does with it."""
+
+    cache: KVCache
+    index: int
     step: CacheStep
-    layer: int
 
-    def write(self, k: Tensor, v: Tensor) -> None:
-        keys, values = self.step.cache.allocate(self.layer, k)
-        keys[self.step.row, self.step.column] = k
-        values[self.step.row, self.step.column] = v
-
-    def filled(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values up to the longest row."""
-        keys, values = self.step.cache.layers[self.layer]
-        return keys[:, : self.step.longest], values[:, : self.step.longest]
+    def store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values of the new tokens, and return those of all blocks."""
+        keys, values = self.cache.allocate(self.index, k)
+        keys.flatten(0, 1).index_copy_(0, self.step.slots, k)
+        values.flatten(0, 1).index_copy_(0, self.step.slots, v)
+        return keys, values

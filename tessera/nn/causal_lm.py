@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tessera.core.batch import EMBEDDING_NOISE, Batch, Segments
+from tessera.core.batch import EMBEDDING_NOISE, Batch
+from tessera.core.cache import CacheStep
 from tessera.core.outputs import HIDDEN, LOGITS, ROUTER_AUX, AuxiliaryLoss, Outputs, Projection, hidden_of
-from tessera.nn.cache import CacheStep, KVCache
+from tessera.nn.cache import KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.moe import RowIds, TokenRows, balance_loss
 
@@ -38,9 +39,9 @@ class CausalLMBase(nn.Module):
         self,
         x: Tensor,
         batch: Batch,
-        step: CacheStep | None,
-        segments: Segments | None,
         logits: bool | Literal["last"],
+        cache: KVCache | None,
+        step: CacheStep | None,
     ) -> Outputs | Tensor:
         """Return the outputs of decoder and heads for embeddings `x`, or hidden states if another stage has the
         heads."""
@@ -48,11 +49,11 @@ class CausalLMBase(nn.Module):
         rows, main = self._rows(batch), next(iter(self.heads))
         head = self._module(self.heads[main])
         layers = {} if head is None else self._layers_asked_for(batch)
-        decoded = self.text(x, batch["positions"], segments, step, rows, tuple(layers.values()))
+        segments = batch.segments["text"] if step is None else step.segments
+        assert step is None or step.slots.shape[0] == x.shape[0], (step.slots.shape[0], x.shape[0])
+        decoded = self.text(x, batch["positions"], segments, rows, tuple(layers.values()), cache, step)
         hidden: Tensor
         hidden, used = decoded if isinstance(decoded, tuple) else (decoded, None)
-        if step is not None:
-            step.commit()
         if head is None:
             assert used is None, "expert statistics cannot be pooled over pipeline stages"
             return hidden
@@ -62,8 +63,8 @@ class CausalLMBase(nn.Module):
         if HIDDEN in batch.outputs:
             outputs[HIDDEN] = hidden
         if logits:
-            ends = segments.bounds[1:] - 1 if logits == "last" and segments is not None else None
-            outputs[main] = head(hidden if ends is None else hidden.index_select(0, ends))
+            last = segments.bounds[1:] - 1 if step is None else step.last
+            outputs[main] = head(hidden.index_select(0, last) if logits == "last" else hidden)
         if used is not None:
             assert rows is not None
             assert self.text.experts is not None
@@ -86,14 +87,10 @@ class CausalLMBase(nn.Module):
         self.add_module(path, head)
         self.heads = {**self.heads, output: path}
 
-    def _cache_step(self, batch: Batch, cache: KVCache | None) -> CacheStep | None:
-        if cache is None:
-            return None
-        count = batch["tokens"].shape[0]
-        return cache.prefill(batch.segments["text"], count) if cache.empty else cache.decode(count)
-
-    def new_cache(self, rows: int, capacity: int, device: torch.device | str | None = None) -> KVCache:
-        return KVCache(rows, capacity, next(self.parameters()).device if device is None else device)
+    def new_cache(self, blocks: int, block_size: int, device: torch.device | str | None = None) -> KVCache:
+        """Return the memory of a KV cache (see `core.cache`). With one block for each row its size is the longest
+        sequence."""
+        return KVCache(blocks, block_size, next(self.parameters()).device if device is None else device)
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -127,15 +124,12 @@ class LanguageModel(CausalLMBase):
         batch: Batch,
         logits: bool | Literal["last"] = False,
         cache: KVCache | None = None,
+        step: CacheStep | None = None,
         carry: Tensor | None = None,
     ) -> Outputs | Tensor:
         """Return the outputs by name. With `logits`, the main head is applied to all tokens, or ("last") to the last
         token of each segment.
 
-        An empty cache is filled, one row per segment; a filled one is read and takes one more token per row.
+        `cache` and `step`: the memory of a KV cache, and what this call does with it.
         """
-        decoding = cache is not None and not cache.empty
-        step = self._cache_step(batch, cache)
-        segments = None if decoding else batch.segments["text"]
-        x = self._embed(batch) if carry is None else carry
-        return self._read(x, batch, step, segments, logits)
+        return self._read(self._embed(batch) if carry is None else carry, batch, logits, cache, step)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tessera.core.batch import Segments
+from tessera.core.cache import CacheStep
 from tessera.errors import TesseraError
-from tessera.nn.cache import CacheStep, LayerCache
+from tessera.nn.cache import KVCache, LayerCache
 from tessera.nn.layers import PackedAttention, RMSNorm, TokenEmbedding
 from tessera.nn.moe import MoE, RowIds
-from tessera.ops.attention import cached_attention
+from tessera.ops.cached_attention import cached_attention
 from tessera.ops.pointwise import Angles, Rope, rotate, swiglu
 from tessera.ops.registry import AUTO
 
@@ -49,19 +50,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.core = PackedAttention(True, shape.attention, shape.head_dim)
 
-    def forward(self, x: Tensor, angles: Angles, segments: Segments | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, segments: Segments, cache: LayerCache | None) -> Tensor:
         # The number of heads is left to the weights: under tensor parallelism a rank holds some of them.
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
-        if cache is not None:
-            cache.write(k, v)
-        if cache is not None and cache.step.decoding:
-            out = cached_attention(q, *cache.filled(), cache.step.lengths)
-        else:
-            assert segments is not None, "packed attention needs the bounds of its segments"
+        keys, values = (k, v) if cache is None else cache.store(k, v)
+        if cache is None or cache.step.prefill:
             out = self.core(q, k, v, segments)
+        else:
+            out = cached_attention(q, keys, values, cache.step)
         projected: Tensor = self.o(out.flatten(1))
         return projected
 
@@ -95,7 +94,7 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         angles: Angles,
-        segments: Segments | None,
+        segments: Segments,
         cache: LayerCache | None = None,
         rows: RowIds | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -132,12 +131,14 @@ class TextDecoder(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        segments: Segments | None,
-        step: CacheStep | None = None,
+        segments: Segments,
         rows: RowIds | None = None,
         returned: Sequence[int] = (),
+        cache: KVCache | None = None,
+        step: CacheStep | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return hidden states, and summed expert statistics if the model is trained with the balance loss.
+        """Return hidden states, and summed expert statistics if the model is trained with the balance loss. `cache` and
+        `step` go together: see `core.cache`.
 
         Behind the final hidden states, in the feature dimension, are those behind each layer in `returned`: what splits
         or gathers tokens then sees one tensor.
@@ -156,7 +157,8 @@ class TextDecoder(nn.Module):
         used: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if layer is not None:
-                out = layer(x, angles, segments, None if step is None else step.layer(index), rows)
+                of_layer = None if cache is None or step is None else cache.layer(index, step)
+                out = layer(x, angles, segments, of_layer, rows)
                 x, here = out if isinstance(out, tuple) else (out, None)
                 if here is not None:
                     used = here if used is None else used + here

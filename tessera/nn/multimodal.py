@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.batch import Batch
+from tessera.core.cache import CacheStep
 from tessera.core.model_plan import Stream
 from tessera.core.outputs import LOGITS, Outputs
 from tessera.errors import TesseraError
@@ -38,6 +39,11 @@ class Encoder:
         """Return how the names of tensors begin that select features and embeddings: `PREFIX_slots`."""
         return self.stream.slots.removesuffix("_slots")
 
+    @property
+    def embeddings(self) -> str:
+        """Return the name of the tensor with embeddings that were computed before."""
+        return f"{self.prefix}_embeddings"
+
 
 class MultimodalModel(CausalLMBase):
     """Compute a text decoder that reads, among its tokens, embeddings that projectors make of features of encoders.
@@ -48,15 +54,16 @@ class MultimodalModel(CausalLMBase):
     - `PREFIX_slots.sources` [M], where a batch has a part of the tokens: which embedding goes to each slot;
     - `PREFIX_patches`, optional: which features the projector gets;
     - `PREFIX_index` [M] or [M, K], optional, with `PREFIX_weights` [M, K]: which embedding goes to a slot, or the mean
-      of which.
+      of which;
+    - `PREFIX_embeddings` [M, width], optional, in place of the stream's tensors: what `encode` returned for the slots.
 
     A batch without input for an encoder runs it on a blank input: other ranks may have input, and running the encoder
     keeps every collective in step, forward and backward, and gives each parameter a gradient (zero).
 
-    Modules that are None lie in another stage of a pipeline: the model then goes on from the `carry` of the stage
+    Modules that are None are in another stage of a pipeline: the model then continues from the `carry` of the stage
     before, or returns its own for the next one. Encoders come first, one after another, and text begins in the stage
     that has the last projector. A carry between encoders has one row for each slot of the finished encoders, then the
-    features of the one that goes on.
+    features of the unfinished one.
     """
 
     def __init__(
@@ -85,31 +92,34 @@ class MultimodalModel(CausalLMBase):
         batch: Batch,
         logits: bool | Literal["last"] = False,
         cache: KVCache | None = None,
+        step: CacheStep | None = None,
         carry: Tensor | None = None,
     ) -> Outputs | Tensor:
         """Return the outputs by name. With `logits`, the main head is applied to all tokens, or ("last") to the last
         token of each segment.
 
-        An empty cache is filled, one row per segment; a filled one is read and takes one more token per row.
+        `cache` and `step`: the memory of a KV cache, and what this call does with it.
         """
-        decoding = cache is not None and not cache.empty
-        step = self._cache_step(batch, cache)
         x = carry
         if any(self._module(path) is not None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
             # Without other ranks that wait, generation leaves out encoders that have nothing to read.
-            idle = [e for e in self.encoders if cache is not None and (decoding or not e.stream.elements(batch))]
+            idle = [e for e in self.encoders if step is not None and not _has_input(batch, e)]
             embeddings, features = self._encode(batch, carry, idle)
             if len(embeddings) < len(self.encoders):  # the encoders go on in the next stage
-                if step is not None:
-                    step.commit()
                 return self._packed([*embeddings, *features])
             x = self._embed(batch)
-            for encoder, found in zip(self.encoders, embeddings, strict=True):
+            for encoder, embedding in zip(self.encoders, embeddings, strict=True):
                 if encoder not in idle:
-                    x = _place(x, found, batch, encoder.stream)
-        segments = None if decoding else batch.segments["text"]
+                    x = _place(x, embedding, batch, encoder.stream)
         assert x is not None
-        return self._read(x, batch, step, segments, logits)
+        return self._read(x, batch, logits, cache, step)
+
+    def encode(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the embeddings for the slots of a batch, by the names of tensors under which later batches have them:
+        media are then encoded once, and a prompt can be read in parts."""
+        idle = [encoder for encoder in self.encoders if not _has_input(batch, encoder)]
+        embeddings, _ = self._encode(batch, None, idle)
+        return {e.embeddings: tensor for e, tensor in zip(self.encoders, embeddings, strict=True) if e not in idle}
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -141,11 +151,15 @@ class MultimodalModel(CausalLMBase):
                 embeddings.append(carry[:slots, : encoder.width])
                 carry = carry[slots:]
                 continue
+            if projector is not None and encoder.embeddings in batch:
+                carry = None
+                embeddings.append(batch[encoder.embeddings])
+                continue
             features: Tensor = module(_with_input(batch, stream), carry)
             if projector is None:
                 return embeddings, [features]
-            carry = None  # whatever was behind it was padding
-            embeddings.append(_select(projector(_kept(features, batch, encoder)), batch, encoder))
+            carry = None  # the rest of it is padding
+            embeddings.append(_select(projector(_projected(features, batch, encoder)), batch, encoder))
         return embeddings, []
 
     def _nothing(self, width: int) -> Tensor:
@@ -157,6 +171,10 @@ class MultimodalModel(CausalLMBase):
             return parts[0]
         width = max(part.shape[1] for part in parts)
         return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def _has_input(batch: Batch, encoder: Encoder) -> bool:
+    return encoder.stream.elements(batch) > 0 or encoder.embeddings in batch
 
 
 def _with_input(batch: Batch, stream: Stream) -> Batch:
@@ -173,10 +191,10 @@ def _slots(batch: Batch, stream: Stream) -> Tensor:
     return batch["tokens"].new_empty(0) if slots is None else slots
 
 
-def _kept(features: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
-    """Return the features that become embeddings: not those of class tokens and padding."""
-    kept = batch.get(f"{encoder.prefix}_patches")
-    return features if kept is None else features.index_select(0, kept)
+def _projected(features: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
+    """Return the features that the projector gets: not those of class tokens and padding."""
+    index = batch.get(f"{encoder.prefix}_patches")
+    return features if index is None else features.index_select(0, index)
 
 
 def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over packed sequences, and over a KV cache.
+"""Attention over packed sequences.
 
 A packed row is a concatenation of segments; a token attends to its own segment. The padding at the end of a row is a
 segment of its own, so implementations need no padding mask.
@@ -50,38 +50,20 @@ def packed_attention(
     return out
 
 
-def cached_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    *,
-    scale: float | None = None,
-    implementation: str = AUTO,
-) -> Tensor:
-    """Return attention of one token per row, `q` [B, Hq, D], to the first `lengths` [B] entries of each cache row.
-
-    `k_cache` and `v_cache` are [B, C, Hkv, D].
-    """
-    run = CACHED_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
-    out: Tensor = run(q, k_cache, v_cache, lengths, q.shape[-1] ** -0.5 if scale is None else scale)
-    return out
-
-
 # ---------------------------------------------------------------------------------------------- eager: the reference
 
 
 def _packed_eager(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
     bounds = segments.bounds.tolist()
     outputs = [
-        _attend_explicitly(q[a:b], k[a:b], v[a:b], _window_mask(b - a, window, q.device), scale)
+        attend_explicitly(q[a:b], k[a:b], v[a:b], _window_mask(b - a, window, q.device), scale)
         for a, b in pairwise(bounds)
         if b > a
     ]
     return torch.cat(outputs)
 
 
-def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale  # [H, L, L]
@@ -104,19 +86,6 @@ def _window_mask(length: int, window: Window, device: torch.device) -> Tensor | 
     if right >= 0:
         mask = mask & (ahead <= right)
     return mask
-
-
-def _cached_eager(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    groups = q.shape[1] // k_cache.shape[2]
-    k, v = k_cache.repeat_interleave(groups, dim=2), v_cache.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bhd,bchd->bhc", q, k) * scale
-    scores = scores.masked_fill(~_filled(k_cache, lengths).unsqueeze(1), float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return torch.einsum("bhc,bchd->bhd", weights, v)
-
-
-def _filled(cache: Tensor, lengths: Tensor) -> Tensor:
-    return torch.arange(cache.shape[1], device=cache.device).unsqueeze(0) < lengths.unsqueeze(1)
 
 
 # ---------------------------------------------------------------------------------------------- sdpa: one batched call
@@ -186,18 +155,6 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window,
     return out.squeeze(0).transpose(0, 1)
 
 
-def _cached_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    out = F.scaled_dot_product_attention(
-        q.unsqueeze(2),
-        k_cache.transpose(1, 2),
-        v_cache.transpose(1, 2),
-        attn_mask=_filled(k_cache, lengths)[:, None, None, :],
-        scale=scale,
-        enable_gqa=q.shape[1] != k_cache.shape[2],
-    )
-    return out.squeeze(2)
-
-
 # ---------------------------------------------------------------------------------------------- fused: on accelerators
 
 
@@ -218,7 +175,4 @@ PACKED_ATTENTION = DispatchedOp(
         Implementation("sdpa", _packed_sdpa, ("full", "causal", "window")),
         Implementation("eager", _packed_eager, ("full", "causal", "window")),
     ),
-)
-CACHED_ATTENTION = DispatchedOp(
-    "cached_attention", (Implementation("sdpa", _cached_sdpa), Implementation("eager", _cached_eager))
 )

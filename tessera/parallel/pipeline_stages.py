@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tessera.core.batch import Batch
+from tessera.core.cache import CacheStep
 from tessera.core.outputs import Outputs
 from tessera.core.spec import InitializesByName
 from tessera.parallel.mesh import PP, Mesh
@@ -168,17 +169,24 @@ class PipelinedModel:
         model: Any = next(iter(stages))._stage_model
         self._output = next(iter(model.heads))  # of the main head
 
-    def new_cache(self, rows: int, capacity: int) -> dict[int, Any]:
-        """Return one cache for each stage: a cache counts the tokens that passed all layers it serves."""
+    def new_cache(self, blocks: int, block_size: int) -> dict[int, Any]:
+        """Return one cache for each stage on this rank."""
         return {
-            number: stage._stage_model.new_cache(rows, capacity, self.device)  # type: ignore[operator]
+            number: stage._stage_model.new_cache(blocks, block_size, self.device)  # type: ignore[operator]
             for number, stage in self.stages.here.items()
         }
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, logits: str = "last", cache: dict[int, Any] | None = None) -> Outputs:
+    def __call__(
+        self,
+        batch: Batch,
+        logits: str = "last",
+        cache: dict[int, Any] | None = None,
+        step: CacheStep | None = None,
+    ) -> Outputs:
         def work(stage: StageModule, carry: Tensor | None, mb: int) -> Any:
-            out = stage.run(batch, carry, logits=logits, cache=None if cache is None else cache[stage.number])
+            memory = None if cache is None else cache[stage.number]
+            out = stage.run(batch, carry, logits=logits, cache=memory, step=step)
             return out[self._output] if stage.is_last else out
 
         return {self._output: self.stages.share(self.stages.run(work))}

@@ -154,5 +154,5 @@ class _OnDevice:
     def __call__(self, batch: Batch, **options: Any) -> Any:
         return self._module(batch, **options)
 
-    def new_cache(self, rows: int, capacity: int) -> Any:
-        return self._module.new_cache(rows, capacity, self._device)
+    def new_cache(self, blocks: int, block_size: int) -> Any:
+        return self._module.new_cache(blocks, block_size, self._device)

@@ -10,15 +10,6 @@ from tessera.errors import TesseraError
 FAMILY = Qwen2VL()
 
 
-def test_a_full_cache_and_a_wrong_number_of_rows_are_errors() -> None:
-    pair = FAMILY.pair(0, 5)
-    model, batch = pair.model, FAMILY.pack(pair.config, FAMILY.cases(pair, 0, ["text"], 1))
-    with pytest.raises(TesseraError, match="cache holds 2 tokens"):
-        model(batch, cache=model.new_cache(1, 2))
-    with pytest.raises(TesseraError, match="1 segments do not fit a cache of 2 rows"):
-        model(batch, cache=model.new_cache(2, 50))
-
-
 def test_pictures_that_do_not_fit_their_places_are_an_error_with_both_counts() -> None:
     pair = FAMILY.pair(0, 5)
     batch = FAMILY.pack(pair.config, [FAMILY.case(pair, [("image", (1, 4, 4))], 1)])

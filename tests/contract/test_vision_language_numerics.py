@@ -10,6 +10,8 @@ import torch
 from parity import compare_gradients, compare_outputs, from_foreign, relative
 from vision_language_families import VISION_LANGUAGE
 
+from tessera.core.batch import Batch
+from tessera.core.cache import CacheRow, CacheStep
 from tests.close import assert_as_close
 
 NAMES = list(VISION_LANGUAGE)
@@ -67,18 +69,19 @@ def test_cached_decoding_equals_the_full_forward(name: str, number: int) -> None
     with torch.no_grad():
         full = model(family.pack(pair.config, cases), logits=True)["logits"]
         cache = model.new_cache(len(cases), max(lengths))
-        got = [model(family.pack(pair.config, prompts), logits="last", cache=cache)["logits"]]
-        assert cache.lengths.tolist() == [length - steps for length in lengths]
+        rows = [CacheRow([row], 0, length - steps) for row, length in enumerate(lengths)]
+        step = CacheStep.of(rows, max(lengths), "cpu")
+        got = [model(family.pack(pair.config, prompts), logits="last", cache=cache, step=step)["logits"]]
         for at in range(-steps, 0):
-            batch = family.pack(pair.config, prompts).with_tensors(
-                tokens=torch.stack([case.tokens[at] for case in cases]),
-                positions=torch.stack([case.positions[..., at] for case in cases], dim=-1),
-            )
-            got.append(model(batch, logits=True, cache=cache)["logits"])
-    assert cache.lengths.tolist() == lengths
+            tokens = torch.stack([case.tokens[at] for case in cases])
+            positions = torch.stack([case.positions[..., at] for case in cases], dim=-1)
+            rows = [CacheRow([row], length + at, 1) for row, length in enumerate(lengths)]
+            step = CacheStep.of(rows, max(lengths), "cpu")
+            batch = Batch({"tokens": tokens, "positions": positions})
+            got.append(model(batch, logits=True, cache=cache, step=step)["logits"])
     ends = torch.tensor(lengths).cumsum(0)
-    for step, logits in enumerate(got):
-        assert relative(logits, full[ends - 1 - steps + step]) < family.tolerance
+    for number, logits in enumerate(got):
+        assert relative(logits, full[ends - 1 - steps + number]) < family.tolerance
 
 
 @pytest.mark.parametrize("training", [True, False])

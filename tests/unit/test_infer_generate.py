@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
+from tessera.core.cache import CacheStep
 from tessera.errors import TesseraError
 from tessera.inference.generate import Sampling, TextStream, generate_tokens, pick
 
@@ -63,13 +63,12 @@ class Counter:
     def __init__(self) -> None:
         self.asked: list[Batch] = []
 
-    def new_cache(self, rows: int, capacity: int) -> SimpleNamespace:
-        return SimpleNamespace(rows=rows, capacity=capacity)
+    def new_cache(self, blocks: int, block_size: int) -> None:
+        """It has none."""
 
-    def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> dict[str, Tensor]:
+    def __call__(self, batch: Batch, logits: str, cache: None, step: CacheStep) -> dict[str, Tensor]:
         self.asked.append(batch)
-        ends = batch.segments["text"].bounds[1:] - 1 if batch.segments else torch.arange(cache.rows)
-        return {"logits": 10.0 * torch.nn.functional.one_hot(batch["tokens"][ends] + 1, 20)}
+        return {"logits": 10.0 * torch.nn.functional.one_hot(batch["tokens"][step.last] + 1, 20)}
 
 
 def prompt() -> Batch:
@@ -92,7 +91,7 @@ def test_each_row_stops_for_itself() -> None:
     assert heard == [(0, 6), (1, 11), (0, 7), (1, 12), (1, 13), (1, 14), (1, 15)]
     assert len(model.asked) == 5, "nothing is asked for after the last token"
     assert model.asked[1]["positions"].tolist() == [[8, 3]] * 3
-    assert model.asked[4]["positions"].tolist() == [[11, 6]] * 3
+    assert model.asked[4]["positions"].tolist() == [[6]] * 3, "a finished row leaves"
 
 
 def test_all_done_ends_early_and_nothing_asked_is_nothing_done() -> None:
@@ -106,8 +105,8 @@ def test_all_done_ends_early_and_nothing_asked_is_nothing_done() -> None:
 
 def test_nan_is_an_error_not_a_token() -> None:
     class Broken(Counter):
-        def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> dict[str, Tensor]:
-            return {"logits": torch.full((cache.rows, 20), float("nan"))}
+        def __call__(self, batch: Batch, logits: str, cache: None, step: CacheStep) -> dict[str, Tensor]:
+            return {"logits": torch.full((step.rows, 20), float("nan"))}
 
     with pytest.raises(TesseraError, match="nan"):
         generate_tokens(Broken(), prompt(), max_new_tokens=2, stop_tokens=(), sampling=GREEDY)
@@ -116,8 +115,8 @@ def test_nan_is_an_error_not_a_token() -> None:
 def test_a_seed_gives_the_same_again_whoever_is_in_the_next_row() -> None:
     def run(batch: Batch, seed: int) -> list[list[int]]:
         class Flat(Counter):
-            def __call__(self, batch: Batch, logits: str, cache: SimpleNamespace) -> dict[str, Tensor]:
-                return {"logits": torch.zeros(cache.rows, 1000)}
+            def __call__(self, batch: Batch, logits: str, cache: None, step: CacheStep) -> dict[str, Tensor]:
+                return {"logits": torch.zeros(step.rows, 1000)}
 
         return generate_tokens(Flat(), batch, max_new_tokens=8, stop_tokens=(), sampling=Sampling(1.0, seed=seed))
 

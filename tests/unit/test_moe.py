@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 
 from tessera.checkpoint.state import model_tensors
 from tessera.core.batch import IGNORE, Batch, Segments
+from tessera.core.cache import CacheRow, CacheStep
 from tessera.core.outputs import LOGITS, projection
 from tessera.errors import TesseraError
 from tessera.models import FAMILIES
@@ -330,9 +331,9 @@ def test_reading_token_by_token_gives_what_reading_at_once_gives() -> None:
     single = Batch({"tokens": data["tokens"], "positions": torch.arange(16)}, {"text": data.segments["text"].of([16])})
     whole = made(single, logits=True)["logits"]
     cache = made.new_cache(1, 16)
-    first = {name: single[name][:9] for name in ("tokens", "positions")}
-    found = [made(Batch(first, {"text": single.segments["text"].of([9])}), logits="last", cache=cache)["logits"]]
-    for at in range(9, 16):
-        step = Batch({"tokens": single["tokens"][at : at + 1], "positions": torch.tensor([at])})
-        found.append(made(step, logits=True, cache=cache)["logits"])
-    torch.testing.assert_close(torch.cat(found), whole[8:], rtol=1e-4, atol=1e-5)
+    logits = []
+    for cached, end in ((0, 9), *((at, at + 1) for at in range(9, 16))):
+        part = Batch({name: single[name][cached:end] for name in ("tokens", "positions")})
+        step = CacheStep.of([CacheRow([0], cached, end - cached)], 16, "cpu")
+        logits.append(made(part, logits="last", cache=cache, step=step)["logits"])
+    torch.testing.assert_close(torch.cat(logits), whole[8:], rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tessera.core.batch import Segments
+from tessera.core.cache import CacheRow, CacheStep
 from tessera.errors import TesseraError
 from tessera.ops import attention, first_segment
 from tessera.ops import fused_attention as fused
-from tessera.ops.attention import cached_attention, packed_attention
+from tessera.ops.attention import packed_attention
+from tessera.ops.cached_attention import cached_attention
 from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO
 from tessera.runtime.device import supports
@@ -139,16 +142,38 @@ def test_causal_means_no_later_token_and_the_window_counts_earlier_ones() -> Non
     assert changed.tolist() == [False, False, True, True, False, False]
 
 
+CACHED = {  # blocks, cached tokens and new tokens of each row
+    "decoding": [([2, 0, 5], 9, 1), ([1], 0, 1), ([4, 3], 5, 1)],
+    "chunks beside decoding": [([2, 0, 5], 9, 1), ([4, 3], 5, 1), ([1, 7], 3, 5), ([6, 8, 9], 0, 10), ([11], 2, 1)],
+    "chunks": [([1, 7], 3, 5), ([2, 0, 5], 0, 12)],
+}
+
+
+@pytest.mark.parametrize("case", CACHED)
 @pytest.mark.parametrize("implementation", ["auto", "eager", "sdpa"])
-def test_cached_attention_equals_attention_over_the_filled_part(implementation: str) -> None:
+def test_cached_attention_is_causal_attention_over_the_tokens_of_a_row(implementation: str, case: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(3, 4, 8, generator=generator)
-    k, v = (torch.randn(3, 10, 2, 8, generator=generator) for _ in range(2))
-    lengths = torch.tensor([10, 1, 6])
-    out = cached_attention(q, k, v, lengths, implementation=implementation)
-    for row, length in enumerate(lengths.tolist()):
-        alone = attention._attend_explicitly(q[row : row + 1], k[row, :length], v[row, :length], None, 8**-0.5)
-        torch.testing.assert_close(out[row : row + 1], alone, rtol=1e-5, atol=1e-6)
+    step = CacheStep.of([CacheRow(*row) for row in CACHED[case]], 4, "cpu", width=5)
+    q = torch.randn(step.slots.shape[0], 4, 8, generator=generator)
+    keys, values = (torch.randn(12, 4, 2, 8, generator=generator) for _ in range(2))
+    out = cached_attention(q, keys, values, step, implementation=implementation)
+    start = 0
+    for blocks, cached, new in CACHED[case]:
+        k, v = (torch.cat([pool[block] for block in blocks])[: cached + new] for pool in (keys, values))
+        for number in range(new):
+            seen = cached + number + 1
+            alone = attention.attend_explicitly(q[start + number].unsqueeze(0), k[:seen], v[:seen], None, 8**-0.5)
+            torch.testing.assert_close(out[start + number].unsqueeze(0), alone, rtol=1e-5, atol=1e-6)
+        start += new
+
+
+def test_cached_attention_asks_the_device_for_nothing() -> None:
+    """On the meta device there are no numbers: whoever wanted one would fail."""
+    step = CacheStep.of([CacheRow(*row) for row in CACHED["chunks beside decoding"]], 4, "cpu")
+    moved = {name: value.to("meta") for name, value in vars(step).items() if isinstance(value, torch.Tensor)}
+    step = replace(step, segments=step.segments.to("meta"), **moved)
+    q, pool = torch.empty(step.slots.shape[0], 4, 8, device="meta"), torch.empty(12, 4, 2, 8, device="meta")
+    assert cached_attention(q, pool, pool, step).shape == q.shape
 
 
 def test_an_implementation_that_cannot_serve_is_an_error_that_names_those_that_can() -> None:

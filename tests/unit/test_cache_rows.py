@@ -1,0 +1,100 @@
+"""Rows that join and leave a KV cache in random order give the tokens that each gives alone."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tessera.core.batch import Batch, Segments
+from tessera.core.cache import CacheRow, CacheStep
+from tessera.core.spec import ModelSpec
+from tessera.errors import TesseraError
+from tessera.inference.generate import Sampling, generate_tokens
+from tessera.models import FAMILIES
+from tests.toys import joining_rows, moe_decoder, two_encoders
+from tests.toys.joining_rows import Request
+
+MODELS = {
+    "text with experts": (moe_decoder.SPEC, moe_decoder.MoEDecoderConfig(balance=0.0)),
+    "images and audio": (two_encoders.SPEC, two_encoders.TwoEncoderConfig()),
+    "images with DeepStack": (FAMILIES.get("qwen3_vl"), None),
+}
+PAGED, SLOTTED = 4, 80  # tokens of a block
+
+
+def model_of(name: str) -> tuple[ModelSpec, Any, Any]:
+    spec, config = MODELS[name]
+    if config is None:
+        config = spec.config.model_validate(spec.presets["quickstart"])
+    model: Any = spec.main.build(config).eval()
+    chance = torch.Generator().manual_seed(1)
+    for path, parameter in model.named_parameters():
+        model.initialize(path, parameter.data, chance)
+        if not path.endswith("norm.weight"):  # logits that tell tokens apart
+            parameter.data.mul_(2)
+    return spec, config, model
+
+
+def request(spec: ModelSpec, config: Any, length: int, seed: int, new_tokens: int) -> Request:
+    """Return the family's example with random tokens and media; every third one is text alone."""
+    assert spec.example is not None
+    chance = torch.Generator().manual_seed(seed)
+    batch = spec.example(config, length)
+    tensors = {name: batch[name] for name in ("tokens", "positions")}
+    if seed % 3:
+        tensors = {name: value for name, value in batch.tensors.items() if name != "labels"}
+    for name, value in tensors.items():
+        if value.is_floating_point():
+            tensors[name] = torch.randn(value.shape, generator=chance)
+        elif value.dtype == torch.uint8:
+            tensors[name] = torch.randint(0, 256, value.shape, generator=chance, dtype=torch.uint8)
+    tensors["tokens"] = torch.randint(0, 60, (length,), generator=chance)
+    return Request(Batch(tensors, batch.segments if seed % 3 else {"text": Segments.of([length])}), new_tokens)
+
+
+@pytest.mark.parametrize("block_size", [PAGED, SLOTTED], ids=["paged", "slotted"])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_rows_that_join_and_leave_give_the_tokens_that_each_gives_alone(name: str, block_size: int) -> None:
+    spec, config, model = model_of(name)
+    for seed in range(3):
+        chance = Random(seed)
+        requests = [
+            request(spec, config, 4 * chance.randint(4, 14), 10 * seed + number, chance.randint(1, 9))
+            for number in range(7)
+        ]
+        for each in requests:
+            if isinstance(model, two_encoders.MultimodalModel):
+                each.encoded = model.encode(each.prompt)
+        rows = 4
+        blocks = rows if block_size == SLOTTED else 40  # fewer than all rows need at once
+        calls = joining_rows.generate(model, requests, seed, blocks, block_size, rows)
+        assert calls > max(each.new_tokens for each in requests)
+        for number, each in enumerate(requests):
+            (alone,) = generate_tokens(
+                model, each.prompt, max_new_tokens=each.new_tokens, stop_tokens=(), sampling=Sampling()
+            )
+            assert each.tokens == alone, (seed, number)
+        assert len({tuple(each.tokens[:3]) for each in requests}) > 3, "the prompts matter"
+
+
+def test_a_step_names_the_tokens_to_sample_and_where_new_ones_are_stored() -> None:
+    rows = [CacheRow([5], 3, 1), CacheRow([2, 0, 7], 2, 7, sampled=False), CacheRow([1, 3], 4, 2)]
+    step = CacheStep.of(rows, 4, "cpu", width=4)
+    assert step.single == 1
+    assert not step.prefill
+    assert step.longest == 9
+    assert step.lengths.tolist() == [4, 9, 6]
+    assert step.table.tolist() == [[5, 0, 0, 0], [2, 0, 7, 0], [1, 3, 0, 0]]
+    assert step.slots.tolist() == [23, 10, 11, 0, 1, 2, 3, 28, 12, 13]
+    assert step.last.tolist() == [0, 9]
+    assert step.segments.bounds.tolist() == [0, 1, 8, 10]
+    assert CacheStep.of([CacheRow([1], 0, 4), CacheRow([0], 0, 1)], 4, "cpu").prefill
+
+
+def test_a_row_longer_than_its_blocks_is_an_error() -> None:
+    with pytest.raises(TesseraError, match="room for 8 tokens of a row, and 9 are needed"):
+        CacheStep.of([CacheRow([0, 1], 5, 4)], 4, "cpu")
