@@ -92,8 +92,9 @@ def numa_cores(nodes: Sequence[int | None], topology: Topology) -> list[frozense
 
     Devices whose node is not known are spread over the nodes in order, as machines are usually built.
     """
-    known = [node for node, cores in sorted(topology.nodes.items()) if cores & topology.allowed] or [0]
-    places = [node if node in known else known[number * len(known) // len(nodes)] for number, node in enumerate(nodes)]
+    with_cores = [node for node, cores in sorted(topology.nodes.items()) if cores & topology.allowed] or [0]
+    spread = [with_cores[number * len(with_cores) // len(nodes)] for number in range(len(nodes))]
+    places = [node if node in with_cores else other for node, other in zip(nodes, spread, strict=True)]
     shares: dict[int, list[frozenset[int]]] = {}
     for node in set(places):
         usable = topology.nodes.get(node, frozenset()) & topology.allowed
@@ -112,10 +113,10 @@ def _split(cores: Iterable[int], parts: int) -> list[frozenset[int]]:
 def overlaps(sets: Sequence[frozenset[int]]) -> list[tuple[int, int, frozenset[int]]]:
     """Return the pairs of devices that share cores, with the cores."""
     return [
-        (one, other, sets[one] & sets[other])
-        for one in range(len(sets))
-        for other in range(one + 1, len(sets))
-        if sets[one] & sets[other]
+        (first, other, sets[first] & sets[other])
+        for first in range(len(sets))
+        for other in range(first + 1, len(sets))
+        if sets[first] & sets[other]
     ]
 
 
@@ -131,13 +132,13 @@ class ThreadBinder:
         assert self.cores
         self.fine = fine and len(self.cores) >= MIN_FINE_CORES
         self._tasks = proc / "self" / "task"
-        self._known: set[int] = set()
+        self._bound: set[int] = set()
 
     def bind(self) -> None:
         """Bind every thread that has begun since the last call."""
         threads = {int(name) for name in os.listdir(self._tasks)}
         caller = threading.get_native_id()
-        for thread in sorted(threads - self._known):
+        for thread in sorted(threads - self._bound):
             try:
                 os.sched_setaffinity(thread, self.cores_of(self._name(thread), thread == caller))
             except ProcessLookupError:  # it has ended since
@@ -147,7 +148,7 @@ class ThreadBinder:
                     f"this process may not use the cores {format_cores(self.cores)}: {first_line(error)}",
                     fix=f"name cores among {format_cores(os.sched_getaffinity(0))}",
                 ) from None
-        self._known = threads
+        self._bound = threads
 
     def cores_of(self, name: str, is_caller: bool) -> tuple[int, ...]:
         """Return the cores of a thread by its name."""

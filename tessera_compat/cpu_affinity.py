@@ -52,8 +52,8 @@ def parse_affinity(text: str) -> AffinityConf:
     switches: dict[str, bool] = {}
     for item in text.split(",") if text else []:
         key, colon, value = item.partition(":")
-        if found := _RANGE.fullmatch(item):
-            device, first, last = int(found[1]), int(found[2]), int(found[3] or found[2])
+        if match := _RANGE.fullmatch(item):
+            device, first, last = int(match[1]), int(match[2]), int(match[3] or match[2])
             if last < first:
                 _refuse(item, f"the range {first}-{last} is empty", fix=f"write {key}:{last}-{first}")
             cores[device] = cores.get(device, frozenset()) | frozenset(range(first, last + 1))
@@ -125,8 +125,8 @@ def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], 
     """Return the cores of one device, or none where cores are asked for that this process may not use."""
     sets = cores_of_devices(conf, nodes, topology)
     warnings = [
-        f"{VARIABLE}: devices {one} and {other} share the cores {format_cores(both)}"
-        for one, other, both in affinity.overlaps(sets)
+        f"{VARIABLE}: devices {first} and {other} share the cores {format_cores(both)}"
+        for first, other, both in affinity.overlaps(sets)
         if conf.cores  # devices that share cores because there are too few need no word
     ]
     outside = frozenset().union(*sets) - topology.allowed
@@ -137,14 +137,14 @@ def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], 
         )
         return RankCores(frozenset(), warnings=tuple(warnings))
     ordered = sorted(sets[device])
-    kept = _INTERRUPT_CORES if conf.bind_irq else 0
-    cores = frozenset(ordered[kept:])
+    reserved = _INTERRUPT_CORES if conf.bind_irq else 0
+    cores = frozenset(ordered[reserved:])
     if conf.mode == 2 and len(cores) < affinity.MIN_FINE_CORES:
         warnings.append(
             f"{VARIABLE}: {len(cores)} cores are too few for mode 2, which needs {affinity.MIN_FINE_CORES}: all "
             "threads share them"
         )
-    return RankCores(cores, frozenset(ordered[:kept]), tuple(warnings))
+    return RankCores(cores, frozenset(ordered[:reserved]), tuple(warnings))
 
 
 class KeepThreadsBound(Callback):

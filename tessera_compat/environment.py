@@ -132,23 +132,23 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Refuse values that cannot be meant; return a line for each variable that is set and not simply honoured."""
     lines = []
     for name, value in sorted(environ.items()):
-        known = VARIABLES.get(name)
-        if known is None and not _FOREIGN.fullmatch(name):
+        variable = VARIABLES.get(name)
+        if variable is None and not _FOREIGN.fullmatch(name):
             continue
-        if known is None:
+        if variable is None:
             near = nearest(name, VARIABLES)
             hint = f"; did you mean {near}?" if near else ""
             lines.append(f"{name}={value}: passed on as it is; nothing here reads it{hint}")
             continue
-        if known.values and not re.fullmatch(known.values.pattern, value):
+        if variable.values and not re.fullmatch(variable.values.pattern, value):
             raise TesseraError(
-                f"{name}={value}", where="environment", allowed=known.values.allowed, fix=f"mend or unset {name}"
+                f"{name}={value}", where="environment", allowed=variable.values.allowed, fix=f"mend or unset {name}"
             )
         if name == AFFINITY:
             parse_affinity(value)
-        if known.treatment != "honoured" or known.setting:
-            treatment = "honoured in job files" if known.setting else known.treatment
-            lines.append(f"{name}={value}: {treatment}: {known.meaning}")
+        if variable.treatment != "honoured" or variable.setting:
+            treatment = "honoured in job files" if variable.setting else variable.treatment
+            lines.append(f"{name}={value}: {treatment}: {variable.meaning}")
     return lines
 
 
@@ -165,9 +165,9 @@ def job_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the settings of a recipe that the environment of a job gives: {"parallel.join_timeout_s": 1200.0}."""
     check_environment(environ)
     return {
-        known.setting: float(environ[name])
-        for name, known in VARIABLES.items()
-        if known.setting and name in environ and float(environ[name]) > 0  # 0: wait as long as it takes
+        variable.setting: float(environ[name])
+        for name, variable in VARIABLES.items()
+        if variable.setting and name in environ and float(environ[name]) > 0  # 0: wait as long as it takes
     }
 
 

@@ -36,11 +36,11 @@ class DeviceNames(TorchFunctionMode):
             return self.present(torch.device(value))
         return value
 
-    def present(self, asked: torch.device) -> torch.device:
+    def present(self, absent: torch.device) -> torch.device:
         """Return the device of this machine that stands for the one that was asked for."""
-        if self._device.type == "cpu" or asked.index is None:
+        if self._device.type == "cpu" or absent.index is None:
             return self._device
-        return torch.device(self._device.type, asked.index)
+        return torch.device(self._device.type, absent.index)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -103,13 +103,13 @@ def _init_process_group(device: torch.device, original: Callable[..., None]) -> 
 
 @contextmanager
 def _replaced(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    kept = {name: getattr(module, name) for name in functions}
+    originals = {name: getattr(module, name) for name in functions}
     try:
         for name, function in functions.items():
             setattr(module, name, function)
         yield
     finally:
-        for name, function in kept.items():
+        for name, function in originals.items():
             setattr(module, name, function)
 
 

@@ -258,8 +258,8 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if added.origin is not None:
                 logger().info("%s is read from %s", fullname, added.origin)
             return added
-        known = [name for name in REASONS if f"{fullname}.".startswith(f"{name}.")]
-        why = f": {REASONS[max(known, key=len)]}" if known else ""
+        prefixes = [name for name in REASONS if f"{fullname}.".startswith(f"{name}.")]
+        why = f": {REASONS[max(prefixes, key=len)]}" if prefixes else ""
         error = NotServed(
             f"the module {fullname} is not offered here{why}",
             nearest=nearest(fullname, [*SERVED, *packages()]),
@@ -329,8 +329,8 @@ def serving() -> Iterator[None]:
         )
     finder = ServedFinder([Path(sys.path[0] or "."), Path.cwd()])
     for root in ROOTS:
-        found = importlib.machinery.PathFinder.find_spec(root)
-        place = "" if found is None else found.origin or ", ".join(found.submodule_search_locations or [])
+        spec = importlib.machinery.PathFinder.find_spec(root)
+        place = "" if spec is None else spec.origin or ", ".join(spec.submodule_search_locations or [])
         if place and not finder.is_users(root, Path(place)):
             logger().warning("%s is installed (%s); this run takes it from Tessera instead", root, place)
     sys.meta_path.insert(0, finder)

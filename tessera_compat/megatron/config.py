@@ -85,16 +85,16 @@ class CheckedFields:
     """Refuse names of arguments that are no fields, naming the nearest."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
         for name in kwargs:
-            if name not in known:
+            if name not in names:
                 for beginning, reason in REFUSED_BEGINNINGS.items():
                     if name.startswith(beginning):
                         raise TesseraError(f"{name} cannot be served: {reason}", where=f"{cls.__name__}({name}=...)")
                 raise TesseraError(
                     f"{cls.__name__} has no field {name!r}",
                     where=f"{cls.__name__}({name}=...)",
-                    nearest=nearest(name, known),
+                    nearest=nearest(name, names),
                     fix="fields are those of release 0.12.1; leave out what came later",
                 )
         return super().__new__(cls)
@@ -164,13 +164,13 @@ class ModelParallelConfig(CheckedFields):
 
     def _check_offered(self) -> None:
         hinted = []
-        for one in fields(self):
-            if getattr(self, one.name) == one.default:
+        for setting in fields(self):
+            if getattr(self, setting.name) == setting.default:
                 continue
-            if one.name in REFUSED:
-                raise self.refusal(one.name, REFUSED[one.name])
-            if one.name in HINTS:
-                hinted.append(f"{one.name} ({HINTS[one.name]})")
+            if setting.name in REFUSED:
+                raise self.refusal(setting.name, REFUSED[setting.name])
+            if setting.name in HINTS:
+                hinted.append(f"{setting.name} ({HINTS[setting.name]})")
         if hinted:
             logger().info("%s: without effect here: %s", type(self).__name__, "; ".join(hinted))
 
@@ -330,11 +330,11 @@ def layer_counts(config: TransformerConfig, stages: int, chunks: int) -> list[li
     if stages == 1:
         ends = [None, None]
     embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
-    left = config.num_layers + int(embedding) + int(loss) - sum(end or 0 for end in ends)
+    layers = config.num_layers + int(embedding) + int(loss) - sum(end or 0 for end in ends)
     between = stages - sum(end is not None for end in ends)
-    if left < 0 or (between == 0 and left) or (between and left % between):
-        raise config.refusal("num_layers", f"{left} layers do not divide over {between} pipeline stages")
-    each = left // between if between else 0
+    if layers < 0 or (between == 0 and layers) or (between and layers % between):
+        raise config.refusal("num_layers", f"{layers} layers do not divide over {between} pipeline stages")
+    each = layers // between if between else 0
     by_stage = [ends[0] if ends[0] is not None else each, *[each] * (stages - 2)]
     by_stage += [ends[1] if ends[1] is not None else each] if stages > 1 else []
     if any(count % chunks for count in by_stage):

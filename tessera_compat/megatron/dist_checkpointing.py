@@ -60,8 +60,8 @@ _MISSING = object()
 def _with_leaves(value: Any, leaves: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...] = ()) -> Any:
     """Return nested containers with their leaves exchanged. Those that are not given are left out, None in lists."""
     if isinstance(value, Mapping):
-        made = {key: _with_leaves(below, leaves, (*path, key)) for key, below in value.items()}
-        return {key: below for key, below in made.items() if below is not _MISSING}
+        exchanged = {key: _with_leaves(below, leaves, (*path, key)) for key, below in value.items()}
+        return {key: below for key, below in exchanged.items() if below is not _MISSING}
     if isinstance(value, list | tuple):
         items = [_with_leaves(below, leaves, (*path, number)) for number, below in enumerate(value)]
         return [None if item is _MISSING else item for item in items]
@@ -168,10 +168,10 @@ def _from_json(value: Any) -> Any:
 def _table(everything: list[dict[str, Any]]) -> dict[str, Any]:
     """Return, by key, shape and type of each whole tensor and where its parts are."""
     tensors: dict[str, Any] = {}
-    for one in everything:
-        for key, name, offset, size, shape, dtype in one["parts"]:
+    for entries in everything:
+        for key, name, offset, size, shape, dtype in entries["parts"]:
             entry = tensors.setdefault(key, {"shape": shape, "dtype": dtype, "parts": []})
-            entry["parts"].append({"file": one["file"]["name"], "name": name, "offset": offset, "size": size})
+            entry["parts"].append({"file": entries["file"]["name"], "name": name, "offset": offset, "size": size})
     return tensors
 
 
@@ -268,8 +268,8 @@ class _OpenFiles:
             manager.__exit__(None, None, None)
 
 
-def _missing(key: str, known: Mapping[str, Any], folder: Path) -> CheckpointingException:
-    return CheckpointingException(f"the checkpoint has no {key!r}", where=str(folder), nearest=nearest(key, known))
+def _missing(key: str, stored: Mapping[str, Any], folder: Path) -> CheckpointingException:
+    return CheckpointingException(f"the checkpoint has no {key!r}", where=str(folder), nearest=nearest(key, stored))
 
 
 def _loaded(shard: ShardedTensor, tensors: Mapping[str, Any], files: _OpenFiles, folder: Path) -> Tensor:

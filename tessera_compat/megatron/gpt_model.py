@@ -342,9 +342,9 @@ class GPTModel(LanguageModule):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Describe what this rank holds; weights that two stages share are written once, as the embedding."""
         shards = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        own = f"{prefix}output_layer.weight"
-        if self.share_embeddings_and_output_weights and not self.pre_process and own in shards:
-            copy: ShardedTensor = shards[own]
+        head = f"{prefix}output_layer.weight"
+        if self.share_embeddings_and_output_weights and not self.pre_process and head in shards:
+            copy: ShardedTensor = shards[head]
             assert isinstance(copy.replica_id, tuple)
             copy.key = f"{prefix}embedding.word_embeddings.weight"
             copy.replica_id = (1, *copy.replica_id[1:])

@@ -119,11 +119,11 @@ class VocabParallelEmbedding(nn.Module):
         if self.tensor_model_parallel_size == 1:
             return F.embedding(input_, self.weight)
         row = input_ - self.vocab_start_index
-        own = (row >= 0) & (row < self.num_embeddings_per_partition)
-        found = F.embedding(row.where(own, 0), self.weight).where(own.unsqueeze(-1), 0.0)
+        here = (row >= 0) & (row < self.num_embeddings_per_partition)
+        embedded = F.embedding(row.where(here, 0), self.weight).where(here.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(found.transpose(0, 1).contiguous())
-        return reduce_from_tensor_model_parallel_region(found)
+            return reduce_scatter_to_sequence_parallel_region(embedded.transpose(0, 1).contiguous())
+        return reduce_from_tensor_model_parallel_region(embedded)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

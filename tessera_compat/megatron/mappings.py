@@ -119,9 +119,9 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
     device = devices.current()
     header: list[Any] = [None, None]  # what is missing, and the shapes
     if dist.get_rank() == source:
-        given = data or {}
-        header[0] = [key for key in keys if key not in given or given[key].dtype != datatype]
-        header[1] = [list(given[key].shape) for key in keys if key in given]
+        tensors = data or {}
+        header[0] = [key for key in keys if key not in tensors or tensors[key].dtype != datatype]
+        header[1] = [list(tensors[key].shape) for key in keys if key in tensors]
     dist.broadcast_object_list(header, src=source, group=group)
     missing, shapes = header
     if missing:
@@ -149,9 +149,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits = logits - largest.unsqueeze(-1)
         size = logits.shape[-1]
         local = target - dist.get_rank(group) * size
-        own = (local >= 0) & (local < size)
-        local = local.where(own, 0)
-        predicted = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(own, 0.0)
+        here = (local >= 0) & (local < size)
+        local = local.where(here, 0)
+        predicted = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
         weights = logits.exp()
         total = weights.sum(dim=-1)
         # Sums over the vocabulary travel in one message.
@@ -161,15 +161,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         vocabulary = size * group.size()
         smoothing = label_smoothing * vocabulary / (vocabulary - 1) if label_smoothing else 0.0
         loss = total.log() - (1.0 - smoothing) * predicted - smoothing / vocabulary * all_logits
-        ctx.save_for_backward(weights / total.unsqueeze(-1), local, own)
+        ctx.save_for_backward(weights / total.unsqueeze(-1), local, here)
         ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         return torch.as_tensor(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, own = ctx.saved_tensors
+        probabilities, local, here = ctx.saved_tensors
         grad = probabilities.clone()
-        hit = own.to(grad.dtype).unsqueeze(-1) * (1.0 - ctx.smoothing)
+        hit = here.to(grad.dtype).unsqueeze(-1) * (1.0 - ctx.smoothing)
         grad.scatter_add_(-1, local.unsqueeze(-1), -hit)
         if ctx.smoothing:
             grad -= ctx.smoothing / ctx.vocabulary

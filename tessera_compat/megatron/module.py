@@ -78,8 +78,8 @@ class MegatronModule(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Describe what this rank holds: its own parameters, then those of each child."""
-        own = dict(self.named_parameters(recurse=False))
-        shards: dict[str, Any] = dict(make_sharded_tensors_for_checkpoint(own, prefix, {}, sharded_offsets))
+        parameters = dict(self.named_parameters(recurse=False))
+        shards: dict[str, Any] = dict(make_sharded_tensors_for_checkpoint(parameters, prefix, {}, sharded_offsets))
         for name, child in self.named_children():
             shards.update(sharded_state_dict_default(child, f"{prefix}{name}.", sharded_offsets, metadata))
         return shards
@@ -174,9 +174,9 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
     """Return an attribute of the outermost of a model and what it wraps that has it."""
     if isinstance(model, list):
         raise TesseraError("one model is expected here, not a list of chunks", where="get_attr_wrapped_model")
-    for one in wrapped(model):
-        if hasattr(one, attr) and (allow_none or getattr(one, attr) is not None):
-            return one if return_model_obj else getattr(one, attr)
+    for part in wrapped(model):
+        if hasattr(part, attr) and (allow_none or getattr(part, attr) is not None):
+            return part if return_model_obj else getattr(part, attr)
     raise TesseraError(
         f"the model has no {attr!r}", where=type(model).__name__, fix="models of these schedules are MegatronModules"
     )

@@ -94,9 +94,9 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 def initialize_rng_tracker(use_te_rng_tracker: bool = False, **options: bool) -> None:
     """Make the tracker of this run if there is none yet."""
-    asked = [name for name, value in {"use_te_rng_tracker": use_te_rng_tracker, **options}.items() if value]
-    if asked:
-        raise TesseraError(f"{asked[0]}=True cannot be served: there is one kind of tracker here")
+    refused = [name for name, value in {"use_te_rng_tracker": use_te_rng_tracker, **options}.items() if value]
+    if refused:
+        raise TesseraError(f"{refused[0]}=True cannot be served: there is one kind of tracker here")
     get_cuda_rng_tracker()
 
 

@@ -142,15 +142,15 @@ def _in_turn(table: Sequence[tuple[int, int]], ahead: int, chunks: int) -> list[
     forward: list[Pass] = [("forward", number, chunk) for number, chunk in table]
     backward: list[Pass] = [("backward", number, chunks - 1 - chunk) for number, chunk in table]
     order = forward[:ahead]
-    for step, one in enumerate(forward[ahead:]):
-        order += [one, backward[step]]
+    for step, forward_pass in enumerate(forward[ahead:]):
+        order += [forward_pass, backward[step]]
     return order + backward[len(forward) - ahead :]
 
 
 # ------------------------------------------------------------------------------------------------------- schedules
 
 
-def _one(value: Any, what: str) -> Any:
+def _single(value: Any, what: str) -> Any:
     if isinstance(value, list):
         if len(value) != 1:
             raise TesseraError(f"this schedule takes one {what}, not {len(value)}", where=_WHERE)
@@ -165,8 +165,8 @@ def _sync(config: ModelParallelConfig) -> Callable[[], AbstractContextManager[An
 
         def all_chunks() -> AbstractContextManager[Any]:
             stack = ExitStack()
-            for one in funcs:
-                stack.enter_context(one())
+            for enter in funcs:
+                stack.enter_context(enter())
             return stack
 
         return all_chunks
@@ -208,7 +208,7 @@ def forward_backward_no_pipelining(
 ) -> list[Any]:
     """Run all micro-batches one after another and return their reports. Gradients are synchronized with the last."""
     _check(num_microbatches)
-    model, data_iterator = _one(model, "model"), _one(data_iterator, "data iterator")
+    model, data_iterator = _single(model, "model"), _single(data_iterator, "data iterator")
     config = get_model_config(model)
     reports: list[Any] = []
     total = torch.zeros((), dtype=torch.int, device=devices.current())
@@ -246,7 +246,7 @@ def _run_pipeline(
     chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
     _call_for_each(config.param_sync_func, models)
     reports: list[Any] = []
-    kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+    waiting: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
     total = torch.zeros((), dtype=torch.int, device=devices.current())
     last = len(order) - 1 - next((at for at, one in enumerate(reversed(order)) if one[0] == "backward"), len(order))
     with ExitStack() as stack:
@@ -267,9 +267,9 @@ def _run_pipeline(
                 total.add_(tokens)
                 messages.send_forward(output, chunk)
                 if not forward_only:
-                    kept[number, chunk] = received, output
+                    waiting[number, chunk] = received, output
             else:
-                received, output = kept.pop((number, chunk))
+                received, output = waiting.pop((number, chunk))
                 gradient = backward_step(received, output, messages.receive_backward(chunk), config)
                 messages.send_backward(gradient, chunk)
     messages.finish()
@@ -293,7 +293,7 @@ def forward_backward_pipelining_without_interleaving(
 ) -> list[Any]:
     """Run all micro-batches through the stages as 1F1B; return the reports on the last stage, nothing elsewhere."""
     _check(num_microbatches)
-    model, data_iterator = _one(model, "model"), _one(data_iterator, "data iterator")
+    model, data_iterator = _single(model, "model"), _single(data_iterator, "data iterator")
     stage = parallel_state.get_pipeline_model_parallel_rank()
     order = one_forward_one_backward(num_microbatches, stage, parallel_state.get_pipeline_model_parallel_world_size())
     shape = get_tensor_shape(get_model_config(model), seq_length, micro_batch_size)

@@ -74,8 +74,8 @@ def get_model(
         )
         wrapped = [DistributedDataParallel(config, ddp_config, model) for model in models]
         if _argument("data_parallel_random_init", False):
-            for one in wrapped:
-                one.broadcast_params()
+            for wrapper in wrapped:
+                wrapper.broadcast_params()
         models = list(wrapped)
     return models
 
@@ -115,7 +115,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if ranks == 1:
         return batch
-    own = {}
+    shards = {}
     for name, tensor in batch.items():
         if tensor is not None:
             dim = 2 if name == "attention_mask" else 1
@@ -123,8 +123,8 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
             if tensor.shape[dim] % (2 * ranks):
                 raise TesseraError(f"a sequence of {tensor.shape[dim]} does not divide into {2 * ranks} slices")
             tensor = torch.cat([slices[rank], slices[-1 - rank]], dim=dim)
-        own[name] = tensor
-    return own
+        shards[name] = tensor
+    return shards
 
 
 def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:

@@ -171,8 +171,8 @@ class TransformerBlock(MegatronModule):
         if len(specs) != len(self.layer_numbers):
             raise config.refusal("num_layers", f"the block has {len(specs)} specifications for {self.layer_numbers}")
         self.layers = nn.ModuleList(
-            build_module(one, config=config, layer_number=number + 1)
-            for one, number in zip(specs, self.layer_numbers, strict=True)
+            build_module(spec_of_layer, config=config, layer_number=number + 1)
+            for spec_of_layer, number in zip(specs, self.layer_numbers, strict=True)
         )
         self.final_layernorm = (
             build_module(norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

@@ -39,7 +39,7 @@ class Args(argparse.Namespace):
     """
 
     mm: ConfigReader
-    given: tuple[str, ...]
+    typed: tuple[str, ...]
     extra: tuple[str, ...]
 
     def __getattr__(self, name: str) -> Any:
@@ -84,10 +84,10 @@ def parse_args(
     plain, left_over = parser.parse_known_args(words)  # which asks for every name whether it is there
     args = Args(**vars(plain))
     _check_words(words, left_over)
-    args.given = tuple(dict.fromkeys(_destination(word) for word in words if word.startswith("--")))
-    args.extra = tuple(sorted(set(vars(args)) - {flag.destination for flag in FLAGS.values()} - {"given"}))
+    args.typed = tuple(dict.fromkeys(_destination(word) for word in words if word.startswith("--")))
+    args.extra = tuple(sorted(set(vars(args)) - {flag.destination for flag in FLAGS.values()} - {"typed"}))
     for name, value in (args_defaults or {}).items():
-        if name not in args.given:
+        if name not in args.typed:
             setattr(args, name, value)
     args.lora_target_modules = _split_words(args.lora_target_modules)
     if not allow_refused:
@@ -113,7 +113,7 @@ def refuse_flags(args: Args) -> None:
 
 def given_flags(args: Args) -> list[Flag]:
     """Return the entries of `FLAGS` for training flags that the command line sets."""
-    return [flag for flag in FLAGS.values() if flag.scope == "training" and flag.destination in args.given]
+    return [flag for flag in FLAGS.values() if flag.scope == "training" and flag.destination in args.typed]
 
 
 def flag_report(args: Args) -> JobReport:
@@ -159,8 +159,8 @@ def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
             fix = "put it before the name of the script" if flag.state == "honoured" else "leave it out"
             raise TesseraError(f"{name}: {flag.note}", where=WHERE, fix=fix)
         if name in ("--help", "-h"):
-            known = sorted(one.name for one in FLAGS.values() if one.scope == "training" and one.state != "refused")
-            print("flags (docs/reference/compat-flags.md says what each becomes):", *known, sep="\n  ")
+            names = sorted(one.name for one in FLAGS.values() if one.scope == "training" and one.state != "refused")
+            print("flags (docs/reference/compat-flags.md says what each becomes):", *names, sep="\n  ")
             raise SystemExit(0)
         if word.startswith("-"):
             raise TesseraError(f"unknown flag {name}", where=WHERE, nearest=nearest(name, FLAGS))
@@ -266,7 +266,7 @@ def _derive(args: Args, world_size: int | None) -> None:
 
 def _check_values(args: Args) -> None:
     """Raise an error for a number below what any flag can have, and for a word that is empty."""
-    for name in args.given:
+    for name in args.typed:
         value, flag = getattr(args, name), "--" + name.replace("_", "-")
         least = 1 if name.endswith(("parallel_size", "batch_size")) else 0
         if isinstance(value, int) and value < least:
@@ -295,7 +295,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Args], Any], str], ...] = (
         "--fsdp2-config-path has no effect without --use-torch-fsdp2",
     ),
     (
-        lambda a: "train_iters" in a.given and "train_samples" in a.given,
+        lambda a: "train_iters" in a.typed and "train_samples" in a.typed,
         f"--train-iters and --train-samples: {_TOGETHER}",
     ),
     (
@@ -335,9 +335,9 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Args], Any], str], ...] = (
 
 def _check(args: Args) -> None:
     """Raise an error for flags that contradict each other, and for values that no flag can have."""
-    found = [message for condition, message in _CONTRADICTIONS if condition(args)]
-    if found:
-        raise TesseraError("\n    ".join(found), where=WHERE, fix="keep one of each pair")
+    contradictions = [message for condition, message in _CONTRADICTIONS if condition(args)]
+    if contradictions:
+        raise TesseraError("\n    ".join(contradictions), where=WHERE, fix="keep one of each pair")
     words = {
         "lr_decay_style": ("constant", "linear", "cosine"),
         "recompute_granularity": ("full", "selective", None),

@@ -82,25 +82,25 @@ class ModelHub:
         `model_id` decides; without one the class that config.json names, and then its `model_type`. A folder never
         brings code: classes are those of transformers, and those in `MODEL_MAPPINGS`.
         """
-        known, model_id = ModelHub.MODEL_MAPPINGS, plain(config).get("model_id")
+        classes, model_id = ModelHub.MODEL_MAPPINGS, plain(config).get("model_id")
         data = transformer_config.to_dict()
-        if model_id in known:
-            return known[str(model_id)]
-        if model_id is None and data.get("model_type") in known and not data.get("architectures"):
-            return known[str(data["model_type"])]
+        if model_id in classes:
+            return classes[str(model_id)]
+        if model_id is None and data.get("model_type") in classes and not data.get("architectures"):
+            return classes[str(data["model_type"])]
         try:
-            found: type[nn.Module] = ClassHub().choose(data, None if model_id is None else str(model_id))
+            chosen: type[nn.Module] = ClassHub().choose(data, None if model_id is None else str(model_id))
         except TesseraError:
-            if model_id is None and data.get("model_type") in known:
-                return known[str(data["model_type"])]
+            if model_id is None and data.get("model_type") in classes:
+                return classes[str(data["model_type"])]
             raise TesseraError(
                 f"no class is known for model_id {model_id!r} and model_type {data.get('model_type')!r}",
                 where=WHERE,
-                allowed=[*known, *ClassHub().classes, "a class of transformers"],
-                nearest=nearest(str(model_id), [*known, *ClassHub().classes]),
+                allowed=[*classes, *ClassHub().classes, "a class of transformers"],
+                nearest=nearest(str(model_id), [*classes, *ClassHub().classes]),
                 fix='ModelHub.MODEL_MAPPINGS["ID"] = YourClass, and model_id: ID',
             ) from None
-        return found
+        return chosen
 
 
 class TransformersModel(MultiModalModule, FSDP2Mixin):
@@ -128,10 +128,10 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
 
     def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:
         """Return `loss` and `loss_mask` (the positions that it is made of); without labels, what the class returns."""
-        given = {name: value for name, value in inputs.items() if value is not None}
-        if input_ids is not None and self.marks_media and ("image_grid_thw" in given or "video_grid_thw" in given):
-            given.setdefault("mm_token_type_ids", self._kinds(input_ids))
-        outputs = self.model(input_ids=input_ids, **given, use_cache=False)
+        tensors = {name: value for name, value in inputs.items() if value is not None}
+        if input_ids is not None and self.marks_media and ("image_grid_thw" in tensors or "video_grid_thw" in tensors):
+            tensors.setdefault("mm_token_type_ids", self._kinds(input_ids))
+        outputs = self.model(input_ids=input_ids, **tensors, use_cache=False)
         if labels is None:
             return outputs
         loss, mask = self.compute_language_model_loss(outputs.logits.float(), labels)
@@ -230,12 +230,12 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
         settings = kind.overwrite_transformer_config(settings)
     settings.use_cache = False
     try:
-        made = build_from_config(kind, settings, torch.float32, "sdpa")
+        model = build_from_config(kind, settings, torch.float32, "sdpa")
     except Exception as error:  # whatever a constructor makes of a wrong field
         raise TesseraError(f"{kind.__name__} cannot be built from {folder}: {error}", where=WHERE) from error
     if not flag("init_model_with_meta_device"):
-        fill_from(Path(folder), model_tensors(made), _weight_map(kind, settings), tied_names(made))
-    return settings, made
+        fill_from(Path(folder), model_tensors(model), _weight_map(kind, settings), tied_names(model))
+    return settings, model
 
 
 def _weight_map(kind: Any, settings: Any) -> WeightMap:
@@ -250,12 +250,12 @@ def _weight_map(kind: Any, settings: Any) -> WeightMap:
 
 
 def _loss_type(loss_cfg: Mapping[str, Any]) -> LossType:
-    asked = {loss for name, loss in _LOSS_FLAGS.items() if flag(name)}
+    losses = {loss for name, loss in _LOSS_FLAGS.items() if flag(name)}
     if loss_cfg.get("loss_type") is not None:
-        asked.add(loss_cfg["loss_type"])
-    if len(asked) > 1 or asked - set(get_args(LossType)):
+        losses.add(loss_cfg["loss_type"])
+    if len(losses) > 1 or losses - set(get_args(LossType)):
         raise TesseraError(
-            f"which loss is meant: {', '.join(map(str, sorted(asked)))}",
+            f"which loss is meant: {', '.join(map(str, sorted(losses)))}",
             where=f"{WHERE}: loss_cfg.loss_type, and the flags --calculate-...",
             allowed=[*get_args(LossType), "one of them"],
         )
@@ -264,4 +264,4 @@ def _loss_type(loss_cfg: Mapping[str, Any]) -> LossType:
             "loss_cfg.compute_mode has no effect on TransformersModel: the class computes all logits; families of "
             "Tessera compute their loss in chunks, always"
         )
-    return next(iter(asked), "default")
+    return next(iter(losses), "default")

@@ -48,8 +48,8 @@ def _answers(args: Args, report: JobReport) -> Commands:
     _without_option(report, *settings.processor)
     folder = _model_folder(args, settings.folders, report)
     options = _options(settings.generation, _ANSWERED)
-    shown = [word for image in images for word in ("--image", image)]
-    return {}, tuple(_line("generate", folder, prompt, *shown, *options) for prompt in prompts)
+    image_words = [word for image in images for word in ("--image", image)]
+    return {}, tuple(_line("generate", folder, prompt, *image_words, *options) for prompt in prompts)
 
 
 def _benchmark(args: Args, report: JobReport) -> Commands:
@@ -72,39 +72,39 @@ def _videos(args: Args, report: JobReport) -> Commands:
     """Write the commands that sample what an inference JSON of videos asks for: one, or one for each given frame."""
     data, source = _json_of(args)
     images = data.get("image")
-    asked = read_videos({key: value for key, value in data.items() if key != "image"}, source, report)
-    folder = asked.parts or args.load
+    videos = read_videos({key: value for key, value in data.items() if key != "image"}, source, report)
+    folder = videos.parts or args.load
     if folder is None:
         raise TesseraError("no section names the model's folder", where=source, fix="--load FOLDER/transformer")
     if args.load is not None and Path(args.load).parent != Path(folder):
         note = f"weights of another folder: convert them back (mm-convert ... mm_to_hf) into {folder}/transformer"
         report.add("command line", "--load", args.load, "differs", note)
-    options = _options(asked.options, _SAMPLED)
-    if asked.options.get("dynamic_guidance"):
+    options = _options(videos.options, _SAMPLED)
+    if videos.options.get("dynamic_guidance"):
         _without_option(report, "pipeline_config.use_dynamic_cfg")
-    if asked.dtype is not None:
-        options += ["--dtype", asked.dtype]
+    if videos.dtype is not None:
+        options += ["--dtype", videos.dtype]
     if not images:
         name = data["prompt"]
-        prompts = ["--prompts", name] if isinstance(name, str) and name.endswith(".txt") else _repeated(asked)
-        return {}, (_line("generate", folder, *prompts, "--out", str(asked.folder / "video.mp4"), *options),)
+        prompts = ["--prompts", name] if isinstance(name, str) and name.endswith(".txt") else _repeated(videos)
+        return {}, (_line("generate", folder, *prompts, "--out", str(videos.folder / "video.mp4"), *options),)
     report.add(source, "image", images, "mapped", "--image, --last-image")
     lines = read_text(Path(images), 16 << 20).splitlines() if isinstance(images, str) else _listed(images)
     frames = [[one.strip() for one in line.split(",")] for line in lines if line.strip()]
-    if len(frames) != len(asked.prompts):
-        said = f"{len(asked.prompts)} prompts and {len(frames)} lines of images"
+    if len(frames) != len(videos.prompts):
+        said = f"{len(videos.prompts)} prompts and {len(frames)} lines of images"
         raise TesseraError(said, where=source, fix="write one line for each prompt")
-    outs = [["--out", f"{asked.folder}/video_{number}.mp4"] for number in range(len(frames))]
+    outs = [["--out", f"{videos.folder}/video_{number}.mp4"] for number in range(len(frames))]
     return {}, tuple(
         _line("generate", folder, "--prompt", prompt, *_frames(pair), *out, *options)
-        for prompt, pair, out in zip(asked.prompts, frames, outs, strict=True)
+        for prompt, pair, out in zip(videos.prompts, frames, outs, strict=True)
     )
 
 
 def _features(args: Args, report: JobReport) -> Commands:
     """Write the recipe whose data are encoded, and the command that encodes them."""
-    recipe, found = feature_recipe(args)
-    report.entries += found.entries
+    recipe, features = feature_recipe(args)
+    report.entries += features.entries
     tools = part_of(args.mm.tool.to_dict(), "sorafeature", args.mm_tool or "tools")
     words = ("data", "features", RECIPE, "-o", str(tools.get("save_path") or SAVE))
     shared = ["torchrun", "--nproc-per-node", str(args.world_size), "-m", "tessera.cli.main"]
@@ -157,8 +157,8 @@ def _options(values: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     return [word for key, name in names.items() if values.get(key) is not None for word in (name, str(values[key]))]
 
 
-def _repeated(asked: AskedVideos) -> list[str]:
-    return [word for prompt in asked.prompts for word in ("--prompt", prompt)]
+def _repeated(videos: AskedVideos) -> list[str]:
+    return [word for prompt in videos.prompts for word in ("--prompt", prompt)]
 
 
 def _frames(pair: Sequence[str]) -> list[str]:

@@ -40,9 +40,9 @@ class ConfigReader:
         # Reached for missing names alone. Copying asks for names with underscores before there are any attributes.
         if name.startswith("_"):
             raise AttributeError(name)
-        known = self.keys()
+        keys = self.keys()
         raise MissingKeyError(
-            f"no key {name!r}", where=vars(self).get("_where"), allowed=known, nearest=nearest(name, known)
+            f"no key {name!r}", where=vars(self).get("_where"), allowed=keys, nearest=nearest(name, keys)
         )
 
     def __contains__(self, name: object) -> bool:
@@ -133,11 +133,11 @@ def read_job_json(path: Path) -> dict[str, Any]:
     """Return a JSON configuration of a job; a key that is given twice is refused."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        values = dict(pairs)
+        if len(values) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise TesseraError(f"key {twice!r} is given twice", where=str(path), fix="keep one of the two")
-        return found
+        return values
 
     try:
         data = json.loads(_text(path), object_pairs_hook=unique)
@@ -157,16 +157,16 @@ def read_job_file(path: Path) -> dict[str, Any]:
 
 def _check_extent(data: Any, where: str) -> None:
     """Refuse what is too deep, or too large once every alias stands for a copy."""
-    nodes, left = 0, [(data, 0)]
-    while left:
-        value, depth = left.pop()
+    nodes, waiting = 0, [(data, 0)]
+    while waiting:
+        value, depth = waiting.pop()
         nodes += 1
         if depth > MAX_DEPTH:
             raise TesseraError("nested too deeply to be a configuration", where=where)
         if nodes > MAX_NODES:
             raise TesseraError("too large to be a configuration", where=where)
         if isinstance(value, (dict, list)):
-            left += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
+            waiting += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
 
 
 def _with_numbers(value: Any) -> Any:

@@ -17,7 +17,7 @@ from tessera_compat.mindspeed_mm.convert_options import (
     collect,
     collect_plain,
     help_of,
-    shown,
+    values_as_yaml,
 )
 from tessera_compat.mindspeed_mm.convert_table import CONVERTERS, FOLDERS, type_of
 
@@ -38,26 +38,26 @@ def main(words: Sequence[str] | None = None) -> None:
 def run(words: Sequence[str]) -> Path | None:
     """Carry out a command line and return the folder that was written; None if only help was asked for."""
     single = [name for name, converter in CONVERTERS.items() if "" in converter.methods]
-    given = CommandLine.of(words, single)
-    if not given.path:
+    line = CommandLine.of(words, single)
+    if not line.path:
         print(_help())
         return None
-    converter = _found(given.path[0], CONVERTERS, "converter")
-    if len(given.path) < 2 and given.path[0] not in single:
-        print(_help_of_converter(given.path[0], converter))
+    converter = _entry(line.path[0], CONVERTERS, "converter")
+    if len(line.path) < 2 and line.path[0] not in single:
+        print(_help_of_converter(line.path[0], converter))
         return None
-    name = "" if given.path[0] in single else given.path[1]
-    method = _found(name, converter.methods, f"method of {given.path[0]}")
-    where = f"mm-convert {' '.join(given.path)}"
-    if given.help:
-        print(help_of(" ".join(given.path), method))
+    name = "" if line.path[0] in single else line.path[1]
+    method = _entry(name, converter.methods, f"method of {line.path[0]}")
+    where = f"mm-convert {' '.join(line.path)}"
+    if line.help:
+        print(help_of(" ".join(line.path), method))
         return None
     if method.refused is not None or method.run is None:
-        raise TesseraError(f"{' '.join(given.path)}: {method.refused}", where="mm-convert")
-    built = _constructor(given, converter)
-    values = {**collect(given, method), **built}
-    if given.show is not None:
-        print(shown(values, method, given.show), end="")
+        raise TesseraError(f"{' '.join(line.path)}: {method.refused}", where="mm-convert")
+    built = _constructor(line, converter)
+    values = {**collect(line, method), **built}
+    if line.show is not None:
+        print(values_as_yaml(values, method, line.show), end="")
         return None
     missing = [key for key, option in method.options.items() if option.required and key not in values]
     if missing:
@@ -69,21 +69,21 @@ def run(words: Sequence[str]) -> Path | None:
     return method.run(converter.family, values)
 
 
-def _constructor(given: CommandLine, converter: Converter) -> dict[str, Any]:
+def _constructor(line: CommandLine, converter: Converter) -> dict[str, Any]:
     """Take the options of the converter itself, which stand before the method, out of what was typed."""
-    known = [f"--{name}" for name in converter.options]
-    early = [one for one in given.options if one[0] == 1 and one[1] in known]
-    given.options = [one for one in given.options if one not in early]
+    options = [f"--{name}" for name in converter.options]
+    early = [one for one in line.options if one[0] == 1 and one[1] in options]
+    line.options = [one for one in line.options if one not in early]
     method = Method("", options=converter.options, prefix="")
-    return collect_plain({key.removeprefix("--"): value for _, key, value in early}, method, given.path[0])
+    return collect_plain({key.removeprefix("--"): value for _, key, value in early}, method, line.path[0])
 
 
-def _found(name: str, known: Mapping[str, T], kind: str) -> T:
-    if name not in known:
+def _entry(name: str, entries: Mapping[str, T], kind: str) -> T:
+    if name not in entries:
         raise TesseraError(
-            f"no {kind} {name!r}", where="mm-convert", allowed=sorted(known), nearest=nearest(name, known)
+            f"no {kind} {name!r}", where="mm-convert", allowed=sorted(entries), nearest=nearest(name, entries)
         )
-    return known[name]
+    return entries[name]
 
 
 def _check_folder(converter: Converter, folder: Path) -> None:
@@ -118,6 +118,6 @@ def _help() -> str:
 
 def _help_of_converter(name: str, converter: Converter) -> str:
     lines = [f"mm-convert {name} METHOD", ""]
-    for method, found in converter.methods.items():
-        lines.append(f"  {method}  {found.about if found.refused is None else f'refused: {found.refused}'}")
+    for label, method in converter.methods.items():
+        lines.append(f"  {label}  {method.about if method.refused is None else f'refused: {method.refused}'}")
     return "\n".join(lines)

@@ -85,7 +85,7 @@ class Naming:
     """Say how a job names and shapes the tensors of a folder."""
 
     prefix: str = ""  # before names, after `model.`
-    own: str = ""  # what the prefix replaces
+    replaced: str = ""  # what the prefix replaces
     renames: tuple[tuple[str, str], ...] = ()  # (beginning in the folder, beginning in the job)
     fused: tuple[str, ...] = ()  # tensors of three dimensions with such a part in their name lose the first
     tied: tuple[tuple[str, str], ...] = ()  # (name that a job may have too, the tensor of the folder that it equals)
@@ -95,8 +95,8 @@ class Naming:
     def of(self, name: str) -> str:
         """Return the name in the job, without `model.`."""
         name = next((new + name[len(old) :] for old, new in self.renames if name.startswith(old)), name)
-        if self.own:
-            return self.prefix + name[len(self.own) :] if name.startswith(self.own) else name
+        if self.replaced:
+            return self.prefix + name[len(self.replaced) :] if name.startswith(self.replaced) else name
         return self.prefix + name
 
     def _operation(self, name: str, shape: tuple[int, ...]) -> Operation:
@@ -130,18 +130,18 @@ class Naming:
 
 def _experts(stored: Mapping[str, PlannedTensor], where: str) -> dict[str, tuple[str, ...]]:
     """Return the names of stacked tensors -> the tensors of the experts in order."""
-    found: dict[str, dict[int, set[str]]] = {}
+    experts: dict[str, dict[int, set[str]]] = {}
     for name in stored:
         match = EXPERT.fullmatch(name)
         if match is not None:
-            found.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
-    made: dict[str, tuple[str, ...]] = {}
-    for path, kinds in found.items():
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    sources: dict[str, tuple[str, ...]] = {}
+    for path, kinds in experts.items():
         if sorted(kinds) != list(range(len(kinds))) or any(len(kind) != 3 for kind in kinds.values()):
             raise TesseraError(f"some matrices of {path} are missing", where=where)
         for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            made[f"{path}.{name}"] = tuple(f"{path}.{n}.{part}.weight" for n in range(len(kinds)) for part in parts)
-    return made
+            sources[f"{path}.{name}"] = tuple(f"{path}.{n}.{part}.weight" for n in range(len(kinds)) for part in parts)
+    return sources
 
 
 # ---------------------------------------------------------------------------------------------- the conversions
@@ -175,9 +175,11 @@ def dcp_to_hf(
         table = WeightMap(tuple(rules))
         shapes = _shapes(_native(published, table, rules))
         form: StoredForm = stored
-        kept = {name for name in shapes if keep and name.startswith(naming.of(keep)) and name not in stored.tensors()}
-        if kept:
-            form = _Joined(form, _native(published, table, rules), kept)
+        base_names = {
+            name for name in shapes if keep and name.startswith(naming.of(keep)) and name not in stored.tensors()
+        }
+        if base_names:
+            form = _Joined(form, _native(published, table, rules), base_names)
         if dtype is not None:
             form = _InType(form, dtype)
         here = replace(_SAME, skip=tuple(naming.copies()))

@@ -82,15 +82,15 @@ class CommandLine:
     @staticmethod
     def of(words: Sequence[str], single: Sequence[str]) -> CommandLine:
         """Take a command line apart. `single`: commands without methods."""
-        found, rest = CommandLine(), list(words)
+        line, rest = CommandLine(), list(words)
         while rest:
             word = rest.pop(0)
             key, sign, value = word.partition("=")
             if word in ("-h", "--help"):
-                found.help = True
+                line.help = True
             elif key == "--print_config":
-                found.show = value.split(",") if sign else []
-                for flag in found.show:
+                line.show = value.split(",") if sign else []
+                for flag in line.show:
                     if flag not in _SHOW:
                         raise TesseraError(
                             f"no {flag!r}",
@@ -102,43 +102,43 @@ class CommandLine:
             elif key.startswith("--"):
                 if not sign and not rest:
                     raise TesseraError(f"{key} has no value", where="mm-convert")
-                found.options.append((len(found.path), key, value if sign else rest.pop(0)))
-            elif len(found.path) < (1 if found.path and found.path[0] in single else 2):
-                found.path.append(word)
+                line.options.append((len(line.path), key, value if sign else rest.pop(0)))
+            elif len(line.path) < (1 if line.path and line.path[0] in single else 2):
+                line.path.append(word)
             else:
                 raise TesseraError(f"what is {word!r}?", where="mm-convert", fix="--key value")
-        return found
+        return line
 
 
-def collect(given: CommandLine, method: Method) -> dict[str, Any]:
+def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
     """Return the values of a method's options: of variables, then of files and words in their order."""
-    where = " ".join(("mm-convert", *given.path))
-    raw: dict[str, Any] = _variables(given.path, method, where)
-    for level, key, value in given.options:
+    where = " ".join(("mm-convert", *command_line.path))
+    raw: dict[str, Any] = _variables(command_line.path, method, where)
+    for level, key, value in command_line.options:
         if key == "--config":
-            raw |= _from_file(read_mapping(Path(value)), given.path[level:], method, value)
+            raw |= _from_file(read_mapping(Path(value)), command_line.path[level:], method, value)
         elif method.prefix and key == "--" + method.prefix.rstrip("."):
             tree = parse_yaml(value, key) if value[:1] == "{" else read_mapping(Path(value))
             raw |= _flat(tree, method)
-        elif level == len(given.path) and key.removeprefix("--") in method.plain:
-            raw |= _one(key.removeprefix("--"), value, method)
-        elif level == len(given.path) and key.startswith("--" + method.prefix):
-            raw |= _one(key.removeprefix("--" + method.prefix), value, method)
+        elif level == len(command_line.path) and key.removeprefix("--") in method.plain:
+            raw |= _parsed(key.removeprefix("--"), value, method)
+        elif level == len(command_line.path) and key.startswith("--" + method.prefix):
+            raw |= _parsed(key.removeprefix("--" + method.prefix), value, method)
         else:
             names = [f"--{'' if name in method.plain else method.prefix}{name}" for name in method.options]
             raise TesseraError(f"no option {key} here", where=where, nearest=nearest(key, names), allowed=names)
     return {key: _checked(key, value, method, where) for key, value in raw.items() if value is not None}
 
 
-def collect_plain(given: Mapping[str, str], method: Method, name: str) -> dict[str, Any]:
+def collect_plain(options: Mapping[str, str], method: Method, name: str) -> dict[str, Any]:
     """Return the values of options that are typed alone, without files and variables."""
     raw: dict[str, Any] = {}
-    for key, value in given.items():
-        raw |= _one(key, value, method)
+    for key, value in options.items():
+        raw |= _parsed(key, value, method)
     return {key: _checked(key, value, method, f"mm-convert {name}") for key, value in raw.items() if value is not None}
 
 
-def _one(key: str, text: str, method: Method) -> dict[str, Any]:
+def _parsed(key: str, text: str, method: Method) -> dict[str, Any]:
     option = method.options.get(key)
     if option is None and text[:1] == "{" and any(name.startswith(key + ".") for name in method.options):
         return _flat(parse_yaml(text, key), method, key + ".")
@@ -172,28 +172,28 @@ def _from_file(content: Mapping[str, Any], path: Sequence[str], method: Method, 
 def _flat(tree: Any, method: Method, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise TesseraError(f"{prefix.rstrip('.') or 'it'} is no mapping of options", where="mm-convert")
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         nested = isinstance(value, Mapping) and key not in method.options
-        found |= _flat(value, method, key + ".") if nested else {key: value}
-    return found
+        values |= _flat(value, method, key + ".") if nested else {key: value}
+    return values
 
 
 def _variables(path: Sequence[str], method: Method, where: str) -> dict[str, Any]:
     if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() != "true":
         return {}
     start = "__".join(("MM_CONVERT_" + path[0], *path[1:], "")).upper()
-    known = {start + (method.prefix + key).upper().replace(".", "__"): key for key in method.options}
-    found: dict[str, Any] = {}
+    variables = {start + (method.prefix + key).upper().replace(".", "__"): key for key in method.options}
+    values: dict[str, Any] = {}
     for name, value in os.environ.items():
         if name == start + "CONFIG":
-            found = _from_file(read_mapping(Path(value)), (), method, value) | found
-        elif name in known:
-            found |= _one(known[name], value, method)
+            values = _from_file(read_mapping(Path(value)), (), method, value) | values
+        elif name in variables:
+            values |= _parsed(variables[name], value, method)
         elif name.startswith(start):
-            raise TesseraError(f"no option of {where} has the variable {name}", nearest=nearest(name, known))
-    return found
+            raise TesseraError(f"no option of {where} has the variable {name}", nearest=nearest(name, variables))
+    return values
 
 
 def _checked(key: str, value: Any, method: Method, where: str) -> Any:
@@ -226,7 +226,7 @@ def _numbers(value: Any) -> bool:
 # ---------------------------------------------------------------------------------------------- what is printed
 
 
-def shown(values: Options, method: Method, flags: Sequence[str]) -> str:
+def values_as_yaml(values: Options, method: Method, flags: Sequence[str]) -> str:
     """Return the configuration of a method as a file for `--config`."""
     tree: dict[str, Any] = {}
     notes: list[str] = []

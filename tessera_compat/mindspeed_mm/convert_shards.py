@@ -75,7 +75,7 @@ def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, A
 
     Converting to shards takes a list of lists, one for each virtual stage; reading them takes a list.
     """
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for key, part in (("llm_pp_layers", "llm"), ("vit_pp_layers", "vit")):
         lists = options.get(prefix + key)
         if lists is None:
@@ -85,14 +85,14 @@ def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, A
         if not (nested if two_levels else flat):
             shape = "a list of lists, such as [[28]]" if two_levels else "a list, such as [28]"
             raise TesseraError(f"{prefix}{key} must be {shape}, not {lists!r}", where="mm-convert")
-        found[part] = lists
+        layers[part] = lists
     tp = options.get(prefix + "tp_size", 1)
     for key in ("vit_tp_size", "audio_tp_size"):
         if options.get(prefix + key, 0) not in (0, None, tp):
             raise TesseraError(
                 f"{prefix}{key} must be tp_size: encoders are divided as the decoder is", where="mm-convert"
             )
-    return {**found, "tp": tp, "ep": options.get(prefix + "ep_size", 1)}
+    return {**layers, "tp": tp, "ep": options.get(prefix + "ep_size", 1)}
 
 
 # ---------------------------------------------------------------------------------------------- adapters
@@ -128,8 +128,8 @@ def lora_hf_to_mm(family: str, options: Options) -> Path:
 
         def write(staging: Path) -> None:
             with PlannedFolder(staging, plan_megatron(form, layout, plans, str(target))) as files:
-                for name, own in read.items():
-                    files.put(name, TensorRows.of(stored.read(own)))
+                for name, native in read.items():
+                    files.put(name, TensorRows.of(stored.read(native)))
                 files.sync()
 
         publish(target, write, origin=made_from("mm", folder))
@@ -144,9 +144,9 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
     if is_run(source):
         return convert(source, target, adapters=True)
     form = _adapter_form(family, options, layout)
-    found, _ = read_megatron(source, form, layout, some_layers=True)
+    tensors, _ = read_megatron(source, form, layout, some_layers=True)
     names = {foreign: native for native, foreign in _names(form)}
-    odd = [name for name in found if name not in names]
+    odd = [name for name in tensors if name not in names]
     if odd:
         raise TesseraError(f"{odd[0]} is no matrix of an adapter", where=str(source), nearest=nearest(odd[0], names))
     began = options.get("hf_config.hf_dir")
@@ -154,11 +154,11 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
         raise TesseraError(f"no {CONFIG} here", where=str(began), fix="name the folder of PEFT that the job began with")
 
     def write(staging: Path) -> None:
-        entries = storage_order([Entry(names[name], tensor.dtype, tensor.shape) for name, tensor in found.items()])
-        own = {native: foreign for foreign, native in names.items()}
+        entries = storage_order([Entry(names[name], tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
+        foreign_names = {native: foreign for foreign, native in names.items()}
         with SafetensorsFile(staging / WEIGHTS, entries) as file:
             for entry in entries:
-                file.put(entry.key, found[own[entry.key]].read())
+                file.put(entry.key, tensors[foreign_names[entry.key]].read())
         if began is not None:
             (staging / CONFIG).write_bytes((Path(began) / CONFIG).read_bytes())
 
@@ -183,39 +183,41 @@ def _adapter_form(family: str, options: Options, layout: MegatronLayout) -> Mega
     begin = str(options.get("common_model_config.model_prefix") or "")
     text, vision = ("model.language_model.", "model.visual.") if new else ("model.", "visual.")
     rules, splits = [], []
-    for own, job, layers in (
+    for ours_prefix, job, layers in (
         (f"{begin}{text}layers.{{i}}.", _TEXT, _TEXT_LAYERS),
         (f"{begin}{vision}blocks.{{i}}.", _VISION, _VISION_LAYERS),
     ):
         for ours, theirs, divided in layers:
             for side in "AB":
-                rules.append(Rule(f"{own}{ours}.lora_{side}.weight", f"{job}{theirs}.lora_{side}.default.weight"))
+                rules.append(
+                    Rule(f"{ours_prefix}{ours}.lora_{side}.weight", f"{job}{theirs}.lora_{side}.default.weight")
+                )
             pattern = (job + theirs).replace(".", r"\.").replace("{i}", r"\d+")
             split = ROWS if divided == "B" else COLUMNS
             splits.append((rf"{pattern}\.lora_{divided}\.default\.weight", split))
     parts = tuple(replace(part, count=sum(layout.stages(part))) for part in form.parts)
-    made = replace(form, weights=WeightMap(tuple(rules)), splits=tuple(splits), parts=parts)
-    made = replace(made, kv_heads=layout.tp, experts=0, tied=False)
-    check_layout(made, layout, "mm-convert")
-    return made
+    adapter_form = replace(form, weights=WeightMap(tuple(rules)), splits=tuple(splits), parts=parts)
+    adapter_form = replace(adapter_form, kv_heads=layout.tp, experts=0, tied=False)
+    check_layout(adapter_form, layout, "mm-convert")
+    return adapter_form
 
 
 def _names(form: MegatronForm) -> list[tuple[str, str]]:
     """Return all names that adapters can have, in the folder and in a job."""
     counts = {part.layers: part.count for part in form.parts}
-    found = []
+    names = []
     for rule in form.weights.rules:
         (foreign,) = rule.foreign_names()
         for number in range(counts[foreign.partition("{i}")[0]]):
-            found.append((rule.native.replace("{i}", str(number)), foreign.replace("{i}", str(number))))
-    return found
+            names.append((rule.native.replace("{i}", str(number)), foreign.replace("{i}", str(number))))
+    return names
 
 
 def _unknown_layer(name: str, form: MegatronForm, folder: Path) -> TesseraError:
-    known = [rule.native for rule in form.weights.rules]
+    layers = [rule.native for rule in form.weights.rules]
     return TesseraError(
         f"{name} is the adapter of no layer that jobs adapt",
         where=str(folder),
-        nearest=nearest(name, known),
+        nearest=nearest(name, layers),
         fix='check model_prefix (PEFT: "base_model.model.") and new_transformers_weight_key',
     )

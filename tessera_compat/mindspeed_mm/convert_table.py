@@ -171,14 +171,14 @@ _BASE = "base_model.model."  # before names in a job that trains adapters
 
 def _named(options: Options, naming: Naming) -> Naming:
     """Return a naming with what the options say."""
-    given = options.get("tie_weight_mapping", {})
+    ties = options.get("tie_weight_mapping", {})
     prefix = options.get("dcp_prefix", naming.prefix)
     return Naming(
         (_BASE if options.get("is_lora_base") else "") + prefix,
-        options.get("hf_prefix", naming.own),
+        options.get("hf_prefix", naming.replaced),
         naming.renames,
         tuple(options.get("fused_linear_names", naming.fused)),
-        (*naming.tied, *((str(copy), str(original)) for copy, original in given.items())),
+        (*naming.tied, *((str(copy), str(original)) for copy, original in ties.items())),
         naming.merge,
         naming.swap,
     )
@@ -292,10 +292,10 @@ def _merging(run: Callable[[Naming, str, Options], Path]) -> Callable[[str, Opti
 
 def _moe_expert(_: str, options: Options) -> Path:
     style, size = options["style"], options.get("max_shard_size", "4GB")
-    found = re.fullmatch(r"(\d{1,6})([KMGT]?)B", size, re.IGNORECASE)
-    if found is None or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d{1,6})([KMGT]?)B", size, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
         raise TesseraError(f"{size!r} is no size", where="--max_shard_size", fix="--max_shard_size 4GB")
-    shard_bytes = int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
+    shard_bytes = int(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
     folder, target = Path(options["hf_dir"]), Path(options["save_dir"])
     return convert_dcp.merge_experts(folder, target, split=style == "split", shard_bytes=shard_bytes)
 

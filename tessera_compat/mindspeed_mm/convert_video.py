@@ -137,23 +137,25 @@ _COG_NAMES = (
 def hunyuan_source_to_mm(family: str, options: Options) -> Path:
     """Divide a file of HunyuanVideo's makers as a job loads it."""
     _check_version(options)
-    found = _renamed(_source_tensors(Path(options["source_path"])), _HUNYUAN_NAMES)
-    for name in [name for name in found if re.fullmatch(r"single_blocks\.\d+\.linear1\.(weight|bias)", name)]:
-        tensor, number = found.pop(name), name.split(".")[1]
-        width = found[f"single_blocks.{number}.linear2.weight"].shape[0]  # queries, keys and values are so wide each
+    tensors = _renamed(_source_tensors(Path(options["source_path"])), _HUNYUAN_NAMES)
+    for name in [name for name in tensors if re.fullmatch(r"single_blocks\.\d+\.linear1\.(weight|bias)", name)]:
+        tensor, number = tensors.pop(name), name.split(".")[1]
+        width = tensors[f"single_blocks.{number}.linear2.weight"].shape[0]  # queries, keys and values are so wide each
         kind = name.rpartition(".")[2]
-        found[f"single_blocks.{number}.linear1_qkv.{kind}"] = tensor[: 3 * width]
-        found[f"single_blocks.{number}.linear1_mlp.{kind}"] = tensor[3 * width :]
-    return _write(family, options, found)
+        tensors[f"single_blocks.{number}.linear1_qkv.{kind}"] = tensor[: 3 * width]
+        tensors[f"single_blocks.{number}.linear1_mlp.{kind}"] = tensor[3 * width :]
+    return _write(family, options, tensors)
 
 
 def cog_source_to_mm(family: str, options: Options) -> Path:
     """Divide a file of CogVideoX's makers as a job loads it. Layers that no job has are left out."""
-    found = _renamed(_source_tensors(Path(options["source_path"])), _COG_NAMES)
-    found = {name: tensor for name, tensor in found.items() if not name.startswith(("model.", "first_stage_model."))}
+    tensors = _renamed(_source_tensors(Path(options["source_path"])), _COG_NAMES)
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "first_stage_model."))
+    }
     if options.get("remove_pos_emb"):
-        found = {name: tensor for name, tensor in found.items() if not name.startswith("pos_embed.")}
-    return _write(family, options, found)
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("pos_embed.")}
+    return _write(family, options, tensors)
 
 
 def _source_tensors(path: Path) -> Tensors:
@@ -174,7 +176,7 @@ def _source_tensors(path: Path) -> Tensors:
 
 
 def _renamed(tensors: Tensors, names: tuple[tuple[str, str], ...]) -> Tensors:
-    found: Tensors = {}
+    renamed: Tensors = {}
     for name, tensor in tensors.items():
         new = name
         for pattern, word in names:
@@ -182,8 +184,8 @@ def _renamed(tensors: Tensors, names: tuple[tuple[str, str], ...]) -> Tensors:
             if count:
                 break
         if not name.endswith("_extra_state"):
-            found[new] = tensor
-    return found
+            renamed[new] = tensor
+    return renamed
 
 
 def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path:
@@ -192,9 +194,9 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
     check_apart(target, source)
     layout = parse_layout(target_layout(family, options))
     form = _sized(_form(family), tensors, layout)
-    known = {rule for rule in (form.part_of(name) for name in tensors) if rule is not None}
+    parts = {rule for rule in (form.part_of(name) for name in tensors) if rule is not None}
     strange = [name for name in tensors if form.part_of(name) is None]
-    if strange or not known:
+    if strange or not parts:
         raise TesseraError(
             f"{strange[0] if strange else 'nothing'} belongs to no part of {family}",
             where=str(source),
@@ -273,8 +275,8 @@ def _whole(family: str, folder: Path) -> Tensors:
             fix="join them first: mm-convert CONVERTER resplit, without pp_layers and tp_size",
         )
     free = replace(form, weights=WeightMap((), same_names=True), parts=(), splits=())
-    found, _ = read_megatron(folder, free)
-    return {name: tensor.read() for name, tensor in found.items()}
+    tensors, _ = read_megatron(folder, free)
+    return {name: tensor.read() for name, tensor in tensors.items()}
 
 
 SOURCES: Mapping[str, Callable[[str, Options], Path]] = {

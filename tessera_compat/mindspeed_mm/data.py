@@ -123,7 +123,7 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
         layouts = processor.layouts(kinds, sizes)
         counts = [int(np.prod(layout.grid)) for layout in layouts]
         names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-        found: dict[str, list[Tensor]] = {}
+        tensors: dict[str, list[Tensor]] = {}
         for kind, layout, pixels in zip(kinds, layouts, torch.split(media["pixels"], counts), strict=True):
             if layout.token_order is not None:  # this family computes in windows; transformers orders them itself
                 block = processor.image.merge**2
@@ -131,8 +131,8 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
                 pixels = torch.empty_like(pixels).index_copy_(0, order, pixels)
             numbers = processor.patches(kind).numbers(pixels.numpy())
             for name, tensor in zip(names[kind], (torch.from_numpy(numbers), torch.tensor([layout.grid])), strict=True):
-                found.setdefault(name, []).append(tensor)
-        return {name: torch.cat(parts) for name, parts in found.items()}
+                tensors.setdefault(name, []).append(tensor)
+        return {name: torch.cat(parts) for name, parts in tensors.items()}
 
 
 def build_mm_dataset(dataset_param: Any) -> ConversationDataset | tuple[ConversationDataset, ConversationDataset]:
@@ -263,5 +263,5 @@ def build_iterations(
 
 
 def _plain(param: Any) -> dict[str, Any]:
-    found = param if isinstance(param, Mapping) else param.to_dict()
-    return dict(found)
+    values = param if isinstance(param, Mapping) else param.to_dict()
+    return dict(values)

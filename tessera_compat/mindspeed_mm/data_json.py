@@ -159,15 +159,17 @@ def _conversations(
 ) -> None:
     parts = {"dataset_type", "basic_parameters", "preprocess_parameters", "attr"}
     translate(param, {}, source, report, at, parts)
-    basic, given, attr = (part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr"))
+    basic, preprocess, attr = (
+        part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr")
+    )
     rules = {**PREPROCESS_KEYS, **_TILED_IMAGES} if family in ("internvl", "llava") else PREPROCESS_KEYS
     # 0 is no bound. For images the folder's own then holds; that of videos is larger than what jobs allow a frame.
     unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
-    bounds = {key: unbounded[key] if key in unbounded and not value else value for key, value in given.items()}
+    bounds = {key: unbounded[key] if key in unbounded and not value else value for key, value in preprocess.items()}
     where = f"{at}preprocess_parameters."
     file.section |= translate(bounds, rules, source, report, where, {"model_name_or_path"}, "data.")
     _processor_folder(
-        file, given.get("model_name_or_path"), f"{at}preprocess_parameters.model_name_or_path", source, report
+        file, preprocess.get("model_name_or_path"), f"{at}preprocess_parameters.model_name_or_path", source, report
     )
     handled = {"dataset", "template", "max_samples", "val_dataset", "val_max_samples", "train_on_prompt", "packing"}
     file.section |= translate(
@@ -265,13 +267,13 @@ def _columns(
 def _template(name: Any, family: str | None, key: str, source: str, report: JobReport) -> None:
     if name is None:
         return
-    known = TEMPLATES.get(family or "", ())
-    if family is None or name in known or name == "default":
+    templates = TEMPLATES.get(family or "", ())
+    if family is None or name in templates or name == "default":
         report.add(source, key, name, "not needed", "the model's folder has the template")
     else:
-        near = nearest(str(name), known)
+        near = nearest(str(name), templates)
         hint = f"; did you mean {near}?" if near else ""
-        report.add(source, key, name, "not supported", f"{family} has the templates {', '.join(known)}{hint}")
+        report.add(source, key, name, "not supported", f"{family} has the templates {', '.join(templates)}{hint}")
 
 
 def _processor_folder(file: DataFile, folder: Any, key: str, source: str, report: JobReport) -> None:
@@ -292,24 +294,24 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
     words = all_of(rule, names)
     translate(tokenizer, words, source, report, f"{at}tokenizer_config.", {"from_pretrained"})
     images = unneeded("preprocessor_config.json of the folder says how images are prepared")
-    given = part_of(param, "preprocess_parameters", source)
-    translate(given, dict.fromkeys(given, images), source, report, f"{at}preprocess_parameters.")
+    preprocess = part_of(param, "preprocess_parameters", source)
+    translate(preprocess, dict.fromkeys(preprocess, images), source, report, f"{at}preprocess_parameters.")
     _template(param.get("template_name"), family, f"{at}template_name", source, report)
     basic = param.get("basic_parameters") or {}
     sections = basic if isinstance(basic, list) else [basic]
     file.section["train"] = []
-    for one in sections:
-        if not isinstance(one, Mapping):
-            raise TesseraError(f"{at}basic_parameters: {one!r:.80} is no section with data_path", where=source)
+    for entry in sections:
+        if not isinstance(entry, Mapping):
+            raise TesseraError(f"{at}basic_parameters: {entry!r:.80} is no section with data_path", where=source)
         rules = {"repeat_time": fixed(1), "max_samples": sets("max_samples")}
-        more = translate(one, rules, source, report, f"{at}basic_parameters.", {"data_path", "data_folder"})
-        if not one.get("data_path"):
+        more = translate(entry, rules, source, report, f"{at}basic_parameters.", {"data_path", "data_folder"})
+        if not entry.get("data_path"):
             raise TesseraError(f"{at}basic_parameters.data_path names no file", where=source)
-        root = str(one.get("data_folder") or Path(str(one["data_path"])).parent)
-        file.section["train"].append({"path": one["data_path"], "root": root, "format": "llava", **more})
+        root = str(entry.get("data_folder") or Path(str(entry["data_path"])).parent)
+        file.section["train"].append({"path": entry["data_path"], "root": root, "format": "llava", **more})
         for key in ("data_path", "data_folder"):
-            if key in one:
-                report.add(source, f"{at}basic_parameters.{key}", one[key], "mapped", "data.train")
+            if key in entry:
+                report.add(source, f"{at}basic_parameters.{key}", entry[key], "mapped", "data.train")
     file.section["pack"] = False
 
 

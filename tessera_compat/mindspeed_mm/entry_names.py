@@ -57,10 +57,10 @@ def get_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: torch.bfloat16}
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = names.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    kind = names.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
         raise TesseraError(f"{dtype!r} is no type of numbers", where="get_dtype", allowed=[n for n in names if n])
-    return found
+    return kind
 
 
 class _NotHere:

@@ -116,13 +116,13 @@ class ForwardStepTask(Task):
         mean = loss if tokens is None else loss / tokens.clamp(min=1)  # 0.12.1 divides by zero where a batch has none
         return Losses([LossTerm("loss", mean, MICRO_BATCHES, float(self.cp))])
 
-    def _checked(self, found: Any, name: str) -> tuple[Tensor, Any, Report]:
+    def _checked(self, returned: Any, name: str) -> tuple[Tensor, Any, Report]:
         """Return the loss, the number of tokens if there is one, and the report; refuse everything else by name."""
-        if isinstance(found, Tensor):
-            found = (found, {})
-        if not isinstance(found, (tuple, list)) or len(found) not in (2, 3):
-            raise self._wrong(name, described(found))
-        loss, tokens, report = found[0], found[1] if len(found) == 3 else None, found[-1]
+        if isinstance(returned, Tensor):
+            returned = (returned, {})
+        if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
+            raise self._wrong(name, described(returned))
+        loss, tokens, report = returned[0], returned[1] if len(returned) == 3 else None, returned[-1]
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise self._wrong(name, f"{described(loss)} as the loss")
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -133,7 +133,7 @@ class ForwardStepTask(Task):
             )
         if not isinstance(report, Mapping):
             raise self._wrong(name, f"{described(report)} as the report")
-        if len(found) == 3:
+        if len(returned) == 3:
             if not _is_scalar(tokens):
                 raise self._wrong(name, f"{described(tokens)} as the number of tokens")
             tokens = torch.as_tensor(tokens, device=loss.device).detach().reshape(())
@@ -169,10 +169,10 @@ def mean_reports(reports: Sequence[Report]) -> dict[str, Tensor]:
         return {}
     means: dict[str, Tensor] = {}
     for name in reports[0]:
-        found = [report[name] for report in reports if name in report]
-        wide = devices.sum_dtype(found[0][0].device)
-        total = torch.stack([numerator.to(wide) for numerator, _ in found]).sum()
-        means[name] = total / torch.stack([denominator.to(wide) for _, denominator in found]).sum()
+        fractions = [report[name] for report in reports if name in report]
+        wide = devices.sum_dtype(fractions[0][0].device)
+        total = torch.stack([numerator.to(wide) for numerator, _ in fractions]).sum()
+        means[name] = total / torch.stack([denominator.to(wide) for _, denominator in fractions]).sum()
     return means
 
 

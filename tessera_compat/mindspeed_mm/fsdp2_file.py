@@ -73,9 +73,9 @@ class Fsdp2File(Section):
 
     def value(self, key: str) -> Any:
         """Return the value of a key, or the default that it has in a file of this form."""
-        given = getattr(self, key)
-        if given is not None:
-            return given
+        stated = getattr(self, key)
+        if stated is not None:
+            return stated
         if self.names_classes:
             # The core prefetches one group in backward where it recomputes, and leaves it to torch otherwise.
             backward = 1 if self.recompute_modules else 0
@@ -123,15 +123,15 @@ def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
         )
     for theirs, ours in FSDP2_KEYS.items():
         section, key = ours.split(".")
-        own, value = sections[section], file.value(theirs)
+        settings, value = sections[section], file.value(theirs)
         if theirs.endswith("_dtype") and value is not None:
             value = TYPE_NAMES[value]
-        if key not in own:
+        if key not in settings:
             if value is not None and not (theirs == "use_reentrant" and not file.recompute_modules):
-                own[key] = value
-        elif theirs in file.model_fields_set and own[key] != value:
+                settings[key] = value
+        elif theirs in file.model_fields_set and settings[key] != value:
             raise TesseraError(
-                f"{ours} is {own[key]!r} in the recipe, but {theirs} is {getattr(file, theirs)!r} here",
+                f"{ours} is {settings[key]!r} in the recipe, but {theirs} is {getattr(file, theirs)!r} here",
                 where=str(path),
                 fix="give it in one of the two places",
             )

@@ -219,16 +219,16 @@ def _places(source: str) -> dict[str, str]:
     return {ours: f"{theirs} of {source}" for ours, theirs in targets.items()}
 
 
-def _put_all(recipe: dict[str, Any], found: Mapping[str, Any]) -> None:
-    for dotted, value in found.items():
+def _put_all(recipe: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    for dotted, value in settings.items():
         put(recipe, dotted, value)
 
 
 def _set_parallel(recipe: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> int:
     """Set sharding and the split of sequences. Return how many ranks share the tokens of a row."""
-    at, own = "parallel.", {"fsdp_plan", "ep_plan", "ulysses_parallel_size", "ring_attention_size", *RECOMPUTE_KEYS}
+    at, handled = "parallel.", {"fsdp_plan", "ep_plan", "ulysses_parallel_size", "ring_attention_size", *RECOMPUTE_KEYS}
     recipe["parallel"], recipe["precision"] = {"backend": "fsdp2"}, {"weights": "float32"}
-    _put_all(recipe, translate(section, PARALLEL_KEYS, source, report, at, own))
+    _put_all(recipe, translate(section, PARALLEL_KEYS, source, report, at, handled))
     _put_all(recipe, translate(section.get("fsdp_plan") or {}, FSDP_KEYS, source, report, "parallel.fsdp_plan."))
     ep_plan = section.get("ep_plan") or {}
     experts = all_of(
@@ -257,7 +257,7 @@ def _set_model(
     outcome: Outcome = "not supported" if why_not else "not needed"
     note = why_not or "the folder says what the model is"
     report.add(source, "model.model_id", section.get("model_id"), outcome, note)
-    own = {
+    handled = {
         "model_id",
         "model_name_or_path",
         "freeze",
@@ -267,7 +267,7 @@ def _set_model(
         "skip_flash_attn_recompute",
         *RECOMPUTE_KEYS,
     }
-    translate(section, MODEL_KEYS, source, report, "model.", own)
+    translate(section, MODEL_KEYS, source, report, "model.", handled)
     loaded, described = training.get("load"), section.get("model_name_or_path")
     converted = bool(loaded) and _is_converted(Path(str(loaded)), training.get("load_format"))
     folder = described if converted else loaded or described
@@ -289,14 +289,14 @@ def _set_model(
         report.add(source, "model.freeze", section["freeze"], "mapped", f"model.freeze={model['freeze']}")
     lora = training.get("lora") or {}
     if lora.get("enable"):
-        found = translate(
+        adapters = translate(
             lora, LORA_KEYS, source, report, "training.lora.", {"enable", "target_modules"}, "model.lora."
         )
         names = lora.get("target_modules") or []
         names = names.replace(",", " ").split() if isinstance(names, str) else names
-        found["targets"] = lora_targets(names, ["all"], f"{source}: training.lora.target_modules")
+        adapters["targets"] = lora_targets(names, ["all"], f"{source}: training.lora.target_modules")
         report.add(source, "training.lora.target_modules", names, "mapped", "model.lora.targets")
-        model["lora"] = found
+        model["lora"] = adapters
         model.pop("freeze", None)
     elif lora:
         report.add(source, "training.lora", lora, "not needed", "off")
@@ -313,11 +313,11 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
     and before recompute in the section `parallel`; the newest place counts."""
     features, model, parallel = (data.get(name) or {} for name in ("features", "model", "parallel"))
     plans = {"recompute_plan", "activation_offload_plan", "loss_cfg"}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for place, section in (("parallel", parallel), ("model", model)):
         older = {key: section[key] for key in ("recompute", "skip_flash_attn_recompute") if key in section}
-        found |= translate(older, MODEL_KEYS, source, report, f"{place}.", section="parallel.recompute: ")
-    found |= translate(features, FEATURE_KEYS, source, report, "features.", plans)
+        settings |= translate(older, MODEL_KEYS, source, report, f"{place}.", section="parallel.recompute: ")
+    settings |= translate(features, FEATURE_KEYS, source, report, "features.", plans)
     for place, section in (("parallel", parallel), ("model", model), ("features", features)):
         at, loss = f"{place}.loss_cfg.", section.get("loss_cfg") or {}
         fields = with_aux_loss(translate(loss, _LOSS, source, report, at, section="model.config."))
@@ -329,13 +329,13 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
             plan = section.get(key)
             if plan is None:
                 continue
-            if not found.get(switch):
+            if not settings.get(switch):
                 report.add(source, f"{place}.{key}", plan, "not needed", "off")
                 continue
             if not isinstance(plan, Mapping):  # 26.0.0 has a list
                 plan = {"apply_modules": plan}
             modules: list[Any] = list(plan.get("apply_modules") or [])
-            if switch == "recompute" and found.get("keep_attention"):
+            if switch == "recompute" and settings.get("keep_attention"):
                 modules = [{"modules": one, "keep": "attention"} for one in modules]
             put(recipe, target, modules)
             report.add(source, f"{place}.{key}", plan, "mapped", target)
@@ -380,9 +380,9 @@ def _set_training(
         value = section["lr_decay_ratio"]
         report.add(source, "training.lr_decay_ratio", value, "not supported", "the rate decays over the whole run")
     groups = [
-        {"pattern": path, "lr": optim["lr"] * float(one["scale"])}
-        for one in section.get("lr_scaling_plan") or []
-        for path in our_modules(str(one["match"]), f"{source}: training.lr_scaling_plan")
+        {"pattern": path, "lr": optim["lr"] * float(scaling["scale"])}
+        for scaling in section.get("lr_scaling_plan") or []
+        for path in our_modules(str(scaling["match"]), f"{source}: training.lr_scaling_plan")
     ]
     if groups:
         optim["groups"] = groups

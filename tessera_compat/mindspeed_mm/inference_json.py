@@ -134,16 +134,16 @@ def read_inference(data: Mapping[str, Any], source: str, report: JobReport) -> A
 
 def _generation(data: Mapping[str, Any], source: str, report: JobReport) -> dict[str, Any]:
     at = "generation_config."
-    found = translate(data, {**GENERATION_KEYS, **all_of(OFF, OFF_KEYS)}, source, report, at, set(NEUTRAL_VALUES))
+    options = translate(data, {**GENERATION_KEYS, **all_of(OFF, OFF_KEYS)}, source, report, at, set(NEUTRAL_VALUES))
     for key, neutral in NEUTRAL_VALUES.items():
         if key in data:
             value = data[key]
             same = value is None or value in neutral
             note = "no effect at this value" if same else f"only {neutral[0]} is supported"
             report.add(source, at + key, value, "not needed" if same else "not supported", note)
-    if not found.pop("do_sample", False):
-        found |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    return found
+    if not options.pop("do_sample", False):
+        options |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    return options
 
 
 def load_model(args: Args, settings: AnswerSettings) -> tuple[LoadedModel, LoadedProcessor]:
@@ -166,12 +166,12 @@ def ask(args: Args) -> Iterator[tuple[str, str]]:
     if not args.mm.model.keys():
         raise TesseraError("--mm-model names no inference JSON", where="command line")
     report = JobReport()
-    asked = read_inference(args.mm.model.to_dict(), args.mm_model, report)
+    job = read_inference(args.mm.model.to_dict(), args.mm_model, report)
     report.check()
-    model, processor = load_model(args, asked.settings)
-    shown: list[dict[str, Any]] = [{"type": "image", "image": image} for image in asked.images]
-    for question in asked.questions:
-        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": question}]}]
-        answer = model.generate(processor(messages), seed=args.seed, **asked.settings.generation)
+    model, processor = load_model(args, job.settings)
+    images: list[dict[str, Any]] = [{"type": "image", "image": image} for image in job.images]
+    for question in job.questions:
+        messages = [{"role": "user", "content": [*images, {"type": "text", "text": question}]}]
+        answer = model.generate(processor(messages), seed=args.seed, **job.settings.generation)
         assert isinstance(answer, str), "one question has one answer"
         yield question, answer

@@ -182,7 +182,7 @@ def _set_training(recipe: dict[str, Any], args: Args, data: DataFile, report: Jo
                 where=WHERE,
                 fix="the reference is the model of --load as it was; leave --ref-model out",
             )
-    elif any(name.startswith("dpo_") for name in args.given):
+    elif any(name.startswith("dpo_") for name in args.typed):
         raise TesseraError(
             "--dpo-beta and its like need pairs of answers", where=WHERE, fix='set "ranking": true in attr of data.json'
         )

@@ -34,10 +34,10 @@ def flags_of(key: str, report: JobReport) -> str:
     if key == "model.freeze":  # parts that are trained have such a key, too, and it names none of a recipe
         freezes = [entry.key for entry in report.entries if entry.key.endswith("freeze")]
         return ", ".join(freezes) or report.places.get(key, key)
-    given = [(entry.key, recipe_keys(entry.note)) for entry in report.entries if entry.outcome == "mapped"]
+    mapped = [(entry.key, recipe_keys(entry.note)) for entry in report.entries if entry.outcome == "mapped"]
     other = [(place, [one]) for one, place in report.places.items()]
-    known = [(flag.name, recipe_keys(flag.note)) for flag in FLAGS.values() if flag.state == "honoured"]
-    for names in (given, other, known):
+    honoured = [(flag.name, recipe_keys(flag.note)) for flag in FLAGS.values() if flag.state == "honoured"]
+    for names in (mapped, other, honoured):
         exact = [name for name, keys in names if key in keys]
         around = [name for name, keys in names if any(f"{key}.".startswith(f"{one}.") for one in keys)]
         inside = [name for name, keys in names if any(one.startswith(f"{key}.") for one in keys)]

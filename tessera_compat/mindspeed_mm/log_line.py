@@ -107,10 +107,10 @@ class IterationLog(Callback):
         if not self._losses:
             names = [name for name in numbers if name != "grad_norm"]
             return {name: numbers[name] for name in names}, int(not math.isfinite(numbers["loss"]))
-        found = {name: torch.stack(values) for name, values in self._losses.items()}
-        finite = {name: values[values.isfinite()] for name, values in found.items()}
+        losses = {name: torch.stack(values) for name, values in self._losses.items()}
+        finite = {name: values[values.isfinite()] for name, values in losses.items()}
         means = {name: float(values.mean()) if len(values) else math.nan for name, values in finite.items()}
-        return means, max(len(found[name]) - len(finite[name]) for name in found)
+        return means, max(len(losses[name]) - len(finite[name]) for name in losses)
 
     def _begin_interval(self, trainer: TrainerHandle) -> None:
         self._losses, self._last = {}, None

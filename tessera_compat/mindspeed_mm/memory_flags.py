@@ -27,18 +27,18 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
         whole += recompute_patterns(model.recompute["vision"], VISION, stages.get("vision"))
     offload = list(model.offload)
     every = range(_depth(args, model))
-    left = {layer for layer in every if not any(matches(pattern, f"{TEXT}.{layer}") for pattern in patterns)}
-    if args.swap_attention and left:
-        offload.append(f"{_layers(left, every)}.attn")
+    stored = {layer for layer in every if not any(matches(pattern, f"{TEXT}.{layer}") for pattern in patterns)}
+    if args.swap_attention and stored:
+        offload.append(f"{_layers(stored, every)}.attn")
     if args.recompute_norm:
-        norms = left & set(every[: args.recompute_norm_num_layers])
+        norms = stored & set(every[: args.recompute_norm_num_layers])
         if args.swap_attention:
             report.change("--recompute-norm", "the outputs of norms wait in host memory with attention")
         elif norms:
             section["recompute_norm"] = [_layers(norms, every)]
-            left -= norms  # which computes the function between the products again, too
+            stored -= norms  # which computes the function between the products again, too
     if args.recompute_activation_function:
-        functions = left & set(every[: args.recompute_activation_function_num_layers])
+        functions = stored & set(every[: args.recompute_activation_function_num_layers])
         if functions:
             section["recompute_activation"] = [f"{_layers(functions, every)}.mlp"]
         else:

@@ -97,9 +97,9 @@ def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[s
     job, launch, joined = _read_script(path, environment)
     ranks = launch.world_size if world_size is None else world_size
     machines = ranks // launch.ranks_per_machine if ranks % launch.ranks_per_machine == 0 else 1
-    asked = JobReport()
-    if other := commands_of(launch.entry, launch.argv, ranks, asked):
-        migrated = MigratedJob(other[0], asked, ranks, commands=other[1])
+    commands_report = JobReport()
+    if other := commands_of(launch.entry, launch.argv, ranks, commands_report):
+        migrated = MigratedJob(other[0], commands_report, ranks, commands=other[1])
     elif Path(launch.entry).name == FSDP_TRAINER.name:
         if not launch.argv:
             raise TesseraError(f"{launch.entry} is started without a YAML file", where=launch.where)
@@ -165,9 +165,15 @@ def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
     """Add what a script does beside the launch, and what of it was not read."""
     for line, command, what in job.unread:
         report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
-    for one in job.launches:
-        if one.line != launch.line:
-            report.add("script", f"line {one.line}", one.entry, "not needed", "no training: start it by itself")
+    for other_launch in job.launches:
+        if other_launch.line != launch.line:
+            report.add(
+                "script",
+                f"line {other_launch.line}",
+                other_launch.entry,
+                "not needed",
+                "no training: start it by itself",
+            )
     for line, name in job.hosts:
         note = (
             f"{name} is not here: {launch.machines} taken, as many as hold the model; NNODES=N tessera migrate says it"
@@ -176,7 +182,7 @@ def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
     for line, name in job.absent:
         note = f"{name} is not here; where it is missing the script ends"
         report.add("script", f"line {line}", "exit", "not needed", note)
-    for name, line in job.given.items():
+    for name, line in job.from_environment.items():
         report.add("script", f"line {line}", f"${name}", "mapped", "the environment says it, in place of a command")
     for name, line in job.unset.items():
         report.add("script", f"line {line}", f"${name}", "not needed", "not set here: nothing, as in a shell")
@@ -185,17 +191,17 @@ def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
 def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
     """Add what the exported variables of the script say to the recipe and to the report."""
     recipe = apply_overrides(migrated.recipe, job_settings(launch.exports), str(launch.path))
-    kept: dict[str, str] = {}
+    exported: dict[str, str] = {}
     for name, value in launch.exports.items():
-        known = VARIABLES.get(name)
-        if known is None:
+        variable = VARIABLES.get(name)
+        if variable is None:
             continue
-        outcome: Outcome = "mapped" if known.treatment == "honoured" else "not needed"
-        note = known.setting or known.meaning
-        if outcome == "mapped" and not known.setting:
-            kept[name], note = value, "no key of a recipe: the command that starts it sets the variable"
+        outcome: Outcome = "mapped" if variable.treatment == "honoured" else "not needed"
+        note = variable.setting or variable.meaning
+        if outcome == "mapped" and not variable.setting:
+            exported[name], note = value, "no key of a recipe: the command that starts it sets the variable"
         migrated.report.add("environment", name, value, outcome, note)
-    return replace(_checked(recipe, migrated.report, migrated.world_size), environment=kept)
+    return replace(_checked(recipe, migrated.report, migrated.world_size), environment=exported)
 
 
 def _by_flags(argv: list[str], world_size: int) -> MigratedJob:

@@ -98,8 +98,8 @@ class FSDP2Mixin:
             if not any(parameter.is_meta for parameter in part.parameters()):
                 part.to(device_of_group(process_group))
         if ignored:
-            kept = {p for path in ignored for p in self._module.get_submodule(path).parameters()}
-            self.fsdp2_kwargs["ignored_params"] = kept
+            parameters = {p for path in ignored for p in self._module.get_submodule(path).parameters()}
+            self.fsdp2_kwargs["ignored_params"] = parameters
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Fsdp2Config) -> None:
         """Shard as the configuration says; a class overrides this to do it in its own way."""

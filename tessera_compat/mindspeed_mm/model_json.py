@@ -399,10 +399,10 @@ def _towers(
                 f"parallel.layers.{stream}",
             )
             file.depths[stream] = section.get("num_layers")
-        given = {key: section[key] for key in sorted(RECOMPUTE_KEYS) if section.get(key) is not None}
-        if given:
-            file.recompute[stream] = given
-            for key, value in given.items():
+        recompute = {key: section[key] for key in sorted(RECOMPUTE_KEYS) if section.get(key) is not None}
+        if recompute:
+            file.recompute[stream] = recompute
+            for key, value in recompute.items():
                 report.add(source, f"{name}.{key}", value, "mapped", "parallel.recompute")
         if section.get("activation_offload"):
             file.offload.append(f"{TEXT if stream == 'text' else VISION}.{{*}}")

@@ -86,8 +86,8 @@ class ProvidedRows(LoaderBatches):
                 where=PROVIDER,
                 fix="make it with num_replicas=mpu.get_data_parallel_world_size(), rank=mpu.get_data_parallel_rank()",
             )
-        self.made, self._data, self.bound = Given.of(data), data, True
-        self._iterator, self._next, self._pass, self._first = None, 0, 0, None
+        super().__init__(Given.of(data), data, seed=self.seed)
+        self.bound, self._first = True, None
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         self.check_none(lost)

@@ -114,10 +114,10 @@ def lora_section(args: Any, targets: Sequence[str]) -> dict[str, Any]:
 
 def refuse_lora_flags(args: Any) -> None:
     """Raise an error for flags of adapters in a job that names no layer to adapt."""
-    given = [name for name in args.given if name.startswith("lora")]
-    if given:
+    flags = [name for name in args.typed if name.startswith("lora")]
+    if flags:
         raise TesseraError(
-            f"--{given[0].replace('_', '-')} has no effect without --lora-target-modules", where=COMMAND_LINE
+            f"--{flags[0].replace('_', '-')} has no effect without --lora-target-modules", where=COMMAND_LINE
         )
 
 
@@ -370,7 +370,7 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, value in section.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return found
+        leaves += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return leaves

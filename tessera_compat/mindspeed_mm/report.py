@@ -68,8 +68,8 @@ class JobReport:
         for source in dict.fromkeys(entry.source for entry in self.entries):
             lines.append(f"{source}:")
             lines += [f"  {entry.line()}" for entry in self.entries if entry.source == source]
-        found = Counter(entry.outcome for entry in self.entries)
-        return [*lines, ", ".join(f"{found[one]} {one}" for one in _OUTCOMES if found[one] or one != "differs")]
+        counts = Counter(entry.outcome for entry in self.entries)
+        return [*lines, ", ".join(f"{counts[one]} {one}" for one in _OUTCOMES if counts[one] or one != "differs")]
 
     def check(self) -> None:
         """Raise an error that lists everything that is not supported."""
@@ -151,7 +151,7 @@ def translate(
     `prefix`: what stands before the keys in the file. `handled`: keys that the caller translates and reports itself.
     `section`: where the targets lie in a recipe.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for key, value in data.items():
         if key in handled:
@@ -164,7 +164,7 @@ def translate(
         elif value is None:
             report.add(source, name, value, "not needed", "not set")
         elif rule.target:
-            _set(found, origin, rule, rules, name, value, source, report, section)
+            _set(settings, origin, rule, rules, name, value, source, report, section)
         elif rule.allowed:
             outcome: Outcome = "not needed" if value in rule.allowed else "not supported"
             words = " or ".join(map(str, rule.allowed))
@@ -173,11 +173,11 @@ def translate(
             report.add(source, name, value, "not needed", "off")
         else:
             report.add(source, name, value, rule.outcome, rule.note)
-    return found
+    return settings
 
 
 def _set(
-    found: dict[str, Any],
+    settings: dict[str, Any],
     origin: dict[str, str],
     rule: KeyRule,
     rules: Mapping[str, KeyRule],
@@ -193,14 +193,14 @@ def _set(
         report.add(source, name, value, "not supported", f"{section}{rule.target}: {error}")
         return
     earlier = origin.get(rule.target)
-    if earlier is not None and found[rule.target] != converted:
+    if earlier is not None and settings[rule.target] != converted:
         if rule.yields:
             report.add(source, name, value, "not needed", f"{earlier} says it")
             return
         if not rules[earlier.rpartition(".")[2]].yields:
-            report.add(source, name, value, "not supported", f"{earlier} says {found[rule.target]}")
+            report.add(source, name, value, "not supported", f"{earlier} says {settings[rule.target]}")
             return
-    found[rule.target], origin[rule.target] = converted, name
+    settings[rule.target], origin[rule.target] = converted, name
     report.add(source, name, value, "mapped", f"{section}{rule.target}")
 
 

@@ -45,9 +45,9 @@ def call_provider(function: Callable[..., Any], name: str, *args: Any, **kwargs:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         if signature.parameters:
-            given = ", ".join([*(type(one).__name__ for one in args), *kwargs])
+            arguments = ", ".join([*(type(one).__name__ for one in args), *kwargs])
             raise TesseraError(
-                f"{name} cannot be called with ({given}): {error}",
+                f"{name} cannot be called with ({arguments}): {error}",
                 where=name,
                 fix="give it the parameters that Megatron calls it with, or none",
             ) from None
@@ -142,9 +142,9 @@ class Session:
         objects = Objects(model=model, task=self.task, dataset=train)
         setup = build_meta_model(self.config, self.world.size, objects)
         opened = open_run(self.config, setup, self.world, objects, resume=self._resume, overwrite=self._overwrite)
-        self.config, own = self._stack.enter_context(opened)
+        self.config, environment_callbacks = self._stack.enter_context(opened)
         named = [self.log, SaveLog(self.args), _EvaluateInterval(self), self._sizes]
-        callbacks: list[Callback] = [*named, *self._callbacks, *own]
+        callbacks: list[Callback] = [*named, *self._callbacks, *environment_callbacks]
         self._trainer = trainer = build_trainer(self.config, setup, self.world, callbacks, objects)
         if isinstance(model, TransformersModel):
             model.offer_parameter_type(getattr(torch, resolve_precision(self.config).compute))
@@ -173,15 +173,15 @@ class Session:
 
     def datasets(self, provider: Callable[..., Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
         """Return what the user's provider returns for train, valid and test; the last two may be None."""
-        found = call_provider(provider, PROVIDER, list(counts))
-        if not isinstance(found, (tuple, list)) or len(found) != 3 or found[0] is None:
+        datasets = call_provider(provider, PROVIDER, list(counts))
+        if not isinstance(datasets, (tuple, list)) or len(datasets) != 3 or datasets[0] is None:
             raise TesseraError(
-                f"{PROVIDER} returned {described(found)}",
+                f"{PROVIDER} returned {described(datasets)}",
                 where=PROVIDER,
                 allowed=["(train, valid, test): a DataLoader, a Dataset, an iterator, or None for valid and test"],
                 fix="return three values, of which the first is training data",
             )
-        train, valid, test = found
+        train, valid, test = datasets
         return train, valid, test
 
     def bind(self, datasets: Sequence[Any]) -> None:
@@ -206,8 +206,8 @@ class Session:
             self.trainer.start()
         position, ranks = self.rows["train"].place
         first, samples = self.trainer.rows_drawn + position, self.args.micro_batch_size
-        made = [MicroBatch.of(value, first + at * ranks, samples) for at, value in enumerate(batches)]
-        return self.trainer.train_step(made)
+        microbatches = [MicroBatch.of(value, first + at * ranks, samples) for at, value in enumerate(batches)]
+        return self.trainer.train_step(microbatches)
 
     def _end_steps(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -233,8 +233,8 @@ class Session:
         try:
             with trainer.paused("evaluating"), trainer.eval_weights():
                 for batch in batches:
-                    found: LossTotals = trainer.engine.evaluate(self.task, batch, True)
-                    totals = found if totals is None else totals + found
+                    batch_totals: LossTotals = trainer.engine.evaluate(self.task, batch, True)
+                    totals = batch_totals if totals is None else totals + batch_totals
         finally:
             self.task.collected = None
         if totals is None:
@@ -265,8 +265,10 @@ class Session:
         if results and self.world.is_main:
             file = JsonLines(self.config.folder / "metrics.jsonl")
             for name, losses in results.items():
-                kept = {f"{'eval' if name == 'valid' else 'test'}_{key}": value for key, value in losses.items()}
-                file.write({"kind": "eval", "step": self.trainer.step, **kept})
+                named_losses = {
+                    f"{'eval' if name == 'valid' else 'test'}_{key}": value for key, value in losses.items()
+                }
+                file.write({"kind": "eval", "step": self.trainer.step, **named_losses})
             file.close()
         return results
 
@@ -392,11 +394,11 @@ def _adapters(model: nn.Module, args: Any) -> LoraSection | None:
 def modules_named(model: nn.Module, names: Sequence[str], where: str) -> list[str]:
     """Return the paths of modules that are called so: whole paths, or their last parts."""
     paths = [path for path, _ in model.named_modules() if path]
-    found: list[str] = []
+    modules: list[str] = []
     for name in names:
         matching = [path for path in paths if path == name or path.endswith(f".{name}")]
         if not matching:
             last = sorted({path.rpartition(".")[2] for path in paths})
             raise TesseraError(f"no module is called {name!r}", where=where, allowed=last, nearest=nearest(name, last))
-        found += matching
-    return list(dict.fromkeys(found))
+        modules += matching
+    return list(dict.fromkeys(modules))

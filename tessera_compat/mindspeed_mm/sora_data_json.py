@@ -101,49 +101,49 @@ def read_generation_data(data: Mapping[str, Any], source: str, report: JobReport
     file.section |= translate(loader, LOADER, source, report, "dataloader_param.", handled, "data.")
     file.section["shuffle"] = read_sampler(loader, source, report)
     collate = part_of(loader, "collate_param", source)
-    own = unneeded("the family makes its batches")
-    translate(collate, dict.fromkeys(collate, own), source, report, "dataloader_param.collate_param.")
+    note = unneeded("the family makes its batches")
+    translate(collate, dict.fromkeys(collate, note), source, report, "dataloader_param.collate_param.")
     return file
 
 
-def _preprocess(file: GenerationData, given: Mapping[str, Any], source: str, report: JobReport) -> None:
+def _preprocess(file: GenerationData, preprocess: Mapping[str, Any], source: str, report: JobReport) -> None:
     at = "dataset_param.preprocess_parameters."
-    found = translate(given, PREPROCESS_KEYS, source, report, at, _OWN_PREPROCESS, "data.")
-    found |= _size(given, source, report, at)
-    found |= _rate(given, source, report, at)
-    if "drop_short_ratio" in given:
-        ratio = given["drop_short_ratio"]
-        if ratio == 1 and "num_frames" in given:
-            found["processor.min_frames"] = given["num_frames"]
+    settings = translate(preprocess, PREPROCESS_KEYS, source, report, at, _OWN_PREPROCESS, "data.")
+    settings |= _size(preprocess, source, report, at)
+    settings |= _rate(preprocess, source, report, at)
+    if "drop_short_ratio" in preprocess:
+        ratio = preprocess["drop_short_ratio"]
+        if ratio == 1 and "num_frames" in preprocess:
+            settings["processor.min_frames"] = preprocess["num_frames"]
         note = "data.processor.min_frames" if ratio == 1 else "none are dropped"
         outcome = {0: "not needed", 1: "mapped"}.get(ratio, "not supported") if _is_number(ratio) else "not supported"
         note = "short videos are dropped (1) or kept (0)" if outcome == "not supported" else note
         report.add(source, f"{at}drop_short_ratio", ratio, outcome, note)  # type: ignore[arg-type]
-    if "cfg" in given:
-        file.dropped = float(given["cfg"]) if _is_number(given["cfg"]) else 0.0
+    if "cfg" in preprocess:
+        file.dropped = float(preprocess["cfg"]) if _is_number(preprocess["cfg"]) else 0.0
         note = "train.task_options.caption_dropout" if file.dropped else "off"
-        report.add(source, f"{at}cfg", given["cfg"], "mapped" if file.dropped else "not needed", note)
-    file.sizes = {key.removeprefix("processor."): value for key, value in found.items()}
+        report.add(source, f"{at}cfg", preprocess["cfg"], "mapped" if file.dropped else "not needed", note)
+    file.sizes = {key.removeprefix("processor."): value for key, value in settings.items()}
     if not file.features:  # those have their sizes already, which only say how long a row is
-        file.section |= found
+        file.section |= settings
 
 
-def _size(given: Mapping[str, Any], source: str, report: JobReport, at: str) -> dict[str, Any]:
+def _size(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str) -> dict[str, Any]:
     """Return the target of media: one size for all, or a number of pixels where transforms keep the aspect ratio."""
-    pipeline = part_of(given, "train_pipeline", source)
+    pipeline = part_of(preprocess, "train_pipeline", source)
     names = [
-        str(one.get("trans_type"))
+        str(transform.get("trans_type"))
         for group in pipeline.values()
         if isinstance(group, list)
-        for one in group
-        if isinstance(one, Mapping)
+        for transform in group
+        if isinstance(transform, Mapping)
     ]
     area = any(name in _RESIZED_BY_AREA for name in names)
     for key in ("train_pipeline", "train_pipeline_after_resize"):
-        if key in given:
+        if key in preprocess:
             report.add(source, at + key, names, "not needed", _CROP.note)
-    sides = {key: given[key] for key in ("max_height", "max_width") if given.get(key) is not None}
-    pixels = given.get("max_hxw")
+    sides = {key: preprocess[key] for key in ("max_height", "max_width") if preprocess.get(key) is not None}
+    pixels = preprocess.get("max_hxw")
     for key, value in {**sides, "max_hxw": pixels}.items():
         if value is not None and (type(value) is not int or value < 1):
             raise TesseraError(f"{at}{key} {value!r} is no number of pixels", where=source)
@@ -155,36 +155,36 @@ def _size(given: Mapping[str, Any], source: str, report: JobReport, at: str) -> 
     elif pixels:
         chosen = {"processor.max_pixels": pixels}
     for key in ("max_height", "max_width", "max_hxw"):
-        if key in given:
+        if key in preprocess:
             target = {"max_height": "height", "max_width": "width", "max_hxw": "max_pixels"}[key]
             used = f"processor.{target}" in chosen
             note = f"data.processor.{target}" if used else "the other sizes say it"
-            report.add(source, at + key, given[key], "mapped" if used else "not needed", note)
+            report.add(source, at + key, preprocess[key], "mapped" if used else "not needed", note)
     return chosen
 
 
-def _rate(given: Mapping[str, Any], source: str, report: JobReport, at: str) -> dict[str, Any]:
+def _rate(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str) -> dict[str, Any]:
     """Return how many frames of a second are taken: all, or so many that motion has the speed of `train_fps`."""
-    automatic = given.get("auto_interval", "train_fps" in given)
-    interval = given.get("frame_interval", 1)
-    if "auto_interval" in given:
+    automatic = preprocess.get("auto_interval", "train_fps" in preprocess)
+    interval = preprocess.get("frame_interval", 1)
+    if "auto_interval" in preprocess:
         report.add(source, f"{at}auto_interval", automatic, "mapped", "data.processor.fps")
-    if "frame_interval" in given:
+    if "frame_interval" in preprocess:
         single = interval in (1, 1.0) or automatic
         note = "every frame" if single else "train_fps says it: frames of a second, with auto_interval true"
         report.add(source, f"{at}frame_interval", interval, "not needed" if single else "not supported", note)
-    if "train_fps" in given:
-        used = bool(automatic and given["train_fps"])
+    if "train_fps" in preprocess:
+        used = bool(automatic and preprocess["train_fps"])
         note = "data.processor.fps" if used else "every frame is taken"
-        report.add(source, f"{at}train_fps", given["train_fps"], "mapped" if used else "not needed", note)
-        return {"processor.fps": float(given["train_fps"])} if used else {}
+        report.add(source, f"{at}train_fps", preprocess["train_fps"], "mapped" if used else "not needed", note)
+        return {"processor.fps": float(preprocess["train_fps"])} if used else {}
     return {}
 
 
-def _tokenizers(file: GenerationData, given: Any, source: str, report: JobReport) -> None:
-    listed = given if isinstance(given, list) else [given]
+def _tokenizers(file: GenerationData, config: Any, source: str, report: JobReport) -> None:
+    listed = config if isinstance(config, list) else [config]
     for number, section in enumerate(listed):
-        name = f"dataset_param.tokenizer_config{f'.{number}' if isinstance(given, list) else ''}."
+        name = f"dataset_param.tokenizer_config{f'.{number}' if isinstance(config, list) else ''}."
         if not isinstance(section, Mapping):
             raise TesseraError(f"{name[:-1]} must be a section with keys, not {section!r:.60}", where=source)
         translate(section, TOKENIZER_KEYS, source, report, name, {"from_pretrained"})
@@ -220,20 +220,20 @@ def _sets(file: GenerationData, basic: Mapping[str, Any], source: str, report: J
 
 def _feature_folder(path: str, folder: Any, source: str) -> str:
     """Return the folder of features. Where one is on this machine, it must be of the form that is read here."""
-    found = Path(str(folder)) if folder else Path(path).parent
-    if found.is_dir() and not (found / MANIFEST).is_file():
+    features = Path(str(folder)) if folder else Path(path).parent
+    if features.is_dir() and not (features / MANIFEST).is_file():
         raise TesseraError(
-            f"{found} has no {MANIFEST}: features are written anew, for files of MindSpeed-MM are pickles",
+            f"{features} has no {MANIFEST}: features are written anew, for files of MindSpeed-MM are pickles",
             where=source,
             fix="run mindspeed_mm/tools/feature_extraction/get_sora_feature.py of the workspace, or tessera data "
             "features RECIPE -o FOLDER",
         )
-    return str(found)
+    return str(features)
 
 
 def _combined(path: Path, source: str) -> list[dict[str, Any]]:
     """Return the sets of a text file with lines `folder of media,annotation file`."""
-    found: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
     for number, line in enumerate(read_text(path, 16 << 20).splitlines(), 1):
         words = [word.strip() for word in line.split(",") if word.strip()]
         if not words:
@@ -244,10 +244,10 @@ def _combined(path: Path, source: str) -> list[dict[str, Any]]:
                 where=f"{path}:{number}",
                 fix="./data/videos,./data/videos/data.json",
             )
-        found.append({"path": words[1], "root": words[0]})
-    if not found:
+        sources.append({"path": words[1], "root": words[0]})
+    if not sources:
         raise TesseraError("no line names a set", where=str(path), fix="write lines such as folder,annotation.json")
-    return found
+    return sources
 
 
 def _is_number(value: Any) -> bool:

@@ -130,10 +130,10 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
 def _described(data: Mapping[str, Any], family: str, source: str, report: JobReport) -> None:
     """Check that the sections of the networks have keys that are known; the folder says what they are."""
     predictor = part_of(data, "predictor", source)
-    known = next(rules for name, rules in PREDICTORS.values() if name == family)
+    rules_of_family = next(rules for name, rules in PREDICTORS.values() if name == family)
     scratch = JobReport()
     handled = OWN_PREDICTOR_KEYS | {"patch_size"}
-    translate(predictor, known, source, scratch, "predictor.", handled)
+    translate(predictor, rules_of_family, source, scratch, "predictor.", handled)
     report.entries += scratch.refused
     for key in ("predictor", "tokenizer", "image_encoder"):
         if key in data:
@@ -146,20 +146,20 @@ def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobRepo
     for key in ("guidance_scale",):
         if key in section and not isinstance(section[key], list):
             section = {**section, key: [section[key]]}
-    found = translate(section, rules, source, report, "diffusion.", {"model_id"})
+    options = translate(section, rules, source, report, "diffusion.", {"model_id"})
     solver = str(section.get("model_id"))
     if solver in _SOLVERS:
-        found["solver"] = _SOLVERS[solver]
+        options["solver"] = _SOLVERS[solver]
     if section.get("model_id") is not None:
         note = f"--solver {_SOLVERS[solver]}" if solver in _SOLVERS else _FOLDER.note
         report.add(source, "diffusion.model_id", solver, "mapped" if solver in _SOLVERS else "not needed", note)
     if family == "cogvideox":  # its folder has the schedule, which no shift changes
-        found.pop("shift", None)
-    scales = found.pop("guidance", [])
+        options.pop("shift", None)
+    scales = options.pop("guidance", [])
     if scales:
-        found["guidance"] = float(scales[0])
+        options["guidance"] = float(scales[0])
         if len(scales) > 1:
-            found["guidance_2"] = float(scales[1])
+            options["guidance_2"] = float(scales[1])
     chosen = translate(config, CONFIG_KEYS, source, report, "pipeline_config.", {"input_size"})
     embedded = chosen.pop("embedded", None)
     if family == "hunyuan_video":  # it reads one guidance itself, and may be led away from a negative prompt besides
@@ -174,7 +174,7 @@ def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobRepo
             raise TesseraError(f"pipeline_config.input_size {size!r:.60} is no [frames, height, width]", where=source)
         chosen |= dict(zip(("frames", "height", "width"), size, strict=True))
         report.add(source, "pipeline_config.input_size", size, "mapped", "--frames, --height, --width")
-    return {**found, **chosen}
+    return {**options, **chosen}
 
 
 def _prompts(data: Mapping[str, Any], source: str, report: JobReport) -> list[str]:
@@ -189,23 +189,23 @@ def _prompts(data: Mapping[str, Any], source: str, report: JobReport) -> list[st
     raise TesseraError("prompt asks for nothing", where=source, fix='"prompt": "samples_prompts.txt", a prompt a line')
 
 
-def _images(given: Any, prompts: int, source: str) -> list[list[str]]:
+def _images(images: Any, prompts: int, source: str) -> list[list[str]]:
     """Return the images of each prompt: a line of a text file names the first, or the first and the last frame."""
-    if not given:
+    if not images:
         return [[] for _ in range(prompts)]
-    lines = read_text(Path(given), 16 << 20).splitlines() if isinstance(given, str) else list(given)
-    found = [[one.strip() for one in str(line).split(",") if one.strip()] for line in lines if str(line).strip()]
-    if len(found) != prompts:
+    lines = read_text(Path(images), 16 << 20).splitlines() if isinstance(images, str) else list(images)
+    frames = [[one.strip() for one in str(line).split(",") if one.strip()] for line in lines if str(line).strip()]
+    if len(frames) != prompts:
         raise TesseraError(
-            f"{prompts} prompts and {len(found)} lines of images", where=source, fix="write one line for each prompt"
+            f"{prompts} prompts and {len(frames)} lines of images", where=source, fix="write one line for each prompt"
         )
-    for line in found:
+    for line in frames:
         if len(line) > 2:
             raise TesseraError(f"{len(line)} images in a line: a video has a first and a last frame", where=source)
         for image in line:
             if not Path(image).is_file():
                 raise TesseraError(f"no such image: {image}", where=f"{source}: image")
-    return found
+    return frames
 
 
 def write_videos(
@@ -216,26 +216,26 @@ def write_videos(
     if not args.mm.model.keys():
         raise TesseraError("--mm-model names no inference JSON", where="command line")
     report, source = JobReport(), args.mm_model or "section model"
-    asked = read_videos(args.mm.model.to_dict(), source, report)
+    videos = read_videos(args.mm.model.to_dict(), source, report)
     report.check()
     shards = args.load if args.load is not None and is_foreign_checkpoint(Path(args.load)) else None
-    model = asked.parts if shards is not None else args.load or asked.parts
+    model = videos.parts if shards is not None else args.load or videos.parts
     if model is None:
         fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
         raise TesseraError("nothing names a folder that says which model it is", where="--load", fix=fix)
-    _check_experts(asked, source)
-    check_out(asked.folder / "video_0.mp4", asked.options.get("frames", 2))
-    pipeline = load_pipeline(model, "auto", asked.dtype, shards=shards, parts=asked.parts, parallel=parallel)
-    seed = asked.options.pop("seed", args.seed)
-    for number, (prompt, images) in enumerate(zip(asked.prompts, asked.images, strict=True)):
-        shown = [str(Path(image).absolute()) for image in images]
-        given = {"images": shown[:1], "last_image": shown[1] if len(shown) > 1 else None}
-        fields = {"prompts": [prompt], "seed": seed + number, **given, **asked.options}
+    _check_experts(videos, source)
+    check_out(videos.folder / "video_0.mp4", videos.options.get("frames", 2))
+    pipeline = load_pipeline(model, "auto", videos.dtype, shards=shards, parts=videos.parts, parallel=parallel)
+    seed = videos.options.pop("seed", args.seed)
+    for number, (prompt, images) in enumerate(zip(videos.prompts, videos.images, strict=True)):
+        paths = [str(Path(image).absolute()) for image in images]
+        frames = {"images": paths[:1], "last_image": paths[1] if len(paths) > 1 else None}
+        fields = {"prompts": [prompt], "seed": seed + number, **frames, **videos.options}
         request = pipeline.resolved(build(Request, fields, source))
         samples = pipeline.run(request, on_step=on_step)
         kind = str(pipeline.dtype).removeprefix("torch.")
         record = Record(Path(model), pipeline.parts.folder, kind, request, tuple(one.digest for one in samples))
-        target = asked.folder / f"video_{number}{'.mp4' if (request.frames or 1) > 1 else '.png'}"
+        target = videos.folder / f"video_{number}{'.mp4' if (request.frames or 1) > 1 else '.png'}"
         if args.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             shared = {} if parallel is None else {"ranks": str(args.world_size)}
@@ -243,21 +243,21 @@ def write_videos(
         yield target
 
 
-def _check_experts(asked: AskedVideos, source: str) -> None:
+def _check_experts(videos: AskedVideos, source: str) -> None:
     """Raise unless the second expert and the boundary are those of the diffusers folder, which is read."""
-    if asked.second is None:
+    if videos.second is None:
         return
-    home = Path(asked.second).parent
-    if Path(asked.second).name != "transformer_2" or (asked.parts is not None and home != Path(asked.parts)):
+    home = Path(videos.second).parent
+    if Path(videos.second).name != "transformer_2" or (videos.parts is not None and home != Path(videos.parts)):
         raise TesseraError(
-            f"low_noise_predictor {asked.second} is not transformer_2 of the folder with VAE and text encoders",
+            f"low_noise_predictor {videos.second} is not transformer_2 of the folder with VAE and text encoders",
             where=source,
             fix="put it there under that name",
         )
-    known = DiffusersFolder(home).index.get("boundary_ratio") if DiffusersFolder.detect(home) else asked.boundary
-    if asked.boundary is not None and known != asked.boundary:
+    boundary = DiffusersFolder(home).index.get("boundary_ratio") if DiffusersFolder.detect(home) else videos.boundary
+    if videos.boundary is not None and boundary != videos.boundary:
         raise TesseraError(
-            f"boundary_ratio is {asked.boundary}, and {known} in {home / DiffusersFolder.marker}",
+            f"boundary_ratio is {videos.boundary}, and {boundary} in {home / DiffusersFolder.marker}",
             where=source,
             fix="say the same in both",
         )

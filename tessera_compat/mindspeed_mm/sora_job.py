@@ -181,11 +181,11 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
         raise TesseraError(f"{folder} is a {spec.name}, {source} describes a {model.family}", where=source)
     stated = config.model_dump()
     for key, value in model.config.items():
-        found = stated[key]
-        same = found == value or (isinstance(found, tuple | list) and list(found) == list(value))
+        theirs = stated[key]
+        same = theirs == value or (isinstance(theirs, tuple | list) and list(theirs) == list(value))
         if not same and key not in _CHOSEN:
             raise TesseraError(
-                f"{key} is {value} in {source}, and {found} in {folder if is_run else here / CONFIG_FILE}",
+                f"{key} is {value} in {source}, and {theirs} in {folder if is_run else here / CONFIG_FILE}",
                 where=source,
                 fix="describe the model that the weights belong to",
             )
@@ -271,20 +271,25 @@ def _parallel(args: Args, model: GenerationFile) -> dict[str, Any]:
 
 def _recompute(args: Args, model: GenerationFile, stages: Sequence[int] | None) -> list[Any]:
     """Return which blocks are recomputed whole, and which keep what attention has computed."""
-    found: list[Any] = list(model.recompute)
-    if found or args.recompute_granularity != "full":
-        return found
+    modules: list[Any] = list(model.recompute)
+    if modules or args.recompute_granularity != "full":
+        return modules
     if args.recompute_method != "block" or args.recompute_num_layers is None:
         return [f"{blocks}.{{*}}" for blocks in model.blocks]
     depth = int(model.config.get("num_layers") or 0) or args.recompute_num_layers
     number, first = args.recompute_num_layers, 0
-    kept = (args.recompute_num_layers_skip_core_attention or 0) if args.recompute_skip_core_attention else 0
+    without_attention = (
+        (args.recompute_num_layers_skip_core_attention or 0) if args.recompute_skip_core_attention else 0
+    )
     for layers in stages or [depth]:
         whole = min(number, layers)
-        found += _blocks(first, whole)
-        found += [{"modules": one, "keep": "attention"} for one in _blocks(first + whole, min(kept, layers - whole))]
+        modules += _blocks(first, whole)
+        modules += [
+            {"modules": pattern, "keep": "attention"}
+            for pattern in _blocks(first + whole, min(without_attention, layers - whole))
+        ]
         first += layers
-    return found
+    return modules
 
 
 def _blocks(first: int, count: int) -> list[str]:
@@ -293,31 +298,31 @@ def _blocks(first: int, count: int) -> list[str]:
 
 def lora_targets(names: Sequence[str], family: str) -> list[str]:
     """Return our patterns for the linear layers that `--lora-target-modules` names, by their ends."""
-    known, found = _LINEAR[family], []
+    layers, targets = _LINEAR[family], []
     for name in names:
-        key = next((one for one in known if name == one or name.endswith(f".{one}")), None)
+        key = next((one for one in layers if name == one or name.endswith(f".{one}")), None)
         if key is None:
             raise TesseraError(
                 f"no linear layer of {family} is called {name!r} here",
                 where="--lora-target-modules",
-                allowed=known,
-                nearest=nearest(name, known),
+                allowed=layers,
+                nearest=nearest(name, layers),
             )
-        for layer in known[key]:
+        for layer in layers[key]:
             single = layer.startswith("single_blocks.")
             blocks = f"{'single_blocks' if single else 'blocks'}.{{*}}.{layer.removeprefix('single_blocks.')}"
-            found.append(layer if layer.startswith("head.") else blocks)
-    return list(dict.fromkeys(found))
+            targets.append(layer if layer.startswith("head.") else blocks)
+    return list(dict.fromkeys(targets))
 
 
 def _refuse_language_flags(args: Args) -> None:
     """Raise an error for flags that speak of language models alone."""
     words = ("lr_scale_modules", "weight_decay_exclude_modules", "dpo_beta", "dpo_label_smoothing", "ref_model")
     more = ("use_txt_dynamic_batching", "recompute_activation_function", "recompute_norm", "lora_apply_modules")
-    given = [name for name in args.given if name in (*words, *more)]
-    if given:
+    flags = [name for name in args.typed if name in (*words, *more)]
+    if flags:
         raise TesseraError(
-            f"--{given[0].replace('_', '-')} has no meaning in a job of video generation",
+            f"--{flags[0].replace('_', '-')} has no meaning in a job of video generation",
             where=COMMAND_LINE,
             fix="leave it out; a recipe has optim.groups for single modules",
         )

@@ -96,5 +96,5 @@ class SoRAModel(GenerationModel):
 def _ids(row: Tensor, mask: Tensor | None) -> list[int]:
     """Return the token ids of a caption without its padding."""
     row = row.reshape(-1)
-    kept = row if mask is None else row[mask.reshape(-1).bool()]
-    return [int(one) for one in kept.tolist()]
+    ids = row if mask is None else row[mask.reshape(-1).bool()]
+    return [int(one) for one in ids.tolist()]

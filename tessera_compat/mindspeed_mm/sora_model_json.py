@@ -169,9 +169,9 @@ class GenerationFile:
     def pipeline_folder(self, source: str) -> str | None:
         """Return the diffusers folder that holds VAE and text encoders; None where no section names one."""
         parents = {key: str(Path(folder).parent) for key, folder in self.folders.items()}
-        found = sorted(set(parents.values()))
+        folders = sorted(set(parents.values()))
         wrong = [(key, folder) for key, folder in self.folders.items() if Path(folder).suffix or not Path(folder).name]
-        if wrong or len(found) > 1:
+        if wrong or len(folders) > 1:
             key, folder = wrong[0] if wrong else next(iter(self.folders.items()))
             raise TesseraError(
                 f"{key} names {folder}: VAE and text encoders are read as parts of one diffusers folder",
@@ -179,7 +179,7 @@ class GenerationFile:
                 allowed=["FOLDER/vae", "FOLDER/text_encoder", "FOLDER/text_encoder_2"],
                 fix=f"name the parts of the model's diffusers folder, which has a {DiffusersFolder.marker}",
             )
-        return found[0] if found else None
+        return folders[0] if folders else None
 
 
 def is_generation(data: Mapping[str, Any]) -> bool:
@@ -198,8 +198,8 @@ def read_generation_model(data: Mapping[str, Any], source: str, report: JobRepor
         read_objective(file.options, part_of(data, "diffusion", source), source, report)
     _task(file, data, predictor, source, report)
     read_encoders(file, data, source, report)
-    found = translate(part_of(data, "patch", source), SORA_PATCH_KEYS, source, report, "patch.")
-    file.encoders |= {key: value for key, value in found.items() if value is not None}
+    encoders = translate(part_of(data, "patch", source), SORA_PATCH_KEYS, source, report, "patch.")
+    file.encoders |= {key: value for key, value in encoders.items() if value is not None}
     _features(file, data, source, report)
     _pairs(file, data, source, report)
     return file
@@ -210,10 +210,10 @@ def _pairs(file: GenerationFile, data: Mapping[str, Any], source: str, report: J
     file.pairs = data.get("dpo") is not None
     if not file.pairs:
         return
-    found = translate(part_of(data, "dpo", source), DPO_KEYS, source, report, "dpo.", section="train.task_options.")
-    if "beta" not in found:
+    options = translate(part_of(data, "dpo", source), DPO_KEYS, source, report, "dpo.", section="train.task_options.")
+    if "beta" not in options:
         raise TesseraError("dpo.loss_beta is missing", where=source, fix='"dpo": {"loss_beta": 2000, ...}')
-    file.options |= {**found, "beta_by_time": True}
+    file.options |= {**options, "beta_by_time": True}
     if file.features:
         raise TesseraError(
             "pairs are read as videos, not as features of them",
@@ -318,12 +318,12 @@ def _task(
     if task not in _GIVEN:
         near = nearest(task, _GIVEN)
         raise TesseraError(f"task {task!r} is not here", where=source, allowed=_GIVEN, nearest=near)
-    given = "first_last" if predictor.get("model_type") == "flf2v" else _GIVEN[task]
-    if given != "none":
-        file.options["given"] = given
+    frames = "first_last" if predictor.get("model_type") == "flf2v" else _GIVEN[task]
+    if frames != "none":
+        file.options["given"] = frames
     if "task" in data:
-        note = f"train.task_options.given={given}" if given != "none" else "from text alone"
-        report.add(source, "task", task, "mapped" if given != "none" else "not needed", note)
+        note = f"train.task_options.given={frames}" if frames != "none" else "from text alone"
+        report.add(source, "task", task, "mapped" if frames != "none" else "not needed", note)
 
 
 def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, report: JobReport) -> None:
@@ -351,8 +351,8 @@ def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, re
 
 def _architecture(vae: Mapping[str, Any]) -> dict[str, KeyRule]:
     """Return rules for what describes the network of a VAE, and how it prepares given frames."""
-    own = {*AE_KEYS, "model_id", "from_pretrained"}
-    rules = dict.fromkeys((key for key in vae if key not in own), _ENCODER)
+    handled = {*AE_KEYS, "model_id", "from_pretrained"}
+    rules = dict.fromkeys((key for key in vae if key not in handled), _ENCODER)
     if "i2v_processor" in rules:
         rules["i2v_processor"] = unneeded("the family reads given frames as its published model does")
     return rules
@@ -366,7 +366,7 @@ def _part(
     source: str,
     report: JobReport,
 ) -> None:
-    found = translate(
+    settings = translate(
         section,
         rules,
         source,
@@ -375,7 +375,7 @@ def _part(
         {"model_id", "from_pretrained"},
         "train.task_options.encoders.",
     )
-    for key, value in found.items():
+    for key, value in settings.items():
         file.encoders.setdefault(key, value)
     if section.get("model_id") is not None:
         report.add(source, f"{name}.model_id", section["model_id"], "not needed", "the folder says what it is")

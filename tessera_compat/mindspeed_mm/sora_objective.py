@@ -50,11 +50,11 @@ def read_objective(options: dict[str, Any], section: Mapping[str, Any], source: 
 
 def _wan(options: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> None:
     at = "diffusion."
-    found = translate(section, WAN_LEVELS, source, report, at, {"model_id", *_BOUNDARIES}, SECTION)
+    levels = translate(section, WAN_LEVELS, source, report, at, {"model_id", *_BOUNDARIES}, SECTION)
     for key, plain in (("sigma_min", "0.003 / 1.002"), ("extra_one_step", "false")):
         if key not in section:
             report.add(source, at + key, "(not set)", "not supported", f"there, {plain} without it; set it as Wan does")
-    options |= {"time": "uniform", "shift": 3.0, **found, "weighting": "gaussian"}
+    options |= {"time": "uniform", "shift": 3.0, **levels, "weighting": "gaussian"}
     if any(key in section for key in _BOUNDARIES):
         options["boundaries"] = wan_boundaries(section, float(options["shift"]), source)
         for key in _BOUNDARIES:
@@ -81,14 +81,14 @@ def wan_boundaries(section: Mapping[str, Any], shift: float, source: str) -> lis
 
 
 def _discrete(options: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> None:
-    found = translate(section, DISCRETE_LEVELS, source, report, "diffusion.", {"model_id", "sample_method"}, SECTION)
+    levels = translate(section, DISCRETE_LEVELS, source, report, "diffusion.", {"model_id", "sample_method"}, SECTION)
     density = str(section.get("sample_method", "logit_normal"))
     if density not in _DENSITIES:
         near = nearest(density, _DENSITIES)
         raise TesseraError(f"diffusion.sample_method {density!r}", where=source, allowed=_DENSITIES, nearest=near)
     if "sample_method" in section:
         report.add(source, "diffusion.sample_method", density, "mapped", f"{SECTION}time")
-    options |= {**found, "time": _DENSITIES[density]}
+    options |= {**levels, "time": _DENSITIES[density]}
 
 
 def _cogvideo(options: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> None:
@@ -105,7 +105,7 @@ def _cogvideo(options: dict[str, Any], section: Mapping[str, Any], source: str, 
         part, at = part_of(section, name, source), f"diffusion.{name}."
         options |= translate(part, rules, source, report, at, {"discretization_config"}, SECTION)
         curve = part_of(part, "discretization_config", source)
-        found = translate(
+        shift = translate(
             curve,
             {"shift_scale": sets("betas.snr_shift", float)},
             source,
@@ -113,7 +113,7 @@ def _cogvideo(options: dict[str, Any], section: Mapping[str, Any], source: str, 
             f"{at}discretization_config.",
             section=SECTION,
         )
-        scales |= set(found.values())
+        scales |= set(shift.values())
     if len(scales) > 1:
         raise TesseraError(f"diffusion: two values of shift_scale: {sorted(scales)}", where=source, fix="give one")
     options |= {"time": "uniform", "betas": {"snr_shift": scales.pop() if scales else 3.0, "zero_snr": True}}

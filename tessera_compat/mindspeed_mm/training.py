@@ -370,8 +370,8 @@ class PatchesManager:
     @staticmethod
     def apply_patches_from_config() -> None:
         """Check that model.json asks for no patch that would change the training."""
-        asked = state.get_args().mm.model.get("patch") or {}
-        refused = sorted(set(asked) - _PATCHES_WITHOUT_EFFECT)
+        patches = state.get_args().mm.model.get("patch") or {}
+        refused = sorted(set(patches) - _PATCHES_WITHOUT_EFFECT)
         if refused:
             raise TesseraError(
                 f"model.json asks for patches of Megatron: {', '.join(refused)}",

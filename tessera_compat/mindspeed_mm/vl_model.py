@@ -104,22 +104,22 @@ class VLModel(MultimodalModel):
         without labels the logits [rows, tokens, vocabulary]."""
         if isinstance(batch, Batch) and "tokens" in batch:
             return super().forward(batch, *args, **inputs)
-        given: Mapping[str, Any] = batch.tensors if isinstance(batch, Batch) else inputs
-        made, kept = self._batch(**given)
-        labels = given.get("labels")
-        outputs = super().forward(made, logits=labels is None)
+        tensors: Mapping[str, Any] = batch.tensors if isinstance(batch, Batch) else inputs
+        unpadded, is_token = self._batch(**tensors)
+        labels = tensors.get("labels")
+        outputs = super().forward(unpadded, logits=labels is None)
         assert isinstance(outputs, dict)
         if labels is None:
             packed = tensor(outputs, LOGITS)
-            logits = packed.new_zeros(*kept.shape, packed.shape[-1])
-            logits[kept] = packed
+            logits = packed.new_zeros(*is_token.shape, packed.shape[-1])
+            logits[is_token] = packed
             return logits
         hidden, head = projection(outputs, LOGITS)
-        total, count = linear_cross_entropy(hidden.to(head.weight.dtype), head.weight, made["labels"])
+        total, count = linear_cross_entropy(hidden.to(head.weight.dtype), head.weight, unpadded["labels"])
         for output in outputs.values():
             if isinstance(output, AuxiliaryLoss):
                 total = total + output.weight * output.sum
-        return {"loss": total / count.clamp(min=1), "loss_mask": made["labels"] != IGNORE, "count": count}
+        return {"loss": total / count.clamp(min=1), "loss_mask": unpadded["labels"] != IGNORE, "count": count}
 
     def _fill(self, folder: Path | None) -> None:
         if folder is not None:
@@ -151,37 +151,37 @@ class VLModel(MultimodalModel):
         unknown = [name for name, value in others.items() if value is not None and name != "position_ids"]
         if unknown:
             raise TesseraError(f"VLModel takes no {unknown[0]!r}", where="VLModel")
-        kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         images = _media("image", pixel_values, image_grid_thw, None)
         videos = _media("video", pixel_values_videos, video_grid_thw, second_per_grid_ts)
         config = self.family_config
         tokens, targets, positions, slots, media, at = [], [], [], [], [], 0
         for number, row in enumerate(input_ids):
-            ids = row[kept[number]]
-            spans, shown = [], []
+            ids = row[is_token[number]]
+            spans, layouts = [], []
             for token, start, count in _runs(ids.tolist(), (config.image_token_id, config.video_token_id)):
                 kind = "image" if token == config.image_token_id else "video"
-                one = next(images if kind == "image" else videos, None)
-                if one is None:
+                item = next(images if kind == "image" else videos, None)
+                if item is None:
                     raise TesseraError(f"the text has more {kind}s than {kind}_grid_thw", where="VLModel")
-                grid, pixels, interval = one
+                grid, pixels, interval = item
                 layout = self._layout(grid, interval)
                 _check_run(count, layout)
                 spans.append((start, count))
-                shown.append((layout, pixels))
-            grids = [layout.grid for layout, _ in shown]
-            intervals = [layout.interval for layout, _ in shown]
+                layouts.append((layout, pixels))
+            grids = [layout.grid for layout, _ in layouts]
+            intervals = [layout.interval for layout, _ in layouts]
             where = grid_positions(len(ids), spans, grids, config.vision.spatial_merge_size, intervals)
             positions.append(torch.from_numpy(where))
             tokens.append(ids)
             target = torch.full_like(ids, IGNORE)
             if labels is not None:
-                target[:-1] = labels[number][kept[number]][1:]
+                target[:-1] = labels[number][is_token[number]][1:]
             targets.append(target)
-            if shown:
-                found = media_tensors([layout for layout, _ in shown], spans)
-                slots.append(found.pop("slots") + at)
-                media.append({**found, **self._patches(shown)})
+            if layouts:
+                streams = media_tensors([layout for layout, _ in layouts], spans)
+                slots.append(streams.pop("slots") + at)
+                media.append({**streams, **self._patches(layouts)})
             at += len(ids)
         for kind, rest in (("image", images), ("video", videos)):
             if next(rest, None) is not None:
@@ -195,7 +195,7 @@ class VLModel(MultimodalModel):
         if media:
             tensors["media_slots"] = torch.cat(slots)
             collate_media(media, tensors, segments)
-        return Batch(tensors, segments).to(input_ids.device), kept
+        return Batch(tensors, segments).to(input_ids.device), is_token
 
     def _layout(self, grid: Sequence[int], interval: float) -> MediaLayout:
         merge = self.family_config.vision.spatial_merge_size
@@ -212,12 +212,12 @@ class VLModel(MultimodalModel):
             interval=interval * self.family_config.vision.tokens_per_second,
         )
 
-    def _patches(self, shown: Sequence[tuple[MediaLayout, Tensor]]) -> dict[str, Tensor]:
+    def _patches(self, layouts: Sequence[tuple[MediaLayout, Tensor]]) -> dict[str, Tensor]:
         """Return the pixels and positions of the patches of a row, in the order in which the family reads them."""
         merge = self.family_config.vision.spatial_merge_size
         kind = next(self.get_submodule("vision.patch_embed").parameters())
         pixels, positions = [], []
-        for layout, values in shown:
+        for layout, values in layouts:
             t, h, w = layout.grid
             where = np.tile(block_positions(h, w, merge), (t, 1))
             if layout.token_order is not None:

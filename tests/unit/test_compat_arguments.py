@@ -30,7 +30,7 @@ def test_values_have_megatrons_names_and_defaults() -> None:
     assert args.params_dtype is torch.bfloat16
     assert args.masked_softmax_fusion is False
     assert (args.adam_beta2, args.weight_decay, args.clip_grad, args.seed) == (0.999, 0.01, 1.0, 1234)
-    assert set(args.given) == {"bf16", "micro_batch_size", "lr", "masked_softmax_fusion", "train_iters"}
+    assert set(args.typed) == {"bf16", "micro_batch_size", "lr", "masked_softmax_fusion", "train_iters"}
 
 
 VALUES = {"int": ["8"], "float": ["0.5"], "str": ["word"], "words": ["a", "b"]}
@@ -38,7 +38,7 @@ VALUES = {"int": ["8"], "float": ["0.5"], "str": ["word"], "words": ["a", "b"]}
 
 def test_no_flag_at_all_gives_the_defaults() -> None:
     args = parse_args([])
-    assert (args.given, args.micro_batch_size, args.global_batch_size) == ((), 1, 1)
+    assert (args.typed, args.micro_batch_size, args.global_batch_size) == ((), 1, 1)
 
 
 def test_refused_flags_are_refused_with_their_reasons() -> None:

@@ -53,10 +53,10 @@ def status_of_test(values: Values, words: list[str], line: int, folder: Path, *,
     for sign, either in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if sign in words[1:-1]:
             at = words.index(sign, 1)
-            found = [
+            results = [
                 status_of_test(values, part, line, folder, double=double) for part in (words[:at], words[at + 1 :])
             ]
-            return either if either in found else None if None in found else not either
+            return either if either in results else None if None in results else not either
     if words[:1] == ["!"]:
         status = status_of_test(values, words[1:], line, folder, double=double)
         return None if status is None else not status
@@ -77,9 +77,9 @@ def _decided(values: Values, words: list[str], folder: Path) -> bool | None:
             values.absent = values.absent if holds else word
             return holds
         return {"-z": not word, "-n": bool(word), "-v": word in values.variables}.get(sign)
-    left, sign, right = words[:3]
+    first, sign, right = words[:3]
     if len(words) == 3 and sign in ("=", "==", "!="):
-        return matches(left, right) == (sign != "!=")
-    if len(words) == 3 and sign in _NUMBER_TESTS and all(re.fullmatch(r"-?\d{1,18}", one) for one in (left, right)):
-        return values.computed(f"{int(left)} {_NUMBER_TESTS[sign]} {int(right)}", 0) != "0"
+        return matches(first, right) == (sign != "!=")
+    if len(words) == 3 and sign in _NUMBER_TESTS and all(re.fullmatch(r"-?\d{1,18}", one) for one in (first, right)):
+        return values.computed(f"{int(first)} {_NUMBER_TESTS[sign]} {int(right)}", 0) != "0"
     return None

@@ -79,6 +79,7 @@ class ShellJob:
     launches: list[Launch] = field(default_factory=list)
     unread: list[tuple[int, str, str]] = field(default_factory=list)  # line, command, what is not known
     unset: dict[str, int] = field(default_factory=dict)  # variables without a value that a launch uses
-    given: dict[str, int] = field(default_factory=dict)  # variables of the environment in place of a command's output
+    # Variables that the environment sets in place of a command's output, with their lines.
+    from_environment: dict[str, int] = field(default_factory=dict)
     hosts: list[tuple[int, str]] = field(default_factory=list)  # line, file of machines that is not here
     absent: list[tuple[int, str]] = field(default_factory=list)  # line that ends the script, file that is not here

@@ -162,22 +162,22 @@ class _Reader:
                 continue
             undecided = undecided or status is None
             with self._doubting(command.line, undecided):
-                found = self.run(body)
+                result = self.run(body)
             if status:
-                return None if undecided else found
+                return None if undecided else result
         return None if undecided else True
 
     def _case(self, command: Choice) -> bool | None:
         word, undecided = self.values.text(command.word, command.line), False
         for patterns, body in command.choices:
             texts = [self.values.text(one, command.line) for one in patterns]
-            known = not is_unknown(word) and not any(map(is_unknown, texts))
-            if known and not any(matches(word, text) for text in texts):
+            decided = not is_unknown(word) and not any(map(is_unknown, texts))
+            if decided and not any(matches(word, text) for text in texts):
                 continue
-            undecided = undecided or not known
+            undecided = undecided or not decided
             with self._doubting(command.line, undecided):
                 self.run(body)
-            if known:
+            if decided:
                 break
         return None if undecided else True
 
@@ -204,35 +204,45 @@ class _Reader:
 
     # ------------------------------------------------------------------------------------------ simple commands
 
-    def _assign(self, one: Assignment, line: int, *, exported: bool = False) -> None:
-        before = self.values.variables.get(one.name, [] if isinstance(one.value, list) else "")
+    def _assign(self, assignment: Assignment, line: int, *, exported: bool = False) -> None:
+        before = self.values.variables.get(assignment.name, [] if isinstance(assignment.value, list) else "")
         hosts = len(self.job.hosts)
         value: str | list[str]
-        if isinstance(one.value, list):
-            value = self.values.words(one.value, line)
-            value = [*before, *value] if one.adds and isinstance(before, list) else value
+        if isinstance(assignment.value, list):
+            value = self.values.words(assignment.value, line)
+            value = [*before, *value] if assignment.adds and isinstance(before, list) else value
         else:
-            value = self.values.text(one.value, line)
-            value = before + value if one.adds and isinstance(before, str) else value
-        if isinstance(value, str) and (is_unknown(value) or len(self.job.hosts) > hosts) and self._given(one.name):
-            value = self.environment[one.name]
-            self.job.given[one.name] = line
+            value = self.values.text(assignment.value, line)
+            value = before + value if assignment.adds and isinstance(before, str) else value
+        if (
+            isinstance(value, str)
+            and (is_unknown(value) or len(self.job.hosts) > hosts)
+            and self._is_in_environment(assignment.name)
+        ):
+            value = self.environment[assignment.name]
+            self.job.from_environment[assignment.name] = line
             del self.job.hosts[hosts:]
-        if self.doubt and self.values.variables.get(one.name) != value:
+        if self.doubt and self.values.variables.get(assignment.name) != value:
             value = unknown("i", self.doubt[-1])
-        self.values.set(one.name, value, line)
-        if (exported or one.name in self.exports) and isinstance(value, str):
-            self.exports[one.name] = value
+        self.values.set(assignment.name, value, line)
+        if (exported or assignment.name in self.exports) and isinstance(value, str):
+            self.exports[assignment.name] = value
 
-    def _given(self, name: str) -> bool:
+    def _is_in_environment(self, name: str) -> bool:
         return bool(self.environment.get(name))
 
     def _simple(self, command: Simple) -> bool | None:
         line = command.line
         if not command.words:
-            for one in command.assignments:
-                self._assign(one, line)
-            return None if any("$(" in str(one.value) or "`" in str(one.value) for one in command.assignments) else True
+            for assignment in command.assignments:
+                self._assign(assignment, line)
+            return (
+                None
+                if any(
+                    "$(" in str(assignment.value) or "`" in str(assignment.value) for assignment in command.assignments
+                )
+                else True
+            )
         first = command.words[0]
         if first.startswith("(("):
             return arithmetic_status(self.values, first[2:-2], line)
@@ -257,9 +267,9 @@ class _Reader:
         exported = command.words[0] == "export"
         for raw in command.words[1:]:
             inner = Parser(raw, str(self.path), command.line).parse().items
-            one = inner[0] if len(inner) == 1 and isinstance(inner[0], Simple) else Simple(command.line)
+            declaration = inner[0] if len(inner) == 1 and isinstance(inner[0], Simple) else Simple(command.line)
             exported = exported or (raw.startswith("-") and "x" in raw)
-            for assignment in one.assignments:
+            for assignment in declaration.assignments:
                 self._assign(assignment, command.line, exported=exported)
             value = self.values.variables.get(raw)
             if exported and isinstance(value, str):
@@ -282,17 +292,19 @@ class _Reader:
                 raise _End(line, name == "return")
         elif name in ("read", "mapfile", "readarray", "let", "unset"):
             for word in words:
-                if found := re.match(r"[A-Za-z_]\w*", word):
-                    self.values.set(found[0], unknown("c", line), line)
+                if match := re.match(r"[A-Za-z_]\w*", word):
+                    self.values.set(match[0], unknown("c", line), line)
                     if name == "unset" and not self.doubt:
-                        self.values.variables.pop(found[0], None)
+                        self.values.variables.pop(match[0], None)
         elif name == "eval" and not is_unknown(text):
             return self._nested(text, line)
         elif name in ("source", ".", "eval", "bash", "sh"):
-            known = name in ("source", ".") and words and _ENVIRONMENT_FILES.fullmatch(Path(words[0]).name)
-            if not known and (words or name in ("bash", "sh")):  # without a word it reads what is piped into it
-                shown = re.sub("\x00[^\x00]*\x00", "(output of a command)", f"{name} {text}".strip())[:200]
-                self.job.unread.append((line, shown, "what it sets or starts is not known"))
+            is_environment = name in ("source", ".") and words and _ENVIRONMENT_FILES.fullmatch(Path(words[0]).name)
+            if not is_environment and (
+                words or name in ("bash", "sh")
+            ):  # without a word it reads what is piped into it
+                command_text = re.sub("\x00[^\x00]*\x00", "(output of a command)", f"{name} {text}".strip())[:200]
+                self.job.unread.append((line, command_text, "what it sets or starts is not known"))
         elif name == "cd":
             return self._change_folder(words, line)
         elif self.printed is not None:
@@ -409,8 +421,8 @@ class _Reader:
             )
         for word in words[at:]:
             refuse_unknown(word, "a flag", str(self.path))
-        own = {one.name: self.values.text(str(one.value), command.line) for one in command.assignments}
-        exports = {name: value for name, value in {**self.exports, **own}.items() if not is_unknown(value)}
+        assigned = {one.name: self.values.text(str(one.value), command.line) for one in command.assignments}
+        exports = {name: value for name, value in {**self.exports, **assigned}.items() if not is_unknown(value)}
         self.job.launches.append(Launch(self.path, command.line, words[:at], words[at], words[at + 1 :], exports))
         self.job.unset |= unset
         return True

@@ -121,8 +121,8 @@ def end_of(text: str, start: int, where: str, depth: int = 0) -> int:
     if letter == "\\":
         return min(len(text), start + 2)
     if letter == "'":
-        found = text.find("'", start + 1)
-        return _closed(found + 1, letter, where)
+        end = text.find("'", start + 1)
+        return _closed(end + 1, letter, where)
     if letter in '"`':
         at = start + 1
         while at < len(text) and text[at] != letter:
@@ -152,7 +152,7 @@ def _closed(end: int, opened: str, where: str) -> int:
 
 def tokens_of(text: str, path: str, line: int = 1) -> list[Token]:
     """Return words and operators. Comments and the texts of here-documents are left out."""
-    found: list[Token] = []
+    tokens: list[Token] = []
     documents: list[tuple[str, bool]] = []  # end word, whether tabs may precede it
     at, size = 0, len(text)
     while at < size:
@@ -164,15 +164,17 @@ def tokens_of(text: str, path: str, line: int = 1) -> list[Token]:
         elif letter == "#":
             end = text.find("\n", at)
             at = size if end < 0 else end
-        elif text.startswith("((", at) and (not found or not found[-1].is_word or found[-1].text in _BEFORE_COMMANDS):
+        elif text.startswith("((", at) and (
+            not tokens or not tokens[-1].is_word or tokens[-1].text in _BEFORE_COMMANDS
+        ):
             end = end_of(text, at, f"{path}:{line}")
-            found.append(Token(text[at:end], line))
+            tokens.append(Token(text[at:end], line))
             line += text.count("\n", at, end)
             at = end
         elif operator := _OPERATOR.match(text, at):
-            if operator[0][0] in "<>" and found and found[-1].text.isdecimal() and text[at - 1].isdigit():
-                found.pop()  # the 2 of 2>&1
-            found.append(Token(operator[0], line, is_word=False))
+            if operator[0][0] in "<>" and tokens and tokens[-1].text.isdecimal() and text[at - 1].isdigit():
+                tokens.pop()  # the 2 of 2>&1
+            tokens.append(Token(operator[0], line, is_word=False))
             at = operator.end()
             if operator[0] in ("<<", "<<-") and (word := _HEREDOC_WORD.match(text, at)):
                 documents.append((word[2], operator[0] == "<<-"))
@@ -183,12 +185,12 @@ def tokens_of(text: str, path: str, line: int = 1) -> list[Token]:
                 documents = []
         else:
             end = _end_of_word(text, at, f"{path}:{line}")
-            found.append(Token(text[at:end], line))
+            tokens.append(Token(text[at:end], line))
             line += text.count("\n", at, end)
             at = end
     if documents:
         raise TesseraError(f"the text after <<{documents[0][0]} has no end", where=f"{path}:{line}")
-    return [*found, Token("\n", line, is_word=False)]
+    return [*tokens, Token("\n", line, is_word=False)]
 
 
 def _after_document(text: str, at: int, line: int, end_word: str, tabs: bool, path: str) -> tuple[int, int]:
@@ -196,9 +198,9 @@ def _after_document(text: str, at: int, line: int, end_word: str, tabs: bool, pa
     while at < len(text):
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
-        one = text[at:end]
+        text_line = text[at:end]
         at, line = end + 1, line + 1
-        if (one.lstrip("\t") if tabs else one) == end_word:
+        if (text_line.lstrip("\t") if tabs else text_line) == end_word:
             return at, line
     raise TesseraError(f"the text after <<{end_word} has no end", where=f"{path}:{started}")
 
@@ -321,12 +323,12 @@ class Parser:
                 self.at += 1  # and the word after it
             elif not token.is_word:
                 break
-            elif not command.words and (found := _ASSIGNMENT.match(token.text)):
-                value: str | list[str] = token.text[found.end() :]
+            elif not command.words and (match := _ASSIGNMENT.match(token.text)):
+                value: str | list[str] = token.text[match.end() :]
                 if isinstance(value, str) and value.startswith("("):
                     inner = tokens_of(value[1:-1], self.path, token.line)
                     value = [one.text for one in inner if one.is_word]
-                command.assignments.append(Assignment(found[1], bool(found[2]), value))
+                command.assignments.append(Assignment(match[1], bool(match[2]), value))
             else:
                 command.words.append(token.text)
             self.at += 1

@@ -56,11 +56,11 @@ def is_unknown(text: str) -> bool:
 
 def refuse_unknown(text: str, what: str, path: str) -> None:
     """Raise an error if the text depends on something that is not known."""
-    found = _MARKER.search(text)
-    if found:
+    marker = _MARKER.search(text)
+    if marker:
         raise TesseraError(
-            f"{what} depends on {_REASONS[found[1]]}",
-            where=f"{path}:{found[2]}",
+            f"{what} depends on {_REASONS[marker[1]]}",
+            where=f"{path}:{marker[2]}",
             fix="write the value into the script, or say it: NAME=VALUE tessera migrate JOB",
         )
 
@@ -106,10 +106,10 @@ class Values:
 
     def words(self, raws: Sequence[str], line: int) -> list[str]:
         """Return words after expansion; unquoted values are split at blanks."""
-        found = [field for raw in raws for field in self._fields(raw, line, split=True)]
-        if sum(map(len, found)) > MAX_VALUE:
+        fields = [field for raw in raws for field in self._fields(raw, line, split=True)]
+        if sum(map(len, fields)) > MAX_VALUE:
             raise TesseraError("a command is too long for a launch script", where=f"{self.path}:{line}")
-        return found
+        return fields
 
     def _fields(self, raw: str, line: int, *, split: bool) -> list[str]:
         fields: list[list[str]] = []  # each in parts
@@ -164,10 +164,10 @@ class Values:
         parts: list[str] = []
         at = 0
         while at < len(text):
-            found = re.compile(r"[^\\$`]+").match(text, at)
-            if found:
-                parts.append(found[0])
-                at = found.end()
+            plain = re.compile(r"[^\\$`]+").match(text, at)
+            if plain:
+                parts.append(plain[0])
+                at = plain.end()
             elif text[at] == "\\":
                 following = text[at + 1 : at + 2]
                 parts.append("" if following == "\n" else following if following in '"\\$`' else "\\" + following)
@@ -200,10 +200,10 @@ class Values:
         return "" if value is None else value if text in ("$@", "$*") or isinstance(value, str) else value[0]
 
     def _braced(self, inner: str, line: int) -> str | list[str]:
-        found = _BRACED.fullmatch(inner)
-        if found is None:
+        match = _BRACED.fullmatch(inner)
+        if match is None:
             return unknown("f", line)
-        length, name, index, form, rest = found.groups()
+        length, name, index, form, rest = match.groups()
         value = self.get(name, line)
         if index in ("[@]", "[*]") or name in "@*":
             value = [] if value is None else value if isinstance(value, list) else [value]
@@ -241,15 +241,15 @@ class Values:
         """Return the value of an arithmetic expression."""
         plain = self._quoted(text, line) if len(text) < MAX_ARITHMETIC else ""
 
-        def number(found: re.Match[str]) -> str:
-            value = self.get(found[0], line)
+        def number(match: re.Match[str]) -> str:
+            value = self.get(match[0], line)
             return (value[:MAX_ARITHMETIC] if isinstance(value, str) else "0") or "0"
 
         for _ in range(3):  # a variable may hold the name of another one
             if len(plain) < MAX_ARITHMETIC:
                 plain = re.sub(r"(?<![\w\x00])[A-Za-z_]\w*", number, plain)
-        if found := _MARKER.search(plain):
-            return found[0]
+        if marker := _MARKER.search(plain):
+            return marker[0]
         plain = plain.strip().replace("&&", " and ").replace("||", " or ")
         try:
             if len(plain) >= MAX_ARITHMETIC:
