@@ -15,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.files import DTYPES, Entry, open_safetensors, storage_order, stored_shape
+from tessera.checkpoint.files import DTYPES, Entry, open_safetensors, plan_safetensors, storage_order, stored_shape
 from tessera.checkpoint.legacy.dcp import METADATA, check_cover
 from tessera.checkpoint.legacy.torch_files import MOST_AXES
-from tessera.checkpoint.planned_folder import plan_safetensors
 from tessera.checkpoint.storage import KeyedPart, SplitTensor
 from tessera.errors import TesseraError
 from tessera.runtime.files import check_inside

@@ -1,7 +1,7 @@
 """Native tensors of a model, one at a time, from any form that weights are kept in.
 
 `NativeTensors` joins what a form stores (`StoredForm`: names, types, shapes, and a way to read one) with the weight map
-that says how native tensors are made of it. Converting (`checkpoint.stream`) is then writing another form from native
+that says how native tensors are made of it. Converting (`checkpoint.writer`) is then writing another form from native
 tensors, with no more than a few of them in memory.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,18 @@ class StoredForm(ABC):
     where: str
     weight_map: WeightMap | None = None
     """That of the form, if it is another than that of Hugging Face folders."""
+    in_order = False
+    """Whether one thread reads the tensors in a fixed order: a model over several ranks is gathered."""
 
     def __enter__(self) -> StoredForm:
         return self
 
     def __exit__(self, *_: Any) -> None:
         return None
+
+    def gathering(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a context in which rank 0 reads these tensors in their order. Every rank enters it."""
+        return nullcontext()
 
     @abstractmethod
     def tensors(self) -> Mapping[str, PlannedTensor]:
@@ -223,6 +230,7 @@ class NativeTensors:
         shared ones. `types`: of native tensors that are not to be as they are stored.
         """
         self._stored, self.where, self._types = stored, stored.where, types or {}
+        self.in_order = stored.in_order
         available, used = stored.tensors(), stored.weight_map or weight_map
         sources = plan_reading(shapes.keys(), available, used, tied=tied, expected=(), where=stored.where)
         self._sources: dict[str, TensorSource] = {source.native: source for source in sources}
@@ -239,6 +247,10 @@ class NativeTensors:
     def __exit__(self, *_: Any) -> None:
         self._stored.__exit__()
 
+    def gathering(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Return a context in which rank 0 reads these native tensors in their order. Every rank enters it."""
+        return self._stored.gathering([foreign for name in names for foreign in self._sources[name].foreign])
+
     def blanks(self) -> dict[str, Tensor]:
         """Return tensors without data, by native names."""
         return {name: torch.empty(plan.shape, dtype=plan.dtype, device="meta") for name, plan in self.plans.items()}
@@ -254,9 +266,8 @@ class NativeTensors:
     def read_group(self, names: Sequence[str]) -> dict[str, TensorRows]:
         """Return native tensors, mostly as views of files; what several of them are made of is read once."""
         sources = [self._sources[name] for name in names]
-        stored = {
-            name: self._stored.read_rows(name) for name in {name for source in sources for name in source.foreign}
-        }
+        stored_names = dict.fromkeys(name for source in sources for name in source.foreign)
+        stored = {name: self._stored.read_rows(name) for name in stored_names}
         found = {source.native: native_rows(source.op, [stored[name] for name in source.foreign]) for source in sources}
         for name in self._types.keys() & found.keys():
             if found[name].dtype != self._types[name]:

@@ -7,20 +7,16 @@ served. `checkpoint.quantized` reads both.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import open_safetensors
 from tessera.config.pattern import matches
 from tessera.errors import TesseraError, nearest
-from tessera.weights.layouts import folder_layout
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import TensorRows
 
@@ -44,7 +40,6 @@ class Fp8Map(WeightMap):
     quantized: frozenset[str] = frozenset()  # native names
     kept: tuple[str, ...] = ()  # foreign modules with a matrix that stays as it is
     dtype: torch.dtype = torch.bfloat16  # that the projections had, and are computed in
-    digests: dict[str, bytes] = field(default_factory=dict, compare=False)  # of what was made, by foreign names
 
     @classmethod
     def of(
@@ -90,27 +85,11 @@ class Fp8Map(WeightMap):
         """Return the names that the scales of a weight have, if it has any."""
         return (f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv",)
 
-    def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made = super().to_foreign(native)
-        self.digests.update({name: _digest(tensor) for name, tensor in made.items() if not tensor.is_meta})
-        return made
-
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return config.json with what readers need to know."""
         named = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         settings = _rows_settings(self.kept) if self.kind == "fp8" else _blocks_settings(self.kept)
         return {**config, named: str(self.dtype).removeprefix("torch."), "quantization_config": settings}
-
-    def check(self, folder: Path) -> None:
-        """Read all files of a folder that was written by this map, and raise unless they hold what was made."""
-        left = dict(self.digests)
-        for path in folder_layout(folder).weight_files():
-            with open_safetensors(path) as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    if left.pop(name, None) != _digest(file.get_tensor(name)):
-                        raise TesseraError(f"{name} was read back with other bytes than were written", where=str(path))
-        if left:
-            raise TesseraError(f"{next(iter(left))} was not written", where=str(folder))
 
 
 def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], found: Iterable[str]) -> None:
@@ -214,8 +193,3 @@ def _module(foreign: str) -> str:
     """Return the module that a matrix belongs to; none for tables that are no layers of their own."""
     module, _, kind = foreign.rpartition(".")
     return module if kind == "weight" or module.endswith(".experts") else ""
-
-
-def _digest(tensor: Tensor) -> bytes:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.data, digest_size=16).digest()

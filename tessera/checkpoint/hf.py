@@ -1,13 +1,13 @@
 """Read and write folders of published models, directly into and from any parallel layout.
 
-Safetensors alone are read and written, never a pickle.
+Safetensors are the only format here; a pickle is never read or written.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,19 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.checkpoint.collective import CollectiveError, Failure, Ranks, raise_together
-from tessera.checkpoint.files import (
-    DTYPES,
-    Entry,
-    Fault,
-    SafetensorsFile,
-    no_fault,
-    sync_folder,
-    write_file,
-)
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import DTYPES, Entry, box_slices, plan_safetensors
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.planned_folder import plan_safetensors
-from tessera.checkpoint.publish import Origin, Staging, begin, pretty_json, show
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
+from tessera.checkpoint.publish import pretty_json
 from tessera.checkpoint.weights import (
     Counts,
     check_copies,
@@ -39,12 +31,14 @@ from tessera.checkpoint.weights import (
     non_finite,
     plan_reading,
 )
+from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.runtime.modules import local_shard, whole_tensor
-from tessera.runtime.progress import WorkProgress, human_bytes
-from tessera.weights.file_plan import FilePlan, FolderPlan
-from tessera.weights.layouts import CONFIG_FILE, ROOT, FolderLayout, TransformersFolder, single_folder
+from tessera.runtime.progress import WorkProgress
+from tessera.weights.file_plan import FilePlan, FolderPlan, PlannedTensor
+from tessera.weights.layouts import CONFIG_FILE, ROOT, new_weight_files
 from tessera.weights.map import WeightMap
 
+SHARD_BYTES = 5_000_000_000
 _log = logging.getLogger("tessera")
 
 
@@ -126,79 +120,29 @@ def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-@dataclass(frozen=True)
-class ComponentWeights:
-    """Hold what is written of one component: this rank's tensors, their weight map and the config.json."""
-
-    tensors: Mapping[str, Tensor]
-    weight_map: WeightMap
-    config: Mapping[str, Any]
-
-
 def save_folder(
     folder: Path,
     tensors: Mapping[str, Tensor],
     weight_map: WeightMap,
     config: Mapping[str, Any],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    prepare: Callable[[str, Tensor], Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """Write a folder of one component, of transformers or of diffusers as its configuration says; see
-    `save_components` for the options."""
-    made = {ROOT: ComponentWeights(tensors, weight_map, config)}
-    save_components(folder, made, layout=single_folder(config), **options)
+    """Write a folder of one component, of transformers or of diffusers as its configuration states.
 
-
-def save_components(
-    folder: Path,
-    components: Mapping[str, ComponentWeights],
-    *,
-    layout: Callable[[Path], FolderLayout] = TransformersFolder,
-    shard_bytes: int = 5_000_000_000,
-    origin: Origin | None = None,
-    overwrite: bool = False,
-    extras: Callable[[Path], None] | None = None,
-    prepare: Callable[[str, Tensor], Tensor] | None = None,
-    fault: Fault = no_fault,
-) -> None:
-    """Write configurations and safetensors with an index, as `layout` names them; the folder appears by one rename.
-
-    Every rank calls this with what it has, which together is the whole model; each tensor is gathered, written by rank
-    0 and freed. `extras` (on rank 0) may add further files, such as those of the
-    tokenizer, before the folder is published. `prepare` returns what is written instead of a tensor.
+    Every rank calls this with the tensors that it has; together they are the model. `prepare` returns the tensor that
+    is written in place of a tensor. Further options are those of `WriteJob`.
     """
-    ranks = Ranks.current()
-    staging: Staging | None = None
-    plans: dict[str, tuple[dict[str, _Holder], list[_Shard]]] = {}
-    for name, given in components.items():
-        holders = _holders(ranks, given.tensors)
-        blanks = {key: holder.blank for key, holder in holders.items()}
-        plans[name] = holders, _split_into_files(blanks, given.weight_map, shard_bytes)
-    size = sum(_bytes_of(shards) for _, shards in plans.values())
-    try:
-        staging = ranks.on_rank0(lambda: begin(folder, overwrite, origin))
-        target = layout(staging.path)
-        for name, (holders, shards) in plans.items():
-            inside, given = target.component_folder(name), components[name]
-            ranks.on_rank0(lambda inside=inside: inside.mkdir(exist_ok=True))  # type: ignore[misc]
-            table: dict[str, str] = {}
-            for number, shard in enumerate(shards, start=1):
-                path = inside / target.shard_file(number, len(shards), name)
-                _write_shard(ranks, path, shard, given, holders, prepare, fault)
-                table.update(dict.fromkeys((entry.key for made in shard.values() for entry in made), path.name))
-            files = {CONFIG_FILE: pretty_json(given.config)}
-            if len(shards) > 1:
-                files[target.index_file(name)] = _index(shards, table)
-            ranks.on_rank0(lambda inside=inside, files=files: _write_all(inside, files, fault))  # type: ignore[misc]
-        root_files = target.root_files({name: given.config for name, given in components.items()})
-        ranks.on_rank0(lambda: _finish(staging, folder, root_files, extras, fault, origin, overwrite))
-    except BaseException as error:
-        if ranks.rank == 0 and staging is not None:
-            staging.discard()
-        if isinstance(error, CollectiveError):
-            raise error.about_writing(ranks, "the export", folder, size) or error from error
-        raise
-    if ranks.rank == 0:
-        _log.info("exported %s to %s", human_bytes(size), folder)
+    with gathered(tensors, prepare) as native:
+        shapes = {name: plan.shape for name, plan in native.plans.items()}
+        plan = plan_folder(native.blanks(), weight_map, config, shard_bytes)
+
+        def reopen(staging: Path) -> NativeTensors:
+            return NativeTensors(SafetensorsForm(staging), weight_map, shapes, {})
+
+        write_weights(folder, WriteJob(native, weight_map, plan, reopen, **options))
 
 
 _Shard = dict[tuple[str, ...], list[Entry]]  # native names that go together -> what they become in the file, in order
@@ -222,34 +166,34 @@ def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shar
 
 
 def plan_folder(
-    layout: FolderLayout,
     tensors: Mapping[str, Tensor],
     weight_map: WeightMap,
     config: Mapping[str, Any],
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = SHARD_BYTES,
     like: Mapping[str, str] | None = None,
 ) -> FolderPlan:
-    """Plan a transformers folder of native tensors, of which only types and shapes are used.
+    """Plan a Hugging Face folder of native tensors, of which only types and shapes are used.
 
     `like`: the files of a folder by the names of tensors. If it has all of them, they are divided as they are there.
     """
     shards = _split_into_files(tensors, weight_map, shard_bytes)
+    names, index = new_weight_files(config, len(shards))
     entries = {
-        layout.shard_file(number, len(shards)): [entry for made in shard.values() for entry in made]
-        for number, shard in enumerate(shards, start=1)
+        name: [entry for foreign in shard.values() for entry in foreign]
+        for name, shard in zip(names, shards, strict=True)
     }
-    every = [entry for made in entries.values() for entry in made]
+    every = [entry for of_file in entries.values() for entry in of_file]
     if like and all(entry.key in like for entry in every):
         theirs: dict[str, list[Entry]] = {}
         for entry in every:
             theirs.setdefault(like[entry.key], []).append(entry)
-        if len(theirs) > 1 or layout.shard_file(1, 1) in theirs:
+        if len(theirs) > 1 or new_weight_files(config, 1)[0][0] in theirs:
             entries = dict(sorted(theirs.items()))
     weights = plan_safetensors(entries)
     files = {CONFIG_FILE: FilePlan.of_bytes(pretty_json(config)), **weights.files}
     if len(entries) > 1:
         table = {key: places[0].file for key, places in weights.places.items()}
-        files[layout.index_file()] = FilePlan.of_bytes(_index(shards, table))
+        files[index] = FilePlan.of_bytes(_index(shards, table))
     return FolderPlan(files, weights.places)
 
 
@@ -258,37 +202,7 @@ def _index(shards: Sequence[_Shard], table: Mapping[str, str]) -> bytes:
     return pretty_json({"metadata": {"total_size": _bytes_of(shards)}, "weight_map": dict(sorted(table.items()))})
 
 
-def _write_shard(
-    ranks: Ranks,
-    path: Path,
-    shard: _Shard,
-    given: ComponentWeights,
-    holders: Mapping[str, _Holder],
-    prepare: Callable[[str, Tensor], Tensor] | None,
-    fault: Fault,
-) -> None:
-    """Gather the tensors of one file, which rank 0 writes."""
-
-    def gathered() -> Iterator[dict[str, Tensor]]:
-        for names in shard:
-            ready = {name: given.tensors.get(name) for name in names}
-            if prepare is not None:
-                ready = {name: None if tensor is None else prepare(name, tensor) for name, tensor in ready.items()}
-            whole = {name: _gather(ranks, tensor, holders[name]) for name, tensor in ready.items()}
-            yield {name: tensor for name, tensor in whole.items() if tensor is not None}
-
-    groups, failures = gathered(), list[Failure]()
-    if ranks.rank == 0:
-        try:
-            with SafetensorsFile(path, [entry for made in shard.values() for entry in made], fault) as file:
-                for group in groups:
-                    for key, tensor in given.weight_map.to_foreign(group).items():
-                        file.put(key, tensor)
-        except Exception as error:
-            failures.append(Failure.of(error, 0))
-    for _ in groups:  # gathering is collective: it goes on after a failed write, and on ranks that do not write
-        pass
-    raise_together(ranks.on_rank0(lambda: failures))
+# ---------------------------------------------------------------------------------------------- a model in memory
 
 
 @dataclass(frozen=True)
@@ -299,62 +213,86 @@ class _Holder:
     blank: Tensor
 
 
+class GatheredForm(StoredForm):
+    """Read the tensors of a model that is spread over ranks. Each is gathered on rank 0 when it is read.
+
+    Gathering is collective. Rank 0 reads tensors in the order that `gathering` is given; the other ranks take part.
+    """
+
+    weight_map = WeightMap((), same_names=True)
+    in_order = True
+
+    def __init__(self, tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Tensor] | None = None) -> None:
+        """Open the tensors that this rank has. `prepare` returns the tensor that is read in place of a tensor."""
+        self.where = "the model"
+        self._ranks, self._tensors, self._prepare = Ranks.current(), tensors, prepare
+        self._holders = _holders(self._ranks, tensors)
+        self._waiting: list[str] = []
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        blanks = ((name, holder.blank) for name, holder in self._holders.items())
+        return {name: PlannedTensor(blank.dtype, tuple(blank.shape)) for name, blank in blanks}
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        tensor = self._gather(name)
+        assert tensor is not None, "rank 0 reads"
+        return tensor if sizes is None else tensor[box_slices(offsets or [0] * len(sizes), sizes)]
+
+    @contextmanager
+    def gathering(self, names: Sequence[str]) -> Iterator[None]:
+        """Gather these tensors in their order: rank 0 by reading them inside the block, the others when it ends."""
+        self._waiting = list(reversed(names))
+        yield
+        while self._waiting:  # also on rank 0, where a write has failed: the others would wait
+            self._gather(self._waiting[-1])
+
+    @torch.no_grad()
+    def _gather(self, name: str) -> Tensor | None:
+        """Return the unsharded tensor on rank 0, in host memory."""
+        assert self._waiting.pop() == name, "tensors are read in order"
+        tensor = self._tensors.get(name)
+        if tensor is not None and self._prepare is not None:
+            tensor = self._prepare(name, tensor)
+        full = _gather(self._ranks, tensor, self._holders[name])
+        return None if full is None or self._ranks.rank else full.detach().cpu().contiguous()
+
+
+def gathered(tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Tensor] | None = None) -> NativeTensors:
+    """Return the native tensors of a model that is spread over ranks; see `GatheredForm`."""
+    form = GatheredForm(tensors, prepare)
+    return NativeTensors(form, form.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
+
+
 def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, _Holder]:
     """Return the holder of every tensor that any rank has: the stages of a pipeline have different ones."""
-    found: dict[str, _Holder] = {}
+    holders: dict[str, _Holder] = {}
     here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     for rank, table in enumerate(ranks.on_all(lambda: here)):
         for name, (shape, dtype) in table.items():
-            if name not in found:
-                found[name] = _Holder(rank, torch.empty(shape, dtype=dtype, device="meta"))
-    return found
+            if name not in holders:
+                holders[name] = _Holder(rank, torch.empty(shape, dtype=dtype, device="meta"))
+    return holders
 
 
 @torch.no_grad()
 def _gather(ranks: Ranks, tensor: Tensor | None, holder: _Holder) -> Tensor | None:
-    """Return the whole tensor on rank 0. Ranks that hold it gather it, and one sends it if rank 0 has none of it."""
-    whole = None
-    if tensor is not None:
-        whole = whole_tensor(tensor)
+    """Return the unsharded tensor on rank 0. Ranks that hold it gather it; one sends it if rank 0 has none of it."""
+    full = None if tensor is None else whole_tensor(tensor)
     if holder.rank == 0:
-        return whole
-    if ranks.rank == holder.rank and whole is not None:
-        dist.send(whole.cpu().contiguous(), dst=0)  # by the host, where it is written
+        return full
+    if ranks.rank == holder.rank and full is not None:
+        dist.send(full.cpu().contiguous(), dst=0)  # by the host, where it is written
     if ranks.rank == 0:
-        whole = torch.empty_like(holder.blank, device="cpu")
-        dist.recv(whole, src=holder.rank)
-    return whole
+        full = torch.empty_like(holder.blank, device="cpu")
+        dist.recv(full, src=holder.rank)
+    return full
 
 
 def gather_on_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return on rank 0 the whole tensors of all ranks together, and nothing on the others. For small ones."""
+    """Return on rank 0 the unsharded tensors of all ranks together, and nothing on the others. For small ones."""
     ranks = Ranks.current()
-    found = {name: _gather(ranks, tensors.get(name), holder) for name, holder in _holders(ranks, tensors).items()}
-    return {name: whole for name, whole in found.items() if whole is not None and ranks.rank == 0}
-
-
-def _finish(
-    staging: Staging,
-    folder: Path,
-    files: Mapping[str, bytes],
-    extras: Callable[[Path], None] | None,
-    fault: Fault,
-    origin: Origin | None,
-    overwrite: bool,
-) -> None:
-    for name, content in files.items():
-        write_file(staging.path / name, content, fault)
-    if extras is not None:
-        extras(staging.path)
-    show(staging.path, folder, fault, origin, overwrite)
-    os.close(staging.lock)
-
-
-def _write_all(folder: Path, files: Mapping[str, bytes], fault: Fault) -> None:
-    """Write small files, and make the names in their folder durable."""
-    for name, content in files.items():
-        write_file(folder / name, content, fault)
-    sync_folder(folder, fault)
+    full = {name: _gather(ranks, tensors.get(name), holder) for name, holder in _holders(ranks, tensors).items()}
+    return {name: tensor for name, tensor in full.items() if tensor is not None and ranks.rank == 0}
 
 
 def _bytes_of(shards: Sequence[_Shard]) -> int:

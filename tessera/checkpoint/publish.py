@@ -1,11 +1,7 @@
 """Publish folders by one rename: files are written in a staging folder beside the target.
 
-A conversion of many gigabytes is not lost when it is killed. Its staging folder has a journal beside it, which says
-what job it is and which groups of tensors are written; the same job goes on from there. The journal is locked for as
-long as the job runs, so two cannot write to one target.
-
-    .staging-NAME~convert/          the files, most of them not complete
-    .staging-NAME~convert.journal   a line that describes the job, then one for each group that is written
+A process that is killed leaves `.staging-NAME~*` behind, and nothing under the name of the target. The next export to
+the same target removes it.
 """
 
 from __future__ import annotations
@@ -14,54 +10,40 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
-import threading
 import uuid
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.files import (
-    Fault,
-    free_bytes,
-    no_fault,
-    remove_folder,
-    rename,
-    sync_folder,
-    write_file,
-)
-from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.files import Fault, no_fault, remove_folder, rename, sync_folder, write_file
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping
-from tessera.runtime.progress import human_bytes
-from tessera.weights.file_plan import FolderPlan
 
-MARK = "tessera_export.json"  # marks an export, which a later one of the same source may replace
+MARK = "tessera_export.json"  # the record of an export, which a later export of the same source may replace
 _MAX_RECORD_BYTES = 256 << 20
-_MAX_JOURNAL_BYTES = 1 << 30
-_log = logging.getLogger("tessera")
-
 
 Origin = Mapping[str, str]  # see `made_from`
 
 
 def made_from(form: str, source: str | Path) -> Origin:
-    """Return what the record of an export says of it, so that the same one may replace it: its form, and a hash of
-    where its source lies. The place itself is nobody else's business."""
+    """Return the origin of an export: its form and a hash of the path of its source.
+
+    An export of the same origin may replace it. The path itself is not written: it is private.
+    """
     return {"form": form, "source": hashlib.sha256(os.path.realpath(source).encode()).hexdigest()}
 
 
 @dataclass(frozen=True)
 class Staging:
-    """Name the folder in which an export is written, and the folders that were made for it to lie in.
+    """A folder in which an export is written, and the parent folders that were created for it.
 
-    It is locked for as long as it is written, so that another export to the same target does not remove it.
+    It is locked while it is written, so that another export to the same target does not remove it.
     """
 
     path: Path
@@ -69,9 +51,11 @@ class Staging:
     lock: int
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove the folder and the parents that were created for it."""
         remove_folder(self.path)
-        remove_empty(self.parents)
+        for parent in self.parents:
+            with suppress(OSError):  # another export may have been written there meanwhile
+                parent.rmdir()
         os.close(self.lock)
 
 
@@ -86,23 +70,31 @@ def publish(
     """Publish a folder of the files that `write` makes on rank 0, by one rename."""
 
     def work() -> None:
-        staging = begin(folder, overwrite, origin)
-        try:
-            write(staging.path)
-            show(staging.path, folder, fault, origin, overwrite)
-        except BaseException:
-            staging.discard()
-            raise
-        os.close(staging.lock)
+        with staged(folder, origin, overwrite, fault) as staging:
+            write(staging)
 
     Ranks.current().on_rank0(work)
 
 
+@contextmanager
+def staged(folder: Path, origin: Origin | None, overwrite: bool, fault: Fault = no_fault) -> Iterator[Path]:
+    """Give a staging folder to write in; publish it when the block ends, and remove it when the block fails."""
+    staging = begin(folder, overwrite, origin)
+    try:
+        yield staging.path
+        show(staging.path, folder, fault, origin, overwrite)
+    except BaseException:
+        staging.discard()
+        raise
+    os.close(staging.lock)
+
+
 def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Staging:
-    """Return a new staging folder for a target that may be written."""
+    """Return a new staging folder for a target that may be written, and remove those of killed processes."""
     parents = check_target(folder, overwrite, origin)
     path = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
     with written_in(folder):
+        _remove_abandoned(folder)
         path.mkdir()
         lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with suppress(OSError):  # a file system without locks
@@ -121,9 +113,9 @@ def written_in(folder: Path) -> Iterator[None]:
 
 
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:
-    """Refuse a target with something else in it, and make the folders that it will lie in: those made are returned.
+    """Refuse a target that holds anything but an earlier export of this origin. Create its parent folders.
 
-    An export of the same source in the same form is replaced.
+    Return the folders that were created.
     """
     with written_in(folder):
         if folder.is_symlink():  # it would be replaced, and not what it leads to
@@ -147,25 +139,18 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
 
 
 def _is_export(folder: Path, origin: Origin | None) -> bool:
-    """Return whether the record in a folder, which may be anything, says that it is of this origin."""
+    """Return whether a folder has the record of an export of this origin."""
     try:
         return origin is not None and read_json_mapping(folder / MARK, _MAX_RECORD_BYTES).get("origin") == origin
     except TesseraError:
         return False
 
 
-def remove_empty(parents: Sequence[Path]) -> None:
-    """Remove folders that were made for a target, the innermost first, as far as nothing else has come into them."""
-    for path in parents:
-        with suppress(OSError):
-            path.rmdir()
-
-
 def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overwrite: bool) -> None:
-    """Rename a complete staging folder to its target, and remove what earlier ones have left."""
+    """Rename a complete staging folder to its target, and remove the folder that it replaces."""
     check_target(folder, overwrite, origin)  # again: another process may have been faster
     mark = staging / MARK
-    # A Hugging Face folder has a record of its own there, with one tensor a line: it stays as it is.
+    # A Hugging Face folder has its record there already. It stays as it is, with one tensor a line.
     record = mark.read_bytes() if mark.exists() else pretty_json({"format": "tessera-export", "version": 1})
     mark.unlink(missing_ok=True)
     if origin is not None:
@@ -176,18 +161,23 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     if folder.is_dir():
         rename(folder, trash, fault)
     rename(staging, folder, fault)
-    # Only now: until the new one stood, what an interrupted export had left might have been the last copy.
-    for path in folder.parent.iterdir():
-        begun = path.name.startswith(f".staging-{folder.name}~")
-        if path.name.startswith(f".trash-{folder.name}~") or (begun and not _in_use(path)):
-            remove_folder(path)  # or a journal
+    # Only now: after a kill between the two renames, the old export is there alone.
+    for path in folder.parent.glob(f".trash-{escape(folder.name)}~*"):
+        remove_folder(path)
+    _remove_abandoned(folder)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove staging folders of a target that no process writes to."""
+    for path in folder.parent.glob(f".staging-{escape(folder.name)}~*"):
+        if not _in_use(path):
+            remove_folder(path)
 
 
 def _in_use(path: Path) -> bool:
-    """Return whether a process is writing to a staging folder. One that can go on is locked by its journal."""
-    journal = path.with_name(f"{path.name}.journal")
+    """Return whether a process writes to a staging folder, and holds its lock."""
     try:
-        handle = os.open(journal if journal.is_file() else path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -201,150 +191,3 @@ def _in_use(path: Path) -> bool:
 
 def pretty_json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
-
-
-# ---------------------------------------------------------------------------------------------- what can go on
-
-
-def staging_of(folder: Path) -> Path:
-    """Return the staging folder of a conversion that can go on."""
-    return folder.parent / f".staging-{folder.name}~convert"
-
-
-class Journal:
-    """Keep the staging folder of one job, and what is written in it. Use it as a context: it is locked inside.
-
-    `written`: what an earlier process had written, by number of the group, with the checksums of each tensor.
-    """
-
-    def __init__(self, folder: Path, job: Mapping[str, Any], plan: FolderPlan) -> None:
-        self.staging = staging_of(folder)
-        self._path = self.staging.with_name(f"{self.staging.name}.journal")
-        self._target, self._plan = folder, plan
-        self._job = {"version": 1, "plan": plan.fingerprint(), **job}
-        self._mutex = threading.Lock()
-        self.written: dict[int, dict[str, list[int]]] = {}
-
-    def __enter__(self) -> Self:
-        self._handle = _locked(self._path, self._target)
-        try:
-            self._resume()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if not self.staging.exists():
-            self._path.unlink(missing_ok=True)
-        os.close(self._handle)
-
-    def note(self, group: int, checksums: Mapping[str, list[int]]) -> None:
-        """Note that a group is written and was read again."""
-        with self._mutex:
-            os.write(self._handle, _line({"group": group, "checksums": checksums}))
-
-    def _resume(self) -> None:
-        lines, length = _lines(os.pread(self._handle, _MAX_JOURNAL_BYTES, 0))
-        misfit = self._misfit(lines)
-        if misfit is None:
-            os.ftruncate(self._handle, length)  # without a line that was being written
-            self.written = {line["group"]: line["checksums"] for line in lines[1:] if self._is_note(line)}
-            self._check_space(sum((self.staging / name).stat().st_blocks * 512 for name in self._plan.files))
-            return
-        if lines or self.staging.exists():
-            _log.info("an earlier conversion to %s is not continued: %s", self._target, misfit)
-        remove_folder(self.staging)
-        os.ftruncate(self._handle, 0)
-        self._check_space(0)
-        try:
-            self.staging.mkdir()
-            with PlannedFolder(self.staging, self._plan):
-                pass
-            os.write(self._handle, _line(self._job))
-        except OSError:
-            remove_folder(self.staging)  # without the first line of its journal nothing goes on from there
-            raise
-
-    def _is_note(self, line: Mapping[str, Any]) -> bool:
-        """Return whether a line is one that `note` writes for this plan. Others have no say: their group is written."""
-        checksums, places = line.get("checksums"), self._plan.places
-        return (
-            type(line.get("group")) is int
-            and isinstance(checksums, dict)
-            and all(
-                isinstance(of, list)
-                and len(of) == len(places.get(name, ()))
-                and all(type(one) is int and 0 <= one < 1 << 32 for one in of)
-                for name, of in checksums.items()
-            )
-        )
-
-    def _misfit(self, lines: list[dict[str, Any]]) -> str | None:
-        """Return why what lies there cannot be continued, in words. Contents of files are compared later."""
-        if not lines:
-            return "it had only begun"
-        differing = sorted(key for key in {*lines[0], *self._job} if lines[0].get(key) != self._job.get(key))
-        if differing:
-            return "the source has changed since" if differing == ["source"] else "it was another job"
-        home = self.staging.parent.resolve() / self.staging.name
-        for name, file in self._plan.files.items():
-            path = self.staging / name
-            if path.resolve() != home / name or not path.is_file() or path.stat().st_size != file.size:
-                return f"{name} is not what it had written"
-        return None
-
-    def _check_space(self, taken: int) -> None:
-        needed, free = self._plan.nbytes - taken, free_bytes(self._target)
-        if needed > free:
-            raise TesseraError(
-                f"the disk is too full: {human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} "
-                f"({free} bytes) are free",
-                where=str(self._target),
-                fix="free some space, or name a target on another disk",
-            )
-
-
-def _locked(path: Path, target: Path) -> int:
-    """Open a journal and lock it for this process; refuse if another one has it."""
-    while True:
-        with written_in(target):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(handle)
-                raise TesseraError(
-                    "another process is writing to this target",
-                    where=str(target),
-                    fix="wait until it has ended, or name another folder",
-                ) from None
-            # A file system without locks: what is written is compared in any case.
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(handle)):
-            return handle
-        os.close(handle)  # its owner has just ended and removed it
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    text = json.dumps(content, sort_keys=True).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of a journal up to the first that is torn or damaged, and where they end."""
-    found: list[dict[str, Any]] = []
-    length = 0
-    for line in data.split(b"\n")[:-1]:
-        checksum, _, text = line.partition(b" ")
-        if checksum != b"%08x" % zlib.crc32(text):
-            break
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError):
-            break
-        if not isinstance(content, dict):
-            break
-        found.append(content)
-        length += len(line) + 1
-    return found, length

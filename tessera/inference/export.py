@@ -1,26 +1,29 @@
 """Write a model as a Hugging Face folder that plain `transformers` loads, and prove it before it is published.
 
-Before a folder is published it is read again: every tensor is noted in its record, and where transformers has the
-class, both sides compute logits from it. A folder that does not pass is not published.
+Every tensor is read again behind its write. Then, where transformers has the class, both sides compute logits from the
+folder. A folder that does not pass is not published.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.export_record import TensorNotes, write_record
+from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.folder_tensors import FolderTensors
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm
 from tessera.checkpoint.fp8 import Fp8Map
-from tessera.checkpoint.hf import save_folder
+from tessera.checkpoint.hf import gathered, plan_folder
 from tessera.checkpoint.publish import Origin
 from tessera.checkpoint.state import model_tensors
+from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec, Processor
 from tessera.errors import TesseraError
@@ -35,6 +38,21 @@ from tessera.weights.layouts import detect_layout
 from tessera.weights.map import WeightMap
 
 _log = logging.getLogger("tessera")
+
+
+@dataclass(frozen=True)
+class FolderTarget:
+    """Describe a folder of weights that is written. `add_files` writes the files beside the weights.
+
+    `shards`: files by the names of tensors, as in the folder that is the pattern. `tied`: further native names of
+    shared tensors.
+    """
+
+    table: WeightMap
+    config: Mapping[str, Any]
+    add_files: Callable[[Path], object]
+    shards: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def export_folder(
@@ -54,71 +72,83 @@ def export_folder(
 ) -> None:
     """Write a Hugging Face folder. All ranks call it: weights are gathered tensor by tensor, the main rank writes.
 
-    `adapters`, those of the whole model, are merged into its weights. `files`: the folder whose tokenizer, template,
-    preprocessors, generation settings and licence are copied, with what its config.json says besides. `base`: the
-    folder that the weights came from, which the record compares them with. `quantize`: "fp8" or "fp8-block".
-    `origin`: see `made_from`. `prove`: see `prove_folder`.
+    `adapters`, those of all stages, are merged into the weights. `files`: the folder whose tokenizer, template,
+    preprocessors, generation settings and licence are copied, with the fields of its config.json that no family reads.
+    `base`: the folder that the weights came from. `quantize`: "fp8" or "fp8-block". `origin`: see `made_from`.
+    `prove`: see `prove_folder`.
     """
     weight_map = spec.main.weight_map(model_config)
     if weight_map is None:
         raise TesseraError(f"family {spec.name} has no Hugging Face form to export to")
-    tensors = model_tensors(module)
-    known = adapters or {}
-    here = [weight_names(path, one) for path, one in known.items() if factor_names(path)[0] in tensors]
+    tensors, merged = model_tensors(module), adapters or {}
+    here = [weight_names(path, adapter) for path, adapter in merged.items() if factor_names(path)[0] in tensors]
     if any(name not in tensors for weights in here for name in weights):
         raise TesseraError(
-            "the weights of adapted layers are kept in fewer bits, which is not what a model is merged into",
+            "the weights of adapted layers are quantized, and adapters are merged into full weights only",
             fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",
         )
-    read = None if spec.processor is None else functools.partial(spec.processor, model_config)
-    written = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
-    weight_map = as_in_base(weight_map, spec, base) if quantize is None else weight_map
-    fp8 = None if quantize is None else Fp8Map.of(weight_map, quantize, written, PROJECTIONS, str(folder))
-    described = exported_config(model_config, base_config(files), main_dtype(written), spec.gives(REWARDS))
-
-    def finish(staging: Path) -> None:
-        write_side_files(staging, processor, read=read, own=files, weights=files)
-        if fp8 is not None:
-            fp8.check(staging)
-        seal_export(staging, spec, model_config, base=base, prove=prove)
-
-    save_folder(
-        folder,
-        written,
-        fp8 or weight_map,
-        described if fp8 is None else fp8.config(described),
-        origin=origin,
-        overwrite=overwrite,
-        extras=finish,
-        prepare=(lambda name, weight: merge_adapter(name, weight, tensors, known)) if known else None,
-    )
+    stored = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
+    prepare = (lambda name, weight: merge_adapter(name, weight, tensors, merged)) if merged else None
+    with gathered(stored, prepare) as native:
+        target = trained_target(spec, model_config, weight_map, native.blanks(), processor, files, base)
+        if quantize is not None:
+            target = quantized_target(target, weight_map, quantize, native.blanks(), str(folder))
+        job = folder_job(native, target, weight_map, spec, model_config, base=base, prove=prove)
+        write_weights(folder, replace(job, origin=origin, overwrite=overwrite))
 
 
-def as_in_base(weight_map: WeightMap, spec: ModelSpec, base: Path | None) -> WeightMap:
-    """Return the table that writes names as the folder does that the weights came from."""
-    if base is None or detect_layout(base) is None or is_original(spec, base) or not any(base.glob("*.safetensors")):
-        return weight_map
-    try:
-        with FolderTensors(base) as stored:
-            return weight_map.spelled_as(stored.shapes)
-    except TesseraError:  # it was read once; what became of it since is no fault of the export
-        return weight_map
+def trained_target(
+    spec: ModelSpec,
+    config: Any,
+    table: WeightMap,
+    tensors: Mapping[str, Tensor],
+    processor: Processor | None,
+    files: Path | None,
+    base: Path | None,
+) -> FolderTarget:
+    """Return how the Hugging Face folder of a trained model is written. `tensors`: native ones, maybe without data."""
+    read = None if spec.processor is None else functools.partial(spec.processor, config)
+    add_files = functools.partial(write_side_files, processor=processor, read=read, own=files, weights=files)
+    described = exported_config(config, base_config(files), main_dtype(tensors), spec.gives(REWARDS))
+    return FolderTarget(_as_in_base(table, spec, base), described, add_files)
 
 
-def seal_export(
-    staging: Path,
+def quantized_target(
+    target: FolderTarget, weights: WeightMap, kind: str, tensors: Mapping[str, Tensor], where: str
+) -> FolderTarget:
+    """Return a target whose projections are quantized. Stacked experts are in the order that engines expect of fp8."""
+    fp8 = Fp8Map.of(weights, kind, tensors, PROJECTIONS, where)
+    files = {scale: file for name, file in target.shards.items() for scale in (name, *fp8.scales_of(name))}
+    return replace(target, table=fp8, config=fp8.config(target.config), shards=files)
+
+
+def folder_job(
+    native: NativeTensors,
+    target: FolderTarget,
+    weights: WeightMap,
     spec: ModelSpec,
     config: Any,
     *,
+    base: Path | None,
     prove: Prove,
-    base: Path | None = None,
-    notes: TensorNotes | None = None,
-) -> None:
-    """Prove a Hugging Face folder that is about to be published, and write its record; raise if it is not right.
+) -> WriteJob:
+    """Return the job that writes a target. `weights`: the map that reads the folder again."""
+    shapes = {name: plan.shape for name, plan in native.plans.items()}
+    plan = plan_folder(native.blanks(), target.table, target.config, like=target.shards)
 
-    `base`: the folder that the weights came from. `notes`: those of the tensors, compared with the base, if they were
-    made while tensors were written.
-    """
+    def reopen(staging: Path) -> NativeTensors:
+        return NativeTensors(SafetensorsForm(staging), weights, shapes, target.tied)
+
+    def finish(staging: Path) -> None:
+        target.add_files(staging)
+        _seal(staging, spec, config, base, prove)
+
+    rounded = target.table.quantized if isinstance(target.table, Fp8Map) else frozenset[str]()
+    return WriteJob(native, target.table, plan, reopen, finish=finish, rounded=rounded)
+
+
+def _seal(staging: Path, spec: ModelSpec, config: Any, base: Path | None, prove: Prove) -> None:
+    """Prove a Hugging Face folder that is about to be published, and write its record; raise if it is not right."""
     proof = prove_folder(staging, spec, config, prove)
     if proof.problems:
         raise TesseraError(
@@ -129,11 +159,18 @@ def seal_export(
         )
     for warning in (*proof.warnings, *filter(None, [proof.obstacle])):
         _log.warning("%s", warning)
-    weight_map = spec.main.weight_map(config)
-    assert weight_map is not None, "a family with Hugging Face folders has a weight map"
-    comparable = base if is_original(spec, base) == is_original(spec, staging) else None  # names of one form
-    record = write_record(staging, comparable, weight_map, notes)
-    _log.info("%s; %s", record.summary(), proof.line)
+    _log.info("%s; %s", write_record(staging, base).summary(), proof.line)
+
+
+def _as_in_base(weight_map: WeightMap, spec: ModelSpec, base: Path | None) -> WeightMap:
+    """Return the table that spells names as the folder that the weights came from."""
+    if base is None or detect_layout(base) is None or is_original(spec, base) or not any(base.glob("*.safetensors")):
+        return weight_map
+    try:
+        with FolderTensors(base) as stored:
+            return weight_map.spelled_as(stored.shapes)
+    except TesseraError:  # it was read once: damage since then does not stop the export
+        return weight_map
 
 
 def main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

@@ -116,7 +116,7 @@ def _files(folder: Path, record: ExportRecord | None, base: Path | None) -> tupl
     if record is not None:
         problems = changes_since(folder, record)
         meant = f"compared with its record; if the changes are meant, remove {folder / MARK}"
-        shown = [meant] if problems else [f"as it was written: {record.summary()}, {len(record.files)} files"]
+        shown = [meant] if problems else [f"as it was written: {record.summary()}"]
     if base is not None and not problems:
         spec, config = resolve(ModelSection(path=base))
         # What the export changed on purpose, its record says: other types of all weights, and some files.

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from tessera.checkpoint.dcp_safetensors import plan_dcp_safetensors
-from tessera.checkpoint.export_record import TensorNotes
 from tessera.checkpoint.files import Fault, no_fault
 from tessera.checkpoint.forms import (
     DcpFolder,
@@ -22,28 +21,25 @@ from tessera.checkpoint.forms import (
     StoredForm,
     native_shapes,
 )
-from tessera.checkpoint.fp8 import Fp8Map
-from tessera.checkpoint.hf import plan_folder
 from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
-from tessera.checkpoint.publish import made_from, staging_of, written_in
+from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weights import check_config_numbers
+from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.reader import Section
 from tessera.config.run_config import ModelSection
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
-from tessera.inference.export import seal_export
+from tessera.inference.export import FolderTarget, folder_job, quantized_target, trained_target
 from tessera.inference.load import FoundModel, float32_names
 from tessera.inference.proof import Prove
 from tessera.inference.trained import open_trained
-from tessera.models import build_on_meta, is_original, resolve
-from tessera.models.text.decoder import PROJECTIONS
-from tessera.tools.folder_target import FolderTarget, hf_target, original_target, trained_target
+from tessera.models import build_on_meta, resolve
+from tessera.tools.folder_target import hf_target, original_target
 from tessera.tools.shard_layout import Recipe, layout_of_recipe
 from tessera.weights.file_plan import FolderPlan
-from tessera.weights.layouts import folder_layout, single_folder
+from tessera.weights.layouts import folder_layout
 from tessera.weights.map import WeightMap
 from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 
@@ -125,40 +121,32 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
     stored.check_copies(hub)
     with NativeTensors(stored, hub, shapes, tied, types) as native:
         native.check_kinds(tensors)
-        target = _folder_target(job, model, hub, native) if job.to in ("hf", "original") else None
-        table = hub if target is None else target.table
-        table = shards.weights if shards is not None and job.to == "mm" else table
-        groups = native.groups(table)
-        made = {name: plan for group in groups for name, plan in group.made.items()}
-        if target is not None:
-            plan = _plan_folder(job, native, target)
-        elif shards is not None and job.to == "mm":
-            plan = plan_megatron(shards, job.layout, made, str(job.target))
-        else:
-            plan = (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(made, job.prefix)
-
-        def reopen(folder: Path) -> NativeTensors:
-            return NativeTensors(_open(folder, job.to, job.prefix, shards, None), hub, shapes, tied)
-
         base = model.section.path if model.folder is None else model.folder
         base = job.like or base if job.to == "original" else base
-        read = [Path(native.where), *([] if base is None or not base.is_dir() else [base])]
-        conversion = Conversion(native, table, groups, plan, reopen, identity_of(*read))
-        conversion = replace(conversion, origin=made_from(job.to, job.source), overwrite=job.overwrite)
-        conversion = replace(conversion, jobs=job.jobs, fault=job.fault)
-        if target is None:
-            stream(job.target, conversion)
-            return
-        rounded = table.quantized if isinstance(table, Fp8Map) else frozenset()
-        original = job.to == "original"
-        comparable = base if base is not None and is_original(spec, base) == original else None  # names of one form
-        with TensorNotes(comparable, hub) as notes:
+        if job.to in ("hf", "original"):
+            target = replace(_folder_target(job, model, hub, native), tied=tied)
+            write = folder_job(native, target, hub, spec, config, base=base, prove=job.prove)
+        else:
+            table = shards.weights if shards is not None and job.to == "mm" else hub
+            plan = _plan_shards(job, shards, native, table)
 
-            def finish(staging: Path) -> None:
-                target.add_files(staging)
-                seal_export(staging, spec, config, prove=job.prove, notes=notes)
+            def reopen(folder: Path) -> NativeTensors:
+                return NativeTensors(_open(folder, job.to, job.prefix, shards, None), hub, shapes, tied)
 
-            stream(job.target, replace(conversion, extras=finish, notes=notes, rounded=rounded))
+            write = WriteJob(native, table, plan, reopen)
+        sources = [Path(native.where), *([] if base is None or not base.is_dir() else [base])]
+        write = replace(write, sources=sources, origin=made_from(job.to, job.source), overwrite=job.overwrite)
+        write_weights(job.target, replace(write, jobs=job.jobs, fault=job.fault))
+
+
+def _plan_shards(
+    job: ConversionJob, shards: MegatronForm | None, native: NativeTensors, table: WeightMap
+) -> FolderPlan:
+    """Plan Megatron-style shards, or a DCP folder."""
+    tensors = {name: plan for group in native.groups(table) for name, plan in group.made.items()}
+    if shards is not None and job.to == "mm":
+        return plan_megatron(shards, job.layout, tensors, str(job.target))
+    return (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(tensors, job.prefix)
 
 
 def _types(module: nn.Module, float32: tuple[str, ...], dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -174,22 +162,14 @@ def _folder_target(job: ConversionJob, model: ConvertedModel, hub: WeightMap, na
     if job.to == "original":
         return original_target(model.spec, hub, blanks, job.like or model.section.path, job.source)
     if job.trained is not None:
-        target = trained_target(model.spec, model.config, hub, blanks, job.trained)
+        read, files = model.spec.processor, job.trained.files
+        processor = None if read is None or files is None else read(model.config, files, **job.trained.options)
+        base = job.trained.section.path
+        target = trained_target(model.spec, model.config, hub, blanks, processor, files, base)
     else:
         assert model.folder is not None, "a folder has a configuration"
         target = hf_target(model.spec, model.config, hub, blanks, model.folder, model.raw, own=job.found == "hf")
-    if job.quantize is None:
-        return target
-    # Experts lie as published folders have them, whichever way they lay: engines expect that of fp8.
-    fp8 = Fp8Map.of(hub, job.quantize, blanks, PROJECTIONS, str(job.source))
-    files = {scale: file for name, file in target.shards.items() for scale in (name, *fp8.scales_of(name))}
-    return replace(target, table=fp8, config=fp8.config(target.config), shards=files)
-
-
-def _plan_folder(job: ConversionJob, native: NativeTensors, target: FolderTarget) -> FolderPlan:
-    layout = single_folder(target.config)(staging_of(job.target))
-    with written_in(job.target):
-        return plan_folder(layout, native.blanks(), target.table, target.config, like=target.shards)
+    return target if job.quantize is None else quantized_target(target, hub, job.quantize, blanks, str(job.source))
 
 
 def _open(

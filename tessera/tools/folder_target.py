@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,15 @@ from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec
 from tessera.data.tokenizer import UnknownConversationError
 from tessera.errors import TesseraError
-from tessera.inference.export import as_in_base, main_dtype
-from tessera.inference.load import FoundModel
+from tessera.inference.export import FolderTarget, main_dtype
 from tessera.models import is_original
-from tessera.models.files.exported_config import base_config, exported_config, with_dtype
+from tessera.models.files.exported_config import exported_config, with_dtype
 from tessera.models.files.side_files import copy_side_files, write_side_files
 from tessera.weights.layouts import detect_layout
 from tessera.weights.map import WeightMap
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _log = logging.getLogger("tessera")
-
-
-@dataclass(frozen=True)
-class FolderTarget:
-    """Describe a folder that is to be written. `add_files` puts what belongs beside the weights into it.
-
-    `shards`: files by the names of tensors, as the folder that it is written like has them.
-    """
-
-    table: WeightMap
-    config: Mapping[str, Any]
-    add_files: Callable[[Path], object]
-    shards: Mapping[str, str]
 
 
 def hf_target(
@@ -78,18 +63,6 @@ def hf_target(
 def _has_processor(spec: ModelSpec, folder: Path) -> bool:
     """Return whether a folder has what its processor is made of: a model may come without a tokenizer."""
     return spec.generation is not None or any((folder / name).exists() for name in _TOKENIZERS)
-
-
-def trained_target(
-    spec: ModelSpec, config: Section, table: WeightMap, tensors: Mapping[str, Tensor], found: FoundModel
-) -> FolderTarget:
-    """Return the Hugging Face folder of a run, a checkpoint or adapters, as the export of a run is. `tensors`: native
-    ones, without data."""
-    described = exported_config(config, base_config(found.files), main_dtype(tensors), spec.gives(REWARDS))
-    read = None if spec.processor is None else functools.partial(spec.processor, config)
-    processor = None if read is None or found.files is None else read(found.files, **found.options)
-    files = functools.partial(write_side_files, processor=processor, read=read, own=found.files, weights=found.files)
-    return FolderTarget(as_in_base(table, spec, found.section.path), described, files, {})
 
 
 def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

@@ -11,8 +11,8 @@ from typing import Any
 from tessera.checkpoint.forms import MegatronFolder, NativeTensors
 from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
 from tessera.checkpoint.publish import made_from
-from tessera.checkpoint.stream import Conversion, identity_of, stream
 from tessera.checkpoint.weights import same_numbers
+from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
 from tessera.models import FAMILIES, resolve
@@ -65,8 +65,8 @@ def resplit(
         whole = replace(whole, tied=form.tied)
     with reopen(Path(source), old) as native:
         plan = plan_megatron(form, new, native.plans, str(target))
-        groups, identity, origin = native.groups(whole.weights), identity_of(Path(source)), made_from("mm", source)
-        stream(Path(target), Conversion(native, whole.weights, groups, plan, reopen, identity, origin=origin))
+        origin = made_from("mm", source)
+        write_weights(Path(target), WriteJob(native, whole.weights, plan, reopen, [Path(source)], origin=origin))
     return Path(target)
 
 

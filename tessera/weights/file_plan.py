@@ -1,7 +1,7 @@
 """Where the bytes of tensors lie in files: planned before any tensor is read, and mapped to be read.
 
 A plan holds everything of the files but the bytes of tensors. So tensors can be written in any order, by several
-threads, into files that readers can open from the beginning (`checkpoint.planned_folder`).
+threads, into files that readers can open from the beginning (`checkpoint.writer`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ ask a layout and know no file names.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ CONFIG_FILE = "config.json"
 CLASS_NAME = "_class_name"  # in the config.json of a component of diffusers
 ROOT = ""  # the name of the only component of a folder without sub-folders
 _MOST_LISTED = 20  # folders that an error lists
+_INDEX = ".safetensors.index.json"
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 256 << 20
 
@@ -86,10 +86,6 @@ class FolderLayout(ABC):
     def weights_stem(self, component: str) -> str:
         """Return how the names of a component's weight files begin."""
 
-    @abstractmethod
-    def root_files(self, written: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-        """Return the files that belong beside the components when these configurations, by component, are written."""
-
     def config(self, component: str = ROOT) -> dict[str, Any]:
         """Return the config.json of a component."""
         folder = self.component_folder(component)
@@ -110,7 +106,7 @@ class FolderLayout(ABC):
             refuse_pickle(folder)
         if not folder.is_dir():
             raise no_such_folder(folder)
-        index, single = self.index_file(component), self.shard_file(1, 1, component)
+        index, single = self.index_file(component), f"{self.weights_stem(component)}.safetensors"
         if (folder / index).is_file():
             found = _indexed(folder / index)
         elif (folder / single).is_file():
@@ -137,12 +133,16 @@ class FolderLayout(ABC):
         return list(_weight_map(index)) if index.is_file() else []
 
     def index_file(self, component: str = ROOT) -> str:
-        return f"{self.weights_stem(component)}.safetensors.index.json"
+        """Return the name of the index of a component's weight files."""
+        return f"{self.weights_stem(component)}{_INDEX}"
 
-    def shard_file(self, number: int, count: int, component: str = ROOT) -> str:
-        """Return the name of weight file `number` of `count`, counted from 1."""
-        stem = self.weights_stem(component)
-        return f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+def new_weight_files(config: Mapping[str, Any], count: int) -> tuple[list[str], str]:
+    """Return the names of the weight files, and of their index, of a new folder with this config.json."""
+    stem = DiffusersFolder.STEM if CLASS_NAME in config else "model"
+    if count == 1:
+        return [f"{stem}.safetensors"], f"{stem}{_INDEX}"
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)], f"{stem}{_INDEX}"
 
 
 class TransformersFolder(FolderLayout):
@@ -166,38 +166,18 @@ class TransformersFolder(FolderLayout):
         stems = ("model", DiffusersFolder.STEM)
         return next((stem for stem in stems if any(self.folder.glob(f"{stem}*.safetensors*"))), "model")
 
-    def root_files(self, written: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-        return {}
-
-
-class ComponentFolder(TransformersFolder):
-    """Describe one component of a pipeline of diffusers that is written alone."""
-
-    name = "component of diffusers"
-
-    def weights_stem(self, component: str) -> str:
-        return DiffusersFolder.STEM
-
-
-def single_folder(config: Mapping[str, Any]) -> type[TransformersFolder]:
-    """Return the layout in which a single component with this config.json is written."""
-    return ComponentFolder if CLASS_NAME in config else TransformersFolder
-
 
 class DiffusersFolder(FolderLayout):
-    """Describe a pipeline of diffusers. `index` is that of one to be written; otherwise it is read from the folder.
-
-    Without the name of a component, that which is trained is meant: the transformer.
-    """
+    """Describe a pipeline of diffusers. Without the name of a component, the trained one is meant: the transformer."""
 
     name = "diffusers"
     marker = "model_index.json"
     STEM = "diffusion_pytorch_model"
     TRAINED = "transformer"
 
-    def __init__(self, folder: Path, index: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.index = dict(index) if index is not None else read_json_mapping(folder / self.marker, _MAX_CONFIG_BYTES)
+        self.index = read_json_mapping(folder / self.marker, _MAX_CONFIG_BYTES)
 
     def components(self) -> tuple[str, ...]:
         return tuple(name for name in self._classes() if (self.folder / name / CONFIG_FILE).is_file())
@@ -208,9 +188,6 @@ class DiffusersFolder(FolderLayout):
 
     def weights_stem(self, component: str) -> str:
         return "model" if self._library(component) == "transformers" else self.STEM
-
-    def root_files(self, written: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-        return {self.marker: (json.dumps(self.index, indent=2) + "\n").encode()}
 
     def _classes(self) -> dict[str, Sequence[Any]]:
         """Return library and class of every part of the pipeline: what is not a pair of names is a setting."""

@@ -24,9 +24,9 @@ from tessera.checkpoint.hf import plan_folder
 from tessera.checkpoint.job_dcp import EXPERT
 from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.megatron import LATEST
-from tessera.checkpoint.publish import made_from, staging_of
-from tessera.checkpoint.stream import Conversion, identity_of, stream
+from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weights import add_product
+from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.reader import read_mapping
 from tessera.errors import TesseraError
 from tessera.inference.export import main_dtype
@@ -34,7 +34,6 @@ from tessera.models.files.exported_config import with_dtype
 from tessera.models.files.side_files import copy_side_files
 from tessera.tools.conversion import check_apart
 from tessera.weights.file_plan import FilePlan, PlannedTensor
-from tessera.weights.layouts import TransformersFolder
 from tessera.weights.map import Identity, Operation, Reshape, Rule, WeightMap, shape_of
 
 JOB = "model."  # names of a job's model begin so, before every other prefix
@@ -386,9 +385,8 @@ def _write_job(target: Path, native: NativeTensors) -> None:
 
     plan = plan_dcp(native.plans, JOB).below("release")
     plan = replace(plan, files={**plan.files, LATEST: FilePlan.of_bytes(b"release")})
-    identity = identity_of(Path(native.where))
     origin = made_from("dcp", native.where)
-    stream(target, Conversion(native, _SAME, native.groups(_SAME), plan, reopen, identity, origin=origin))
+    write_weights(target, WriteJob(native, _SAME, plan, reopen, [Path(native.where)], origin=origin))
 
 
 def _write_folder(
@@ -407,7 +405,6 @@ def _write_folder(
         files = stored.files
     blanks = native.blanks()
     config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks))
-    plan = plan_folder(TransformersFolder(staging_of(target)), blanks, table, config, shard_bytes, files)
-    identity = identity_of(Path(native.where), like)
+    plan = plan_folder(blanks, table, config, shard_bytes, files)
     origin = made_from("hf", native.where)
-    stream(target, Conversion(native, table, native.groups(table), plan, reopen, identity, finish, origin))
+    write_weights(target, WriteJob(native, table, plan, reopen, [Path(native.where), like], finish, origin))

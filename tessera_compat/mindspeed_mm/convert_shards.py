@@ -10,8 +10,8 @@ from typing import Any
 from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, storage_order
 from tessera.checkpoint.forms import SafetensorsForm
 from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, plan_megatron, read_megatron
-from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.publish import made_from, publish
+from tessera.checkpoint.writer import PlannedFolder
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError, nearest
 from tessera.inference.weight_source import run_exists

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron, read_megatron, stored_layout
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
-from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.publish import made_from, publish
+from tessera.checkpoint.writer import PlannedFolder
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError, first_line, nearest
 from tessera.models import resolve

@@ -22,7 +22,7 @@ def export(spec: ModelSpec, config: Any, processor: Any, folder: Path, seed: int
     """A folder of random weights, large enough that answers vary."""
     module = spec.main.build(config)
     randomize(module, seed, 0.3)
-    save_folder(folder, model_tensors(module), spec.main.weight_map(config), config.to_hf(), extras=processor.save)
+    save_folder(folder, model_tensors(module), spec.main.weight_map(config), config.to_hf(), finish=processor.save)
     return folder
 
 

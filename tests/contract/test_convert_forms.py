@@ -20,7 +20,7 @@ import tessera
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, plan_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.legacy.dcp import read_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, read_megatron
-from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.writer import PlannedFolder
 from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError

@@ -1,4 +1,4 @@
-"""Conversions between folders that are killed, stopped or meet a full disk go on, or leave nothing."""
+"""Conversions that are killed, stopped or meet a full disk publish nothing, and the same command starts again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from small_folders import small_folder
 
 import tessera
-from tessera.checkpoint import publish
+from tessera.checkpoint import publish, writer
 from tessera.checkpoint.hf import save_folder
-from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.state import model_tensors
+from tessera.checkpoint.writer import PlannedFolder
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
 from tessera.models import build_on_meta, resolve
@@ -58,8 +57,8 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return target, points
 
 
-def kill_and_go_on(moments: list[int], source: Path, expected: Path, target: Path) -> None:
-    """Each process begins where the one before it was killed; the last is not killed."""
+def kill_and_start_again(moments: list[int], source: Path, expected: Path, target: Path) -> None:
+    """Nothing is published by a process that is killed; the last one is not killed, and removes what they left."""
     for number in moments:
         process = fork_context().Process(target=killed_at, args=(number, source, target))
         process.start()
@@ -71,26 +70,44 @@ def kill_and_go_on(moments: list[int], source: Path, expected: Path, target: Pat
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
-def test_killed_at_three_moments_it_goes_on_and_is_the_same_bit_for_bit(
-    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_killed_at_three_moments_it_starts_again_and_is_the_same_bit_for_bit(
+    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     whole, points = expected
     last = next(number for number, point in enumerate(points) if point.startswith("rename "))
-    chance = random.Random(0)
-    early, middle = chance.randrange(5, 20), chance.randrange(5, 20)
-    with caplog.at_level(logging.INFO, logger="tessera"):
-        # Groups that are noted take no more points of failure: the second begins behind the first.
-        kill_and_go_on([early, middle, last - early - middle - 8], folder, whole, tmp_path / "mm")
-    assert "going on: " in caplog.text
+    kill_and_start_again([random.Random(0).randrange(5, last), last - 1, last], folder, whole, tmp_path / "mm")
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_moments_each_goes_on(folder: Path, expected: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_killed_at_twenty_moments_nothing_is_published(
+    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     whole, points = expected
     last = next(number for number, point in enumerate(points) if point.startswith("rename "))
     for number in random.Random(1).sample(range(last + 1), 20):
-        kill_and_go_on([number], folder, whole, tmp_path / "mm")
+        kill_and_start_again([number], folder, whole, tmp_path / "mm")
         shutil.rmtree(tmp_path / "mm")
+
+
+def test_killed_while_an_earlier_export_is_replaced_one_of_both_is_there(
+    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """At every point of publishing: the old folder, the new one, or (between two renames) the old one aside."""
+    whole, points = expected
+    first = next(number for number, point in enumerate(points) if point.startswith("rename "))
+    for number in range(first, len(points) + 3):  # three more points: the old folder is moved aside
+        target = shutil.copytree(whole, tmp_path / str(number) / "mm")
+        (target / "old").touch()
+        process = fork_context().Process(target=killed_at, args=(number, folder, target))
+        process.start()
+        process.join()
+        aside = list(target.parent.glob(".trash-mm~*"))
+        there = target if target.exists() else aside[0]
+        (there / "old").unlink(missing_ok=True)
+        assert same(there, whole), number
+        convert(folder, target)
+        assert same(target, whole)
+        assert [path.name for path in target.parent.iterdir()] == ["mm"]
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +119,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["run", *(pytest.param(k, marks=pytest.mark.slow) for k in ("fp8", "hf", "dcp"))])
-def test_every_form_goes_on_after_a_kill(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_form_starts_again_after_a_kill(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     source, points = request.getfixturevalue("run" if kind == "run" else "folder"), list[str]()
     whole, target = tmp_path / "whole" / "out", tmp_path / "killed" / "out"
     convert(source, whole, points.append, kind)
-    noted = [number for number, point in enumerate(points) if point.startswith("note ")]
-    process = fork_context().Process(target=killed_at, args=(noted[len(noted) // 2], source, target, kind))
+    writes = [number for number, point in enumerate(points) if point.startswith("write ")]
+    process = fork_context().Process(target=killed_at, args=(writes[len(writes) // 2], source, target, kind))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert not target.exists()
-    with caplog.at_level(logging.INFO, logger="tessera"):
-        convert(source, target, kind=kind)
-    assert "going on: " in caplog.text
+    convert(source, target, kind=kind)
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
     for folder in (whole, target):  # which has the time of writing
         record = json.loads((folder / publish.MARK).read_text())
         record.pop("written", None)
@@ -124,82 +138,20 @@ def test_every_form_goes_on_after_a_kill(
     assert same(whole, target)
 
 
-class Stop(Exception):
-    """Stands for anything that ends a process between two groups."""
-
-
-def begun(source: Path, target: Path, groups: int = 20) -> Path:
-    """Leave a conversion of which some groups are written, and return its staging folder."""
-    left = groups
+def test_of_two_conversions_to_one_target_both_end(
+    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    """Each has a staging folder; the last to end replaces the other, which is an export of the same source."""
+    begun: list[str] = []
 
     def fault(point: str) -> None:
-        nonlocal left
-        left -= point.startswith("note ")
-        if left < 0:
-            raise Stop
-
-    with pytest.raises(Exception, match="Stop"):
-        convert(source, target, fault)
-    assert publish.staging_of(target).is_dir()
-    assert not target.exists()
-    return publish.staging_of(target)
-
-
-def test_only_the_same_job_with_the_same_source_goes_on(
-    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = shutil.copytree(folder, tmp_path / "hf")
-    begun(source, tmp_path / "mm")
-    with caplog.at_level(logging.INFO, logger="tessera"):
-        weights = next(source.glob("*.safetensors"))
-        os.utime(weights, ns=(1, 1))
-        convert(source, tmp_path / "mm")
-        assert "the source has changed" in caplog.text
-        shutil.rmtree(tmp_path / "mm")
-        begun(source, tmp_path / "mm")
-        caplog.clear()
-        tessera.convert(source, tmp_path / "mm", to="dcp")
-        assert "another job" in caplog.text
-        begun(source, tmp_path / "other")
-        (publish.staging_of(tmp_path / "other") / "latest_checkpointed_iteration.txt").unlink()
-        caplog.clear()
-        convert(source, tmp_path / "other")
-        assert "not what it had written" in caplog.text
-        assert "going on" not in caplog.text
-    for written in (tmp_path / "other", shutil.copytree(expected[0], tmp_path / "expected")):
-        (written / publish.MARK).unlink()  # which says where the source lies
-    assert same(tmp_path / "other", tmp_path / "expected")
-
-
-def test_damage_in_what_was_written_is_found_and_mended(
-    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    staging = begun(folder, tmp_path / "mm")
-    damaged = max(staging.rglob("*.pt"), key=lambda path: path.stat().st_blocks)
-    content = damaged.read_bytes()
-    written = [position for position in range(0, len(content), 64) if any(content[position : position + 64])]
-    with damaged.open("r+b") as file:
-        file.seek(written[len(written) // 2])  # in a tensor: most of what is written is one
-        file.write(bytes(64))
-    journal = staging.with_name(staging.name + ".journal")
-    journal.write_bytes(journal.read_bytes() + b"a line that was torn")
-    with caplog.at_level(logging.WARNING, logger="tessera"):
-        convert(folder, tmp_path / "mm")
-    assert "is written again" in caplog.text
-    assert same(tmp_path / "mm", expected[0])
-
-
-def test_two_at_once_on_one_target_are_refused(folder: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-
-    def fault(point: str) -> None:
-        if not said:
-            with pytest.raises(TesseraError, match="another process") as refused:
-                convert(folder, tmp_path / "mm")
-            said.append(str(refused.value))
+        if not begun:
+            begun.append(point)
+            convert(folder, tmp_path / "mm")
 
     convert(folder, tmp_path / "mm", fault)
-    assert str(tmp_path / "mm") in said[0]
+    assert same(tmp_path / "mm", expected[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["mm"]
 
 
 def test_a_full_disk_is_said_before_and_while_writing(
@@ -207,25 +159,25 @@ def test_a_full_disk_is_said_before_and_while_writing(
 ) -> None:
     needed = sum(path.stat().st_size for path in expected[0].rglob("*") if path.is_file() and path.suffix != ".json")
     with monkeypatch.context() as patched:
-        patched.setattr(publish, "free_bytes", lambda _: needed - 1)
+        patched.setattr(writer, "free_bytes", lambda _: needed - 1)
         with pytest.raises(TesseraError, match=rf"{needed} bytes\) are needed"):
             convert(folder, tmp_path / "mm")
         assert list(tmp_path.iterdir()) == []
-        patched.setattr(publish, "free_bytes", lambda _: needed)
+        patched.setattr(writer, "free_bytes", lambda _: needed)
         plain, left = PlannedFolder.put, 9
 
-        def full(self: PlannedFolder, name: str, *given: Any) -> list[int]:
+        def full(self: PlannedFolder, name: str, *arguments: Any) -> None:
             nonlocal left
             left -= 1
             if not left:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return plain(self, name, *given)
+            plain(self, name, *arguments)
 
         patched.setattr(PlannedFolder, "put", full)
         with pytest.raises(TesseraError, match="No space left") as refused:
             convert(folder, tmp_path / "mm")
         assert f"{needed} bytes" in str(refused.value)
-        assert not (tmp_path / "mm").exists()
+        assert list(tmp_path.iterdir()) == []
     convert(folder, tmp_path / "mm")
     assert same(tmp_path / "mm", expected[0])
 
@@ -253,14 +205,14 @@ def test_progress_says_how_much_how_fast_and_how_long(
     assert lines[-1].endswith(" 0 s left")
 
 
-def test_a_target_inside_of_the_source_goes_on_as_well(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_target_inside_of_the_source_is_written(
+    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     source = shutil.copytree(folder, tmp_path / "hf")
-    begun(source, source / "mm")
-    with caplog.at_level(logging.INFO, logger="tessera"):
-        convert(source, source / "mm")
-    assert "going on: " in caplog.text
+    convert(source, source / "mm")
+    for written in (source / "mm", shutil.copytree(expected[0], tmp_path / "expected")):
+        (written / publish.MARK).unlink()  # which has the hash of the path of the source
+    assert same(source / "mm", tmp_path / "expected")
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -276,24 +228,24 @@ def test_no_threads_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_by_the_user_it_says_how_to_go_on(folder: Path, tmp_path: Path) -> None:
+def test_stopped_by_the_user_it_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """The real command: one clear line, exit code 130, and the same command ends the work."""
     words = [sys.executable, "-m", "tessera.cli.main", "convert", str(folder), str(tmp_path / "mm"), "--to", "mm"]
-    slow = "import time, tessera.checkpoint.planned_folder as f\nplain = f.PlannedFolder.put\n"
-    slow += "f.PlannedFolder.put = lambda *given: (time.sleep(0.2), plain(*given))[1]\n"
+    slow = "import time, tessera.checkpoint.writer as f\nplain = f.PlannedFolder.put\n"
+    slow += "f.PlannedFolder.put = lambda *arguments: (time.sleep(0.2), plain(*arguments))[1]\n"
     slow += f"import sys\nfrom tessera.cli.main import main\nsys.argv = ['tessera', *{words[3:]!r}]\nmain()\n"
     process = subprocess.Popen([sys.executable, "-c", slow], stderr=subprocess.PIPE, text=True)
-    journal = publish.staging_of(tmp_path / "mm").with_name(".staging-mm~convert.journal")
-    while process.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 4):
+    while process.poll() is None and not list(tmp_path.glob(".staging-mm~*")):
         time.sleep(0.05)
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
-    assert "stopped; what is written is kept" in said
+    assert "stopped: nothing was published" in said
     assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
     again = subprocess.run(words, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert "going on: " in again.stderr
 
 
 def large_folder(folder: Path, layers: int) -> int:
@@ -332,30 +284,9 @@ def test_memory_is_that_of_the_tensors_in_work_and_not_of_the_folder(tmp_path: P
     assert peaks[1] - peaks[0] < 2 * 6 * 16
 
 
-def foreign_journal(journal: Path, line: str) -> None:
-    """Add a line whose checksum is right, and its content not what is ever noted."""
-    with journal.open("a") as file:
-        file.write(f"{zlib.crc32(line.encode()):08x} {line}\n")
-
-
-@pytest.mark.parametrize(
-    "line",
-    ['{"version": 1}', '{"group": 99999, "checksums": {}}', '{"group": 0, "checksums": {"a": ["b"]}}', "[", "[]"],
-)
-def test_lines_of_a_journal_that_nobody_noted_have_no_say(
-    folder: Path, expected: tuple[Path, list[str]], tmp_path: Path, line: str
-) -> None:
-    staging = begun(folder, tmp_path / "mm")
-    foreign_journal(staging.with_name(staging.name + ".journal"), line)
-    convert(folder, tmp_path / "mm")
-    assert same(tmp_path / "mm", expected[0])
-
-
 @pytest.mark.parametrize("kind", ["pipe", "link", "file"])
-def test_what_is_no_folder_in_the_place_of_the_staging_folder_is_replaced(
-    folder: Path, tmp_path: Path, kind: str
-) -> None:
-    staging = publish.staging_of(tmp_path / "mm")
+def test_what_is_no_folder_in_the_place_of_a_staging_folder_is_removed(folder: Path, tmp_path: Path, kind: str) -> None:
+    staging = tmp_path / ".staging-mm~0123abcd"
     (tmp_path / "precious").mkdir()
     make = {"pipe": lambda: os.mkfifo(staging), "link": lambda: staging.symlink_to("precious"), "file": staging.touch}
     make[kind]()

@@ -16,8 +16,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, rep
 from typer.testing import CliRunner
 
 import tessera
-from tessera.checkpoint import planned_folder
-from tessera.checkpoint.export_record import read_record
+from tessera.checkpoint import writer
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
@@ -203,7 +202,7 @@ def test_what_cannot_be_written_in_eight_bits_is_refused_by_name(tmp_path: Path)
 def test_a_changed_byte_is_found_before_the_folder_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain("qwen2", tmp_path / "hf")
 
-    plain_write, spoiled = planned_folder._write_at, list[int]()
+    plain_write, spoiled = writer._write_at, list[int]()
 
     def spoil(handle: int, data: Any, position: int) -> None:
         changed = bytearray(data)
@@ -212,7 +211,7 @@ def test_a_changed_byte_is_found_before_the_folder_appears(tmp_path: Path, monke
             spoiled.append(position)
         plain_write(handle, changed, position)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(planned_folder, "_write_at", spoil)
+    monkeypatch.setattr(writer, "_write_at", spoil)
     with pytest.raises(TesseraError, match="read back with other bytes"):
         tessera.convert(tmp_path / "hf", tmp_path / "out", quantize="fp8")
     assert not (tmp_path / "out").exists()

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from small_folders import small_folder
 
 import tessera
-from tessera.checkpoint import planned_folder
+from tessera.checkpoint import writer
 from tessera.checkpoint.legacy.megatron import LATEST
-from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.writer import PlannedFolder
 from tessera.errors import TesseraError
 from tessera.tools.resplit import resplit
 from tessera.weights.megatron_form import EvenSplit
@@ -172,7 +172,7 @@ def test_what_is_written_is_read_again_before_it_is_published(
     spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = small_folder("qwen2_vl", tmp_path / "hf")
-    put, write, names = PlannedFolder.put, planned_folder._write_at, list[str]()
+    put, write, names = PlannedFolder.put, writer._write_at, list[str]()
 
     def named(self: PlannedFolder, name: str, *given: Any) -> list[int]:
         names.append(name)
@@ -184,7 +184,7 @@ def test_what_is_written_is_read_again_before_it_is_published(
         write(handle, changed, position)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PlannedFolder, "put", named)
-    monkeypatch.setattr(planned_folder, "_write_at", spoiled)
+    monkeypatch.setattr(writer, "_write_at", spoiled)
     with pytest.raises(TesseraError, match="other bytes"):
         tessera.convert(folder, tmp_path / "new" / "a", to="mm", layout={"tp": 2}, jobs=1)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]  # nor the folder that was made for it

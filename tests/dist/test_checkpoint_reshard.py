@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, plan_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.hf import load_folder, save_folder
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.planned_folder import PlannedFolder
 from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
 from tessera.checkpoint.weights import TensorSource, fill
+from tessera.checkpoint.writer import PlannedFolder
 from tessera.errors import TesseraError
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import Concat, Identity, Rule, WeightMap
@@ -221,7 +221,7 @@ def export_without_room(rank: int, world: int, folder: Path) -> str:
     net, _ = build(world, seed=3)
 
     def full(point: str) -> None:
-        if point == "write model.safetensors model.scale":
+        if point == "write scale":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(TesseraError) as caught:

@@ -75,7 +75,7 @@ def test_several_files_other_spelling_and_type(tmp_path: Path) -> None:
 def test_out_and_in_again(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "export"
     save_folder(
-        folder, ours(3), MAP, {"model_type": "x"}, shard_bytes=300, extras=lambda f: (f / "t.json").write_text("1")
+        folder, ours(3), MAP, {"model_type": "x"}, shard_bytes=300, finish=lambda f: (f / "t.json").write_text("1")
     )
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tessera.checkpoint.hf import ComponentWeights, load_folder, save_components, save_folder, stored_dtype
+from tessera.checkpoint.hf import load_folder, save_folder, stored_dtype
+from tessera.checkpoint.publish import MARK
 from tessera.errors import TesseraError
 from tessera.weights.layouts import DiffusersFolder, TransformersFolder, detect_layout, folder_layout
 from tessera.weights.map import Rule, WeightMap
@@ -32,14 +33,14 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def pipeline(folder: Path, **options: int) -> dict[str, dict[str, torch.Tensor]]:
-    made = {"transformer": weights(1), "text_encoder": weights(2)}
-    save_components(
-        folder,
-        {name: ComponentWeights(tensors, TABLE, {"_class_name": name}) for name, tensors in made.items()},
-        layout=lambda path: DiffusersFolder(path, INDEX),
-        **options,  # type: ignore[arg-type]
-    )
-    return made
+    components = {"transformer": weights(1), "text_encoder": weights(2)}
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps(INDEX))
+    for name, tensors in components.items():
+        kind = {"_class_name": name} if name == "transformer" else {"model_type": name}
+        save_folder(folder / name, tensors, TABLE, kind, **options)
+        (folder / name / MARK).unlink()
+    return components
 
 
 def test_a_transformers_folder_is_one_component(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     manager = CheckpointManager(run.folder / "checkpoints", 2)
     manager.save(1, {name: torch.zeros_like(t) for name, t in tensors.items()}, {}, dump_yaml(run))
     manager.save(2, {**tensors, "optim.x.exp_avg": torch.ones(3)}, {}, dump_yaml(run))
-    save_folder(root / "hf", model_tensors(module), SPEC.main.weight_map(config), config.to_hf(), extras=processor.save)
+    save_folder(root / "hf", model_tensors(module), SPEC.main.weight_map(config), config.to_hf(), finish=processor.save)
     picture().save(root / "cat.png")
     return root
 

@@ -25,7 +25,7 @@ from tessera.checkpoint.legacy.dcp import DcpTensor, check_cover, plan_dcp, read
 from tessera.checkpoint.legacy.pickles import Described
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.checkpoint.legacy.torch_plan import plan_torch_file
-from tessera.checkpoint.planned_folder import PlannedFolder
+from tessera.checkpoint.writer import PlannedFolder
 from tessera.errors import TesseraError
 from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
 from tessera.weights.rows import TensorRows

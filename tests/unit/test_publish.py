@@ -57,7 +57,7 @@ def test_two_exports_to_one_target_leave_each_other_alone(tmp_path: Path) -> Non
 
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".staging-out~0123abcd").mkdir()
-    (tmp_path / ".staging-out~convert.journal").write_text("")
+    (tmp_path / ".staging-out~convert.journal").write_text("")  # of an earlier release
     publish(tmp_path / "out", lambda staging: None)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -1,0 +1,336 @@
+"""Write weights in another form: the only writer of folders, for conversions and for exports of a model in memory.
+
+A group of native tensors is read from the source, made into what the target form stores, and written to its places.
+Each chunk is read again behind its write, while it is in a processor's cache, and must be the same bit for bit. The
+reader of the target form must find the tensors at these places, and for one group of each kind (the layers of a model
+are of one kind) make the source of them again. The folder appears by one rename. A process that is killed publishes
+nothing, and the same command starts again.
+
+Sources are mapped, and rows in another order are views of them, so most bytes are copied once: by the write. The disk
+reads ahead, and begins to write at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from tessera.checkpoint.collective import Failure, Ranks, raise_together
+from tessera.checkpoint.files import Fault, free_bytes, no_fault, sync_folder
+from tessera.checkpoint.forms import NativeTensors, TensorGroup
+from tessera.checkpoint.publish import Origin, staged
+from tessera.errors import TesseraError
+from tessera.runtime.crc32 import crc32
+from tessera.runtime.libc import begin_write_back, same_bytes
+from tessera.runtime.process import open_files, usable_cpus
+from tessera.runtime.progress import WorkProgress, human_bytes
+from tessera.weights.file_plan import Extent, FolderPlan, PlannedTensor
+from tessera.weights.map import WeightMap
+from tessera.weights.rows import Bytes, TensorRows
+
+_IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
+_AHEAD = 256 << 20  # bytes of later tensors that the disk is asked to read
+_MAX_JOBS = 8
+_EXTRA_JOBS = 2  # threads beside one for each processor: some wait for the disk
+_WORTH_A_REQUEST = 1 << 20  # bytes that the disk is asked to write at once; fewer are gathered until the end
+_WEIGHTS = (".safetensors", ".pt", ".distcp")
+_log = logging.getLogger("tessera")
+
+
+class Interrupted(TesseraError):
+    """Report that the user has stopped a conversion."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Describe a folder of weights that is written.
+
+    `weight_map`: that of the target form. `reopen` reads a staging folder in the target form. `finish` adds the files
+    beside the weights and checks the folder. `sources`: folders that are read. `rounded`: native tensors that are
+    written quantized, so that they cannot be made again. `jobs`: threads; None: by the number of processors.
+    """
+
+    native: NativeTensors
+    weight_map: WeightMap
+    plan: FolderPlan
+    reopen: Callable[[Path], AbstractContextManager[NativeTensors]]
+    sources: Sequence[Path] = ()
+    finish: Callable[[Path], object] | None = None
+    origin: Origin | None = None
+    overwrite: bool = False
+    rounded: Collection[str] = ()
+    jobs: int | None = None
+    fault: Fault = no_fault
+
+
+def write_weights(target: Path, job: WriteJob) -> None:
+    """Carry out a job on rank 0: the target appears by one rename, or not at all. Every rank calls this."""
+    ranks, failures = Ranks.current(), list[Failure]()
+    groups = job.native.groups(job.weight_map)
+    with job.native.gathering([name for group in groups for name in group.names]):  # other ranks only gather
+        if ranks.rank == 0:
+            try:
+                _write(target, job, groups)
+            except Exception as error:
+                failures.append(Failure.of(error, 0))
+    raise_together(ranks.on_rank0(lambda: failures))
+    if ranks.rank == 0:
+        _log.info("wrote %s to %s, read again and compared", human_bytes(job.plan.nbytes), target)
+
+
+def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
+    jobs = min(_MAX_JOBS, round(usable_cpus()) + _EXTRA_JOBS) if job.jobs is None else job.jobs
+    before = _statuses(job.sources)
+    _check_space(target, job.plan.nbytes)
+    try:
+        with open_files(len(job.plan.files)), staged(target, job.origin, job.overwrite, job.fault) as staging:
+            with _one_thread_each():
+                _Writer(job, groups, staging).run(jobs)
+            for path, status in before.items():
+                if path.is_file() and _status(path) != status:
+                    raise TesseraError("this file was changed while it was read", where=str(path), fix="start again")
+    except KeyboardInterrupt:
+        raise Interrupted("stopped: nothing was published", where=str(target)) from None
+    except OSError as error:
+        failed = Path(str(error.filename))
+        of_target = any(part.startswith(".staging-") for part in failed.parts)  # the target may be inside of the source
+        if failed.is_relative_to(job.native.where) and not of_target:
+            raise TesseraError(f"the source could not be read: {error.strerror}", where=str(failed)) from error
+        needed, free = job.plan.nbytes, free_bytes(target)
+        many = f"; {len(job.plan.files)} files are open at a time: see ulimit -n"
+        raise TesseraError(
+            f"the target could not be written: {error.strerror or error}",
+            where=str(target),
+            fix=f"it needs {human_bytes(needed)} ({needed} bytes) in all, {human_bytes(free)} ({free} bytes) are free "
+            f"there{many if error.errno == errno.EMFILE else ''}",
+        ) from error
+
+
+def _check_space(target: Path, needed: int) -> None:
+    free = free_bytes(target)
+    if needed > free:
+        raise TesseraError(
+            f"the disk is too full: {human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} "
+            "bytes) are free",
+            where=str(target),
+            fix="free some space, or name a target on another disk",
+        )
+
+
+class _Writer:
+    """Write the groups of a job into its staging folder."""
+
+    def __init__(self, job: WriteJob, groups: Sequence[TensorGroup], staging: Path) -> None:
+        self._job, self._groups, self._staging = job, groups, staging
+        self._files = PlannedFolder(staging, job.plan)
+        self._proved: set[Any] = set()  # kinds of groups that were made into the source again
+        self._sizes = [sum(job.native.plans[name].nbytes for name in group.names) for group in groups]
+
+    def run(self, jobs: int) -> None:
+        fault = self._job.fault
+        with self._files:
+            with self._job.reopen(self._staging) as written:
+                self._write_groups(jobs, written)
+            fault("sync")
+            self._files.sync()
+        if self._job.finish is not None:
+            fault("finish")
+            self._job.finish(self._staging)
+        for folder in {(self._staging / name).parent for name in self._job.plan.files}:
+            sync_folder(folder, fault)
+        with self._job.reopen(self._staging):  # with all files complete, and others beside
+            pass
+
+    def _write_groups(self, jobs: int, written: NativeTensors) -> None:
+        native, running = self._job.native, dict[Future[None], int]()
+        ahead, requested = 0, 0  # the next group that the disk was not asked for, and the bytes before it
+        with WorkProgress("writing weights", sum(self._sizes)) as progress, ThreadPoolExecutor(jobs) as pool:
+            try:
+                begun = 0
+                for number, size in [*enumerate(self._sizes), (-1, 0)]:
+                    while running and (number < 0 or len(running) >= jobs or sum(running.values()) + size > _IN_FLIGHT):
+                        for done in wait(running, return_when=FIRST_COMPLETED).done:
+                            progress.count(running.pop(done))
+                            done.result()
+                    begun += size
+                    while ahead < len(self._sizes) and requested < begun + _AHEAD:
+                        native.read_ahead(self._groups[ahead].names)
+                        ahead, requested = ahead + 1, requested + self._sizes[ahead]
+                    if number >= 0:
+                        group = self._groups[number]
+                        tensors = native.read_group(group.names) if native.in_order else None
+                        running[pool.submit(self._write_group, group, tensors, written)] = size
+            finally:
+                for waiting in running:
+                    waiting.cancel()
+
+    def _write_group(self, group: TensorGroup, native: Mapping[str, TensorRows] | None, written: NativeTensors) -> None:
+        native = self._job.native.read_group(group.names) if native is None else native
+        tensors = self._job.weight_map.to_foreign_rows(native)
+        self._job.fault(f"write {group.names[0]}")
+        for name, rows in tensors.items():
+            self._check_places(name, rows, group, written)
+            self._files.put(name, rows)
+        self._prove(group, native, written)
+
+    def _check_places(self, name: str, rows: TensorRows, group: TensorGroup, written: NativeTensors) -> None:
+        """Raise unless the reader of the target form looks for a tensor where it is written."""
+        if (rows.dtype, rows.shape) != (group.made[name].dtype, group.made[name].shape):
+            raise TesseraError(f"the sources of {name} are stored in different types", where=self._job.native.where)
+        assert rows.dtype is not None
+        plan, staging = self._job.plan, self._staging
+        parts = [PlannedTensor(rows.dtype, part.shape) for part in plan.divide(name, rows)]
+        planned = {
+            (place.slice, Extent(staging / place.file, place.offset, parts[place.slice])) for place in plan.places[name]
+        }
+        extents = written.extents(name)
+        if not extents or not planned.issuperset(enumerate(extents)):
+            raise TesseraError(
+                f"{name} is not looked for where it is written", where=str(staging), fix="report this: it is a fault"
+            )
+
+    def _prove(self, group: TensorGroup, native: Mapping[str, TensorRows], written: NativeTensors) -> None:
+        """Make the source of the first group of each kind again from the written files, and raise if it differs."""
+        table, plans = self._job.weight_map, self._job.native.plans
+        kind = tuple((rule[0], plans[name]) for name in group.names if (rule := table.rule_for(name)))
+        if kind in self._proved or any(name in self._job.rounded for name in group.names):
+            return
+        again = written.read_group(group.names)
+        for name, rows in native.items():
+            if not rows.same_bits(again[name].whole()):
+                raise TesseraError(
+                    f"{name} was read back with other bytes than were written",
+                    where=str(self._staging),
+                    fix="nothing was published: report this: it is a fault",
+                )
+        self._proved.add(kind)
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Let operations of torch use one thread each: several of them run at the same time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _statuses(folders: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """Return sizes and times of the weight files in folders; those that are being written are left out."""
+    paths = [(folder, path) for folder in folders for path in folder.rglob("*") if path.suffix in _WEIGHTS]
+    inside = [path for folder, path in paths if not str(path.relative_to(folder)).startswith((".staging-", ".trash-"))]
+    return {path: _status(path) for path in inside if path.is_file()}
+
+
+def _status(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+class _Scratch(threading.local):
+    """Memory of each thread for bytes that are read to be compared."""
+
+    def __init__(self) -> None:
+        self._bytes: Bytes = np.empty(0, dtype=np.uint8)
+
+    def of_size(self, count: int) -> Bytes:
+        if len(self._bytes) < count:
+            self._bytes = np.empty(count, dtype=np.uint8)
+        return self._bytes[:count]
+
+
+class PlannedFolder:
+    """Write the files of a plan: tensors in any order, by several threads. Use it as a context."""
+
+    def __init__(self, folder: Path, plan: FolderPlan) -> None:
+        self._folder, self._plan = folder, plan
+        self._handles: dict[str, int] = {}
+        self._scratch = _Scratch()
+
+    def __enter__(self) -> Self:
+        """Create the files and write everything but tensors."""
+        try:
+            for name, file in self._plan.files.items():
+                path = self._folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+                self._handles[name] = handle
+                os.ftruncate(handle, file.size)
+                for position, data in file.pieces:
+                    _write_at(handle, data, position)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def put(self, name: str, tensor: TensorRows) -> None:
+        """Write a tensor to its places, with the checksums that archives have. Several threads may do so.
+
+        Each chunk is read again behind its write, while it is in a processor's cache, and must be the same.
+        """
+        slices, checksums = self._plan.divide(name, tensor), dict[int, int]()
+        for place in self._plan.places[name]:
+            handle, position, checksum = self._handles[place.file], place.offset, 0
+            for chunk in slices[place.slice].chunks():
+                if place.checksums and place.slice not in checksums:
+                    checksum = crc32(chunk, checksum)
+                _write_at(handle, chunk.data, position)
+                again = self._scratch.of_size(len(chunk))
+                if not _read_at(handle, again, position) or not same_bytes(chunk, again):
+                    raise TesseraError(
+                        f"{name} was read back with other bytes than were written",
+                        where=str(self._folder / place.file),
+                        fix="nothing was published: try again; if it happens twice, check the disk",
+                    )
+                position += len(chunk)
+            if position - place.offset >= _WORTH_A_REQUEST:
+                begin_write_back(handle, place.offset, position - place.offset)
+            checksum = checksums.setdefault(place.slice, checksum)
+            for at in place.checksums:
+                _write_at(handle, checksum.to_bytes(4, "little"), at)
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        for handle in self._handles.values():
+            os.fsync(handle)
+
+
+def _write_at(handle: int, data: bytes | memoryview, position: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(handle, view, position)
+        view, position = view[count:], position + count
+
+
+def _read_at(handle: int, target: Bytes, position: int) -> bool:
+    """Fill an array with bytes of a file; return whether the file has so many."""
+    view = target.data
+    while view:
+        count = os.preadv(handle, [view], position)
+        if not count:
+            return False
+        view, position = view[count:], position + count
+    return True
