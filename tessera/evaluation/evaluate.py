@@ -13,7 +13,7 @@ from tessera.config.reader import build
 from tessera.config.run_config import SourceSection, load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust
-from tessera.data.answer_images import with_copies
+from tessera.data.media.answer_images import with_copies
 from tessera.data.sources.source import Question, Source, open_source, questions
 from tessera.errors import TesseraError, first_line
 from tessera.evaluation.benchmarks import SUFFIX, benchmark_of, score_table

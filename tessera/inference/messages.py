@@ -15,7 +15,7 @@ from PIL import Image
 from tessera.core.sample import Message, Part, PartKind, Sample
 from tessera.data.media.data_urls import decode_data_url, is_data_url
 from tessera.data.media.files import resolve
-from tessera.data.sources.columns import ROLES
+from tessera.data.sources.fields import ROLES
 from tessera.errors import TesseraError, nearest
 
 _KINDS: Mapping[str, PartKind] = {

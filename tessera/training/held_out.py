@@ -15,8 +15,8 @@ from tessera.core.batch import Batch
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.core.row_source import RowSource
 from tessera.core.spec import ModelSpec, Processor
-from tessera.data.answer_images import with_copies
 from tessera.data.loader.loader import RowReader, workers_per_rank
+from tessera.data.media.answer_images import with_copies
 from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.sources.source import Question, open_source, questions

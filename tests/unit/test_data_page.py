@@ -16,7 +16,7 @@ from tessera.config.reader import build
 from tessera.config.run_config import DataSection, SourceSection
 from tessera.core.sample import Sample
 from tessera.data.kinds import KINDS, RowRequest
-from tessera.data.sources.columns import COLUMNS
+from tessera.data.sources.fields import COLUMNS
 from tessera.data.sources.source import Source, open_source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-own-data.md").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ from data_cases import row, seen, write_jsonl
 
 from tessera.config.run_config import SourceSection
 from tessera.core.sample import PLAIN, Message, Part, Sample
-from tessera.data.sources.columns import COLUMNS
 from tessera.data.sources.container import RecordError
+from tessera.data.sources.fields import COLUMNS
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 

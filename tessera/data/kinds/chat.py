@@ -19,7 +19,7 @@ from tessera.data.media.read import ChatProcessor, MediaProcessor, PadsSamples
 from tessera.data.order.order import Order, PackingConfig, Samples, row_table
 from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
 from tessera.data.order.step_order import StepOrder, step_order
-from tessera.data.sources.columns import ROLES
+from tessera.data.sources.fields import ROLES
 from tessera.data.stream.build import stream_rows
 from tessera.errors import TesseraError
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from tessera.core.sample import MediaSize
 from tessera.data.media.files import Limits, Opened, Target, refusing
-from tessera.data.media.headers import PNG
-from tessera.data.media.images import open_image, probe_image, rgb_of
+from tessera.data.media.images import PNG, open_image, probe_image, rgb_of
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
 from tessera.errors import TesseraError
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from tessera.data.sources.container import Container, RawRecord, RecordError
-from tessera.data.sources.file_groups import FolderFiles, media_kind, open_files, stem_of, suffix_of, walk
+from tessera.data.sources.fields import media_kind, stem_of, suffix_of
+from tessera.data.sources.file_groups import FolderFiles, open_files, walk
 from tessera.errors import TesseraError
 
 _FEW = 20  # classes that the question lists

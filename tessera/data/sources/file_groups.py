@@ -19,8 +19,8 @@ import numpy as np
 
 from tessera.core.sample import PartKind
 from tessera.data.media.files import ArchiveMember
-from tessera.data.sources.columns import MEDIA
 from tessera.data.sources.container import MAX_RECORD_BYTES, Container, RawRecord, RecordError, file_facts
+from tessera.data.sources.fields import MEDIA, media_kind, stem_of, suffix_of
 from tessera.data.sources.text import load_object, load_text
 from tessera.data.tables import AnyTables, cached_tables
 from tessera.errors import TesseraError, first_line
@@ -30,32 +30,10 @@ log = logging.getLogger("tessera")
 FolderKind = Literal["media", "documents", "classes"]
 MAX_MEMBERS = 50_000_000
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-_SUFFIXES: dict[str, PartKind] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif"), "image"),
-    **dict.fromkeys(("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg"), "video"),
-    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), "audio"),
-}
 _TEXT_SUFFIXES = ("txt", "caption")
 _FILE_NAME_KEYS = {"file_name": None, "file_names": None, **{f"{kind}_file_name": kind for kind in MEDIA}}
 _MAX_READ_BYTES = 1 << 20  # of one pax or long-name record, which tarfile reads as a whole
 _SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"S": "a sparse file"}
-
-
-def stem_of(name: str) -> str:
-    """Return what the files of one sample have in common: the name up to the first dot after its last folder."""
-    folder, slash, base = name.rpartition("/")
-    return folder + slash + base.partition(".")[0]
-
-
-def suffix_of(name: str) -> str:
-    """Return the letters behind the last dot of a file name, in lower case."""
-    base, dot, suffix = name.rpartition("/")[2].rpartition(".")
-    return suffix.lower() if base and dot else ""
-
-
-def media_kind(name: str) -> PartKind | None:
-    """Return which kind of media a file is by its name; None for other files."""
-    return _SUFFIXES.get(suffix_of(name))
 
 
 # ---------------------------------------------------------------------------------------------- records

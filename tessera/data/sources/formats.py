@@ -33,17 +33,25 @@ from typing import Any
 from tessera.config.run_config import RecordFormat
 from tessera.core.sample import PLAIN, Message, Part
 from tessera.data.media.stored import StoredSample
-from tessera.data.sources.columns import FORMATS, MEDIA, ColumnMap, column_map
 from tessera.data.sources.features import FEATURES
-from tessera.data.sources.file_groups import media_kind
-from tessera.data.sources.other_answers import check_one_worse_answer, has_other_answer, with_both_answers
-from tessera.data.sources.record_media import RecordMedia, fail, has, text_of, value_of, values_of
+from tessera.data.sources.fields import (
+    FORMATS,
+    MEDIA,
+    ColumnMap,
+    RecordMedia,
+    column_map,
+    fail,
+    has,
+    media_kind,
+    text_of,
+    value_of,
+    values_of,
+)
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample, or of a rated answer
 _PROMPT = "prompt"
-
-
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 _ASKED: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")  # one question and its answer
 
 
@@ -76,7 +84,7 @@ class RecordSchema:
         names = self.names[record_format]
         if record_format == "preference":
             pair = has(record, names.chosen) and has(record, names.rejected)
-            return pair or has_other_answer(record)
+            return pair or _has_worse_answer(record)
         if record_format == "unpaired_preference":
             return any(has(record, key) for key in names.label)
         if record_format == "generation":  # whatever is missing is a fault of that record alone
@@ -169,9 +177,9 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 
 def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     """Return the question, then the better answer and the worse one under roles of their own."""
-    check_one_worse_answer(record, names)
-    if not has(record, names.chosen) and has_other_answer(record):
-        record = with_both_answers(record, names)
+    _check_one_worse_answer(record, names)
+    if not has(record, names.chosen) and _has_worse_answer(record):
+        record = _with_both_answers(record, names)
     elif not has(record, names.chosen) and not has(record, names.rejected):
         fail(f"no worse answer: give 'rejected_response', or {names.chosen!r} and {names.rejected!r}")
     answers = [record.get(names.chosen), record.get(names.rejected)]
@@ -239,9 +247,6 @@ def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
     if len(messages) < 2 or last.role != "assistant" or any(part.kind != "text" for part in last.parts):
         fail("the last turn is the answer: a text that the assistant says, after a question")
     return (*messages[:-1], Message(CHOSEN if good else REJECTED, last.parts))
-
-
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def _is_whole_conversation(turns: list[Any], names: ColumnMap) -> bool:
@@ -397,3 +402,50 @@ def _checked(work: Callable[[Any], str], value: Any) -> str:
         return work(value)
     except ValueError as error:
         fail(str(error))
+
+
+# ---------------------------------------------------------------------------------------------- worse answers
+
+
+_WORSE = ("rejected_response", "rejected_messages")
+
+
+def _has_worse_answer(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has a worse answer beside a whole conversation."""
+    return any(has(record, key) for key in _WORSE)
+
+
+def _check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
+    """Raise for a record that gives its worse answer under several keys: nobody knows which of them is meant."""
+    found = [key for key in dict.fromkeys((names.rejected, *_WORSE)) if has(record, key)]
+    if len(found) > 1:
+        fail(f"a pair has one worse answer, and this record has {' and '.join(found)}: keep one of them")
+
+
+def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str, Any]:
+    """Return the record as one with a question and two answers.
+
+    What comes before the last turn of the assistant is the question. The worse answer is a text or a turn, or it is a
+    conversation: as a whole, or from the turn on that differs.
+    """
+    key = next(key for key in _WORSE if has(record, key))
+    worse = record[key]
+    if isinstance(worse, list) and len(worse) == 1 and isinstance(worse[0], str):
+        worse = worse[0]  # a list of worse answers, of which there is one
+    if isinstance(worse, list) and any(isinstance(one, str) for one in worse):
+        fail(f"{key} has {len(worse)} answers, and a pair has one: write a record for each of them")
+    if has(record, "rejected_images"):
+        fail("rejected_images: both answers of a pair are about the same images, those under 'images'")
+    rest = {one: value for one, value in record.items() if one not in _WORSE}
+    if has(record, names.messages):
+        turns = record[names.messages]
+        last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
+        if not isinstance(last, dict) or names.speakers.get(str(last.get(names.role))) != "assistant":
+            fail(f"{names.messages} has to end with the better answer, a turn of the assistant, beside {key}")
+        return {**rest, names.messages: turns[:-1], names.chosen: [last], names.rejected: worse}
+    for one in ("alpaca", "query_response", "question_answer"):
+        columns = column_map(one, {})
+        if has(record, columns.prompt) and has(record, columns.response):
+            better, asked = rest.pop(columns.response), rest.pop(columns.prompt)
+            return {**rest, names.prompt: asked, names.chosen: better, names.rejected: worse}
+    fail(f"no better answer: give {names.messages!r} that ends with it, or 'query' and 'response', beside {key}")

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tessera.config.run_config import RecordFormat, SourceSection
 from tessera.core.sample import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.media.urls import is_url
 from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
-from tessera.data.sources.columns import check_columns, likely_columns
 from tessera.data.sources.container import Container, Joined, NothingUsable, RawRecord, RecordError
 from tessera.data.sources.features import MANIFEST, FeatureFolder
+from tessera.data.sources.fields import check_columns, likely_columns, media_kind, suffix_of
 from tessera.data.sources.file_groups import (
     METADATA,
     Metadata,
     looks_like_tar,
-    media_kind,
     open_files,
     open_tar,
-    suffix_of,
     walk,
 )
-from tessera.data.sources.file_names import source_files
 from tessera.data.sources.formats import RecordSchema, parse
 from tessera.data.sources.parquet import open_parquet
 from tessera.data.sources.text import TextKind, open_text_file
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, nearest
 from tessera.hub.config import local_source
 
 # Formats that data.kind decides, and what to say where records are of that one.
@@ -292,6 +291,54 @@ def _some(records: Container) -> Iterator[tuple[int, RawRecord | RecordError]]:
     step = max(1, (len(records) - _FIRST_RECORDS) // _LATER_RECORDS)
     for number in range(_FIRST_RECORDS, len(records), step):
         yield from records.scan(range(number, number + 1))
+
+
+# ---------------------------------------------------------------------------------------------- names of files
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_FILES = 1_000_000
+
+
+def source_files(path: Path) -> tuple[list[Path], Path]:
+    """Return the files (or the one folder) that a path means, and the folder they have in common."""
+    if path.exists():
+        return [path], path if path.is_dir() else path.parent
+    text = str(path)
+    patterns = _ranges(text) if _RANGE.search(text) else [text]
+    found: list[Path] = []
+    for pattern in patterns:
+        if "*" in pattern:
+            found += map(Path, sorted(glob.glob(re.sub(r"([\[?])", r"[\1]", pattern), recursive=True)))
+        else:
+            found.append(Path(pattern))
+    missing = [one for one in found if not one.is_file()]
+    if not found or missing:
+        _no_such(path, missing)
+    return found, Path(re.split(r"[*{]", text)[0] + "x").parent  # up to the last folder before anything that varies
+
+
+def _ranges(text: str) -> list[str]:
+    """Return shard-{000..127}.tar as 128 names. The digits of the first number say how many there are."""
+    found = _RANGE.search(text)
+    if found is None:
+        return [text]
+    first, last = int(found[1]), int(found[2])
+    if last < first or last - first >= _MAX_FILES:
+        raise TesseraError(f"not a range of files: {found[0]}", where=text, fix="write it as {000..127}")
+    numbers = (f"{number:0{len(found[1])}d}" for number in range(first, last + 1))
+    return [name for number in numbers for name in _ranges(text[: found.start()] + number + text[found.end() :])]
+
+
+def _no_such(path: Path, missing: list[Path]) -> NoReturn:
+    one = missing[0] if missing else path
+    beside = [entry.name for entry in one.parent.iterdir()] if one.parent.is_dir() else []
+    more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+    raise TesseraError(
+        f"no such data file: {one}{more}",
+        where="data",
+        nearest=nearest(one.name, beside),
+        fix="give the path of a JSON, JSONL, Parquet, CSV, TSV or text file, of tar shards, or of a folder",
+    )
 
 
 # ---------------------------------------------------------------------------------------------- questions

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from tessera.data.media.answer_images import TINY, small_copy
 from tessera.errors import TesseraError
 from tessera.observe.report.boxes import Box, find_boxes
 from tessera.observe.report.recorded import RecordedRun
@@ -19,8 +19,6 @@ from tessera.runtime.files import leads_out, read_bytes, read_jsonl, step_of
 MOST_ANSWERS = 60
 MOST_COMPARED = 30
 MOST_IMAGES = 6  # of an answer
-IMAGE_PIXELS = 420  # the longer side
-TINY = 64  # an image no larger is enlarged, pixel by pixel
 SHORT = 28  # an answer of so many characters is a word: it is written large
 FOLDED = 360  # of a longer text so many characters are shown, and the rest when it is opened
 MOST_TEXT = 20_000
@@ -236,12 +234,6 @@ def _inside(folder: Path, name: str) -> Path | None:
 
 
 def _data_uri(image: Image.Image) -> str:
-    """Return an image of a size to look at: drawings and tiny images exactly, photographs as JPEG, which is smaller."""
-    small = max(image.size) <= TINY
-    image.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS), Image.Resampling.BICUBIC)
-    out = io.BytesIO()
-    if small:
-        image.save(out, "PNG")
-    else:
-        image.convert("RGB").save(out, "JPEG", quality=85)
-    return f"data:image/{'png' if small else 'jpeg'};base64," + base64.b64encode(out.getvalue()).decode()
+    """Return a small copy of an image as a `data:` URL."""
+    content, kind = small_copy(image)
+    return f"data:image/{kind};base64," + base64.b64encode(content).decode()

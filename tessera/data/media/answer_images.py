@@ -1,4 +1,4 @@
-"""Keep small copies of the images that answers are about in the folder of a run, where its report finds them.
+"""Write small copies of the images of answers into the folder of a run, for its report.
 
 A report embeds files of the run's folder alone: a run may come from somebody else, and name any file of this machine.
 """
@@ -38,23 +38,28 @@ def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def _copy(folder: Path, path: str) -> dict[str, Any] | None:
-    """Write a copy of an image and return its row; None for what is no file of its own, or cannot be read."""
+    """Write a copy of an image and return its row; None if the path names no file or no readable image."""
     try:
         changed = Path(path).stat().st_mtime_ns
         image = read_image(Path(path), Limits())
     except (TesseraError, OSError, ValueError):  # a path may hold anything
         return None
     width, height = image.size
-    tiny = max(width, height) <= TINY
     name = hashlib.sha256(f"{path} {changed}".encode("utf-8", "surrogateescape")).hexdigest()[:20]
-    file = f"{FOLDER}/{name}.{'png' if tiny else 'jpg'}"
+    file = f"{FOLDER}/{name}.{'png' if max(image.size) <= TINY else 'jpg'}"
     if not (folder / file).exists():
         (folder / FOLDER).mkdir(exist_ok=True)
-        image.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS), Image.Resampling.BICUBIC)
-        content = io.BytesIO()
-        if tiny:
-            image.save(content, "PNG")
-        else:
-            image.convert("RGB").save(content, "JPEG", quality=90)
-        replace_file(folder / file, content.getvalue())
+        replace_file(folder / file, small_copy(image)[0])
     return {"file": file, "width": width, "height": height}
+
+
+def small_copy(image: Image.Image) -> tuple[bytes, str]:
+    """Return an image of at most `IMAGE_PIXELS` a side, encoded, and its format: a tiny one exactly, others as JPEG."""
+    tiny = max(image.size) <= TINY
+    image.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS), Image.Resampling.BICUBIC)
+    content = io.BytesIO()
+    if tiny:
+        image.save(content, "PNG")
+    else:
+        image.convert("RGB").save(content, "JPEG", quality=90)
+    return content.getvalue(), "png" if tiny else "jpeg"
