@@ -148,9 +148,6 @@ def test_other_types_zeros_and_tiny_numbers_keep_what_they_mean(dtype: torch.dty
             if kind == "fp8":
                 assert bool((read.read(name)[1, 128:] > 0).all())
         again = tensors(tessera.convert(written, tmp_path / f"back-{kind}", prove="never"))
-        record = read_record(tmp_path / f"back-{kind}")
-        assert record is not None
-        assert {one.base for one in record.tensors.values()} == {"same"}  # as what the eight bits mean
         meant, _ = means(stored, name)
         assert torch.equal(again[name], meant.to(dtype))
 

@@ -17,8 +17,8 @@ from tessera.config.run_config import LoraSection, RecordFormat, SourceSection, 
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.callback import Callback
 from tessera.core.sample import Sample
-from tessera.data.sources.fields import column_map
 from tessera.data.sources.container import RecordError
+from tessera.data.sources.fields import column_map
 from tessera.data.sources.formats import parse
 from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError

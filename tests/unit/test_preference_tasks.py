@@ -15,8 +15,8 @@ from tessera.config.run_config import load_config
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.task import Task
 from tessera.data.kinds.unpaired_preference import RatedAnswer, with_answer_of
-from tessera.data.sources.fields import column_map
 from tessera.data.sources.container import RecordError
+from tessera.data.sources.fields import column_map
 from tessera.data.sources.formats import parse
 from tessera.errors import TesseraError
 from tessera.lora.modules import without_adapters
