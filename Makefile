@@ -15,7 +15,7 @@ help:
 	@echo "make layouts     every layout and memory form against one process, as a table"
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "Tessera needs Python 3.11 or 3.12; say make PYTHON=/path/to/it")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 14) else "Tessera needs Python 3.11 to 3.14; say make PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $(VENV)
 	@echo 'installing into $(VENV): some minutes and 2 GB, and pip says nothing meanwhile'
 	@# As a plain path: otherwise `import tessera` finds nothing in the folder above a checkout named tessera.
