@@ -112,7 +112,7 @@ ITEMS: list[Item] = [
             ("`move_to_device(batch, dtype)`", OPEN),
             (
                 "the software stack of the guide: Python 3.10, torch 2.7.1",
-                {"refused": "Python 3.11-3.12 and torch 2.11-2.13 are needed; a page says so to people who come"},
+                {"refused": "Python 3.11-3.14 and torch 2.11-2.15 are needed; a page says so to people who come"},
             ),
             (
                 "the user's own `Dataset` unchanged",
