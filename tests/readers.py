@@ -61,7 +61,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
     code = source.splitlines()
     lines: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa", "#!")):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa", "#!", "# ---")):
             lines[token.start[0]] = token.string.lstrip("# ").partition("  # noqa")[0]
     for number, line in lines.items():
         before = code[number - 1].partition("#")[0].strip()
