@@ -27,7 +27,7 @@ class Stream:
     then runs the encoder on `blank`, because ranks that do have such inputs wait for it in collectives.
     """
 
-    tensors: tuple[str, ...]  # have one entry per element; the first of them says how many elements a batch has
+    tensors: tuple[str, ...]  # have one entry per element; the length of the first is the number of elements
     segments: str  # key of the bounds of its sequences: images, recordings, samples
     dim: int = 0  # dimension of these tensors that counts elements
     module: str = ""  # path of the encoder
@@ -38,12 +38,12 @@ class Stream:
     index: str = ""  # tensor that tells a rank with a part of the sequence which elements it has
     own_segments: str = ""  # key under which such a rank finds the bounds of the sequences among its own elements
     per_slot: int = 1  # neighbouring elements that make one output, at most
-    width: int = 0  # of what the encoder returns for an element; 0: unknown, then its all-gather is not estimated
+    width: int = 0  # of the encoder's output for an element; 0: unknown, then its all-gather is not estimated
     blank: Callable[[torch.device], Batch] | None = None  # the smallest input that the encoder takes
 
     @staticmethod
     def sources(positions: str) -> str:
-        """Name the tensor that says which of all slots, or of all positions of this name, a rank with a part has."""
+        """Name the tensor with the slots, or the positions of this name, of a rank that has a part of the sequence."""
         return f"{positions}.sources"
 
     def elements(self, batch: Batch) -> int:
@@ -54,8 +54,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class StageActivation:
-    """Describe what a pipeline stage sends to the next: a tensor [elements, width], where `per_token` elements for each
-    token of a micro-batch are the most that can be needed. The receiver ignores the padding behind the real ones."""
+    """Describe the activation between two pipeline stages: a tensor [elements, width] with at most `per_token` elements
+    for each token of a micro-batch. The receiver ignores the padding behind the real ones."""
 
     per_token: int
     width: int
@@ -86,15 +86,15 @@ class ModelPlan:
     attention: tuple[str, ...] = ()
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> heads that its columns hold
     decoder: str = ""  # path of the decoder of text, where `streams` do not tell it from encoders
-    # Modules whose weights stay in float32, whatever type the rest is computed in. They cast by themselves what they
-    # read and return. Those inside of blocks are small: every rank keeps them whole.
+    # Modules whose weights stay in float32, whatever type the rest is computed in. They cast their
+    # inputs and outputs themselves. Those inside of blocks are small: every rank keeps them whole.
     float32: tuple[str, ...] = ()
     # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
     # gathered with the root and cannot be a shard group of their own.
     fsdp_root: tuple[str, ...] = ()
     # Modules that read the weights of another one: a head that is the table of embeddings. In a pipeline the last
-    # stage, which has the reader, gets a copy of what it reads.
-    tied: Mapping[str, str] = field(default_factory=dict)  # path of the reader -> path of what it reads
+    # stage, which has the reader, gets a copy of it.
+    tied: Mapping[str, str] = field(default_factory=dict)  # path of the reader -> path of the module that it reads
 
     @property
     def encoders(self) -> dict[str, Stream]:

@@ -25,7 +25,7 @@ class Passes:
     of its input, where something before it is trained, and once more for the gradient of a weight that is trained."""
 
     weights: float = 3.0  # products with weights
-    attention: float = 3.0  # of queries with keys, and of what follows with values
+    attention: float = 3.0  # of queries with keys, and of their weights with values
     first: float = 2.0  # the product that an encoder begins with: its input has no gradient
 
 
@@ -40,13 +40,13 @@ class Processor(Protocol):
     """Turn samples into batches. The same object serves training, evaluation and serving."""
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        """Return the cost from headers alone: {"tokens": n, "patches": m, ...}; it equals what `encode` will give."""
+        """Return the cost of the encoded sample from headers alone: {"tokens": n, "patches": m, ...}."""
         ...
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
         """Return a sample ready to be packed: `Encoded` of conversations, `EncodedMedia` of generation. `media`: one
-        decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: what their headers
-        tell, where images were made smaller while they were decoded."""
+        decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: of their
+        headers, where images were made smaller while they were decoded."""
         ...
 
     def collate(self, rows: Sequence[Sequence[Any]], length: int) -> Batch:
@@ -87,7 +87,7 @@ class InitializesByName(Protocol):
     """Mark a module that draws initial weights by name, so that any part of it can be filled alone."""
 
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a whole parameter of this name in place."""
+        """Fill the full parameter of this name in place."""
         ...
 
 
@@ -107,15 +107,15 @@ class AdjustsAfterInit(Protocol):
     def post_meta_init(self) -> None:
         """Adjust parameters or buffers in place.
 
-        It is called on the whole module after initial weights were drawn, and on every rank once memory for the rank's
-        part is allocated and buffers hold what the constructor computed.
+        It is called on the unsharded module after initial weights were drawn, and on every rank after the memory of its
+        part was allocated, when buffers hold the values of the constructor.
         """
         ...
 
 
 @runtime_checkable
 class DeclaresPlan(Protocol):
-    """Mark a module that a user made and that says how it may be split over devices."""
+    """Mark a user's module that declares how it may be split over devices."""
 
     def model_plan(self) -> ModelPlan:
         """Return the plan in the paths of this module."""
@@ -138,7 +138,7 @@ class Component:
     plan: Callable[[Any], ModelPlan] = lambda _: ModelPlan((), {})
     weights: Mapping[str, Callable[[Any], WeightMap]] = field(default_factory=dict)  # by form: "hf", "original", ...
     trained: bool = True
-    # (config) -> the unsharded module with weights, on the host: from files of its own, or as its constructor draws
+    # (config) -> the unsharded module with weights, on the host: from its own files, or as its constructor draws
     # them. None, or a module of None: `initialize(name, tensor, generator)` of the module draws initial weights.
     load: Callable[[Any], nn.Module | None] | None = None
     residence: Residence = "sharded"  # of a frozen component that is not split
@@ -148,7 +148,7 @@ class Component:
     def loaded(self, config: Any = None) -> nn.Module:
         """Return the module of `load`, with its weights."""
         module = None if self.load is None else self.load(config)
-        assert module is not None, "a frozen component that is not split has files of its own"
+        assert module is not None, "a frozen component that is not split is loaded from its own files"
         return module
 
     def weight_map(self, config: Any, form: str = "hf") -> WeightMap | None:
@@ -172,13 +172,13 @@ class ModelSpec:
     main: Component  # the model that is trained
     processor: Callable[..., Processor] | None = None  # (config, folder, **options of the `data.processor` section)
     # (config, batch, training: Training) -> FLOPs of one forward and backward pass: products of the model itself, with
-    # half the square of causal attention, without recomputation, untrained positions of the head and gradients that
-    # nobody asks for. One definition for the step line, benchmarks and balance.
+    # half the square of causal attention, without recomputation, untrained positions of the head and unused
+    # gradients. One definition for the step line, benchmarks and balance.
     flops: Callable[..., float] | None = None
     # (config, measures of samples by name, training: Training) -> the same for each sample in each stream; adds up
     # over the samples of a row.
     work: Callable[..., dict[str, np.ndarray]] | None = None
-    # (config, tokens) -> a micro-batch of so many tokens, made up: what forecasts and dry runs work on.
+    # (config, tokens) -> a micro-batch of so many tokens, made up: input of forecasts and dry runs.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # (config) -> how a family that generates images or videos reads latents and captions.

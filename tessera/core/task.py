@@ -1,4 +1,4 @@
-"""Define the contract of an objective: what it counts, what it computes, and which loss terms follow.
+"""Define the contract of an objective: its counts, its computation and its loss terms.
 
 A loss term is a *sum* with the name of its count. Counts are summed over all ranks and micro-batches before backward:
 
@@ -29,13 +29,13 @@ from tessera.runtime.distributed import World
 if TYPE_CHECKING:
     from tessera.config.run_config import RunConfig
 
-# By name. An int where the host knows the count (a shape); a tensor where only the device does, which nobody waits for.
+# By name. An int where the host knows the count (a shape); a tensor where only the device does: nothing waits for it.
 Counts = Mapping[str, "int | Tensor"]
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """Hold one term of the loss: a sum over the elements that `count` names, and its weight in the whole loss."""
+    """Hold one term of the loss: a sum over the elements that `count` names, and its weight in the loss."""
 
     name: str
     sum: Tensor  # a scalar with a gradient
@@ -53,7 +53,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Losses:
-    """Hold what a task returns for one micro-batch."""
+    """Hold the losses of one micro-batch."""
 
     terms: Sequence[LossTerm]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Reference(Protocol):
         ...
 
     def tensors(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return what the loss needs of the reference's outputs; these tensors join the batch."""
+        """Return tensors of the reference's outputs for the loss; they join the batch."""
         ...
 
 
@@ -110,10 +110,10 @@ class Task(ABC):
     reads: tuple[str, ...] = ()  # names of the model's outputs that `losses` needs; see `core.outputs`
 
     def bind(self, spec: ModelSpec, config: Any) -> None:  # noqa: B027
-        """Keep what the task needs to know of the model family and the model's configuration."""
+        """Keep facts of the model family and the model's configuration."""
 
     def check(self, config: RunConfig, module: nn.Module) -> None:  # noqa: B027, not every task has something to check
-        """Raise a `TesseraError` where this objective cannot train the model. `module` is whole, on the meta device."""
+        """Raise a `TesseraError` where this objective cannot train the model, given unsharded on the meta device."""
 
     def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
         """Return the frozen models that the task uses, by name. No checkpoint stores them.
@@ -126,7 +126,7 @@ class Task(ABC):
         """Keep the frozen models of this rank, with their weights. A pipeline stage has only those that it needs."""
 
     def compile(self) -> None:  # noqa: B027
-        """Prefer compiled operations: called when the run compiles what it can (`parallel.compile`)."""
+        """Prefer compiled operations: called when the run compiles blocks (`parallel.compile`)."""
 
     @property
     def reference(self) -> Reference | None:
@@ -134,8 +134,8 @@ class Task(ABC):
         return None
 
     def prepare(self, batch: Batch) -> Batch:
-        """Return the batch with what the host can compute ahead. The loader calls it before a batch of a training step
-        goes to the device, in a thread of its own where it has one, while earlier steps compute."""
+        """Return the batch with tensors that the host computes ahead. The loader calls it before a batch of a training
+        step goes to the device, in its copying thread where it has one, while earlier steps compute."""
         return batch
 
     @property
@@ -229,7 +229,7 @@ class LossTotals:
             raise TesseraError(
                 "no held-out sample could be used: there is nothing to compute a loss of",
                 where="data.eval",
-                fix="mend the data: `tessera data doctor --decode --recipe RECIPE` says what is wrong with it",
+                fix="mend the data: `tessera data doctor --decode --recipe RECIPE` lists the faults",
             )
         return self.loss()
 

@@ -111,7 +111,7 @@ def _summed(values: Tensor, parameter: Tensor, over: Callable[[int], bool]) -> T
 
 
 def adafactor_bytes(shape: Sequence[int]) -> int:
-    """Return the bytes of state of what a rank has of a parameter, by the shape of that."""
+    """Return the bytes of state of a rank's shard of a parameter, by the shape of the shard."""
     numbers = math.prod(shape)
     if len(shape) < 2 or not numbers:
         return 4 * numbers + 4

@@ -32,7 +32,7 @@ from tessera.runtime.torch_internals import foreach_norm
 
 def parameter_groups(module: nn.Module, section: OptimSection, names: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the groups of all trained parameters. Of several patterns that match one, the last counts; vectors do not
-    decay unless a group says so.
+    decay unless a group sets it.
 
     `names`: all trained parameters of the model, where `module` may be a part of it; patterns are matched with these.
     """
@@ -63,7 +63,7 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
                 )
             if group.optimizer is not None:
                 (matrices.add if group.optimizer == "muon" else matrices.discard)(name)
-    # What every rank keeps whole has a group of its own: torch updates no mixture of plain and sharded tensors at once.
+    # Unsharded parameters have a separate group: torch updates no mixture of plain and sharded tensors at once.
     by_setting: dict[tuple[float, float, bool, bool], list[str]] = {}
     for name, setting in settings.items():
         kind = (isinstance(trained[name][0], DTensor), name in matrices)
@@ -89,7 +89,7 @@ def build_optimizer(
     offloaded: bool = False,
     make: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Optimizer:
-    """Return the optimizer over all trained parameters. `offloaded`: they lie in host memory and are updated there.
+    """Return the optimizer over all trained parameters. `offloaded`: they are in host memory and are updated there.
 
     `make` is the caller's own: it is given the parameter groups with their learning rates and weight decays.
     """
@@ -107,7 +107,7 @@ def build_optimizer(
     elif section.name == "adafactor":
         if offloaded:
             raise TesseraError(
-                "adafactor sums over ranks in its update, and with parallel.offload weights lie in host memory",
+                "adafactor sums over ranks in its update, and with parallel.offload weights are in host memory",
                 where="optim.name",
                 fix="optim.name=adamw or lion, or parallel.offload=false: its state is small",
             )
@@ -120,7 +120,7 @@ def build_optimizer(
         if section.name == "muon":
             if offloaded:
                 raise TesseraError(
-                    "muon multiplies matrices, and with parallel.offload they lie in host memory",
+                    "muon multiplies matrices, and with parallel.offload they are in host memory",
                     where="optim.name",
                     fix="optim.name=adamw, or parallel.offload=false",
                 )
@@ -142,7 +142,7 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
         )
     if [g["params"] for g in optimizer.param_groups] != [g["params"] for g in groups]:
         raise TesseraError(
-            "the optimizer that was given has other parameter groups than those it was made from",
+            "the optimizer has other parameter groups than the ones that it was called with",
             where="optimizer",
             fix="pass the groups on as they are; optim.groups in the recipe makes groups",
         )

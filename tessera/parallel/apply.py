@@ -78,8 +78,7 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
     apply_activation_offload(module, present(module, plan.roles.activation_offload), device)
     apply_block_offload(module, present(module, plan.roles.block_offload), device, parameters=not plan.sharding.active)
     if plan.sharding.active and isinstance(module, ShardsItself):
-        # Before the class recomputes or shards anything: both are hooks around a block, or a call of it, and what is
-        # compiled is the block's own code.
+        # Before the class recomputes or shards anything: both wrap a block in hooks, and only its code is compiled.
         apply_compile(module, present(module, plan.roles.compiled))
         _let_it_shard_itself(module, plan, mesh, device)
         return
@@ -161,13 +160,13 @@ def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, d
     """Fill whole tensors that are not parameters of the module, under the names that they would have there."""
     if not tensors:
         return
-    assert isinstance(module, InitializesByName), "a module without `initialize` cannot say how a tensor begins"
+    assert isinstance(module, InitializesByName), "a module without `initialize` draws no tensor by name"
     for name, tensor in tensors.items():
         module.initialize(name, tensor, generator(device, seed, "init", name))
 
 
 def keep_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copy into a parameter, plain or sharded, what this rank holds of the whole tensor."""
+    """Copy this rank's shard of a full tensor into a parameter, which may be plain or sharded."""
     full = full.to(device=parameter.device, dtype=parameter.dtype)
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
@@ -232,7 +231,7 @@ def allocate(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Move buffers, ignored modules and what is whole to the device; offloading moves sharded parameters by itself."""
+    """Move buffers, ignored modules and unsharded parameters to the device; torch's offloading moves the others."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))

@@ -1,4 +1,4 @@
-"""Collectives that gradients pass through, and what ranks do together when all backward passes of a step are done."""
+"""Define collectives that gradients pass through, and the exchanges at the end of all backward passes of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimate what ranks send each other in a step, from the plan alone, axis by axis."""
+"""Estimate the communication of a step from the plan alone, axis by axis."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tessera.parallel.mesh import CONTEXT, EP, FSDP, PP, REPLICATE, RING, TENSOR
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import SequenceSharding
 
-LOSS_CHUNK = 2048  # positions of which ranks exchange, at a time, what the loss needs: see ops.loss
+LOSS_CHUNK = 2048  # positions whose sums for the loss ranks exchange together: see ops.loss
 LOSS_NUMBERS = 3  # fp32 values per position
 
 
 def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
-    """Return what a rank at one position of the pipeline sends in a step, from the plan alone."""
+    """Return the communication of a rank at one position of the pipeline in a step, from the plan alone."""
     here = shards_of_stage(plan.param_shards, plan.pipeline, position)
     return merge_volumes(
         [

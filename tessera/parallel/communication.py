@@ -1,4 +1,4 @@
-"""Volumes of communication: what ranks send each other in a step, by collective and mesh axis.
+"""Count the communication of a step, by collective and mesh axis.
 
 Each axis estimates its own from the plan; `CommCounter` counts the collectives of a step that runs, in a fake world or
 a real one. A test compares the two.
@@ -95,8 +95,8 @@ class CommCounter(TorchDispatchMode):
         if kind is None:
             return
         leaves = tree_leaves(arguments)
-        # Operations of c10d are given their result to fill. What is whole lies before a reduce-scatter and after an
-        # all-gather, which may make a list.
+        # Operations of c10d are called with their result to fill. The full tensor is the input of a reduce-scatter and
+        # the output of an all-gather, which may be a list.
         before = max((_bytes(leaf) for leaf in leaves), default=0)
         after = sum(_bytes(leaf) for leaf in tree_leaves(out))
         size = max(before, after)

@@ -69,7 +69,7 @@ class P2PExchange:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Hold what is constant during a pass around the ring: which rank has which tokens, and the kind of attention."""
+    """Hold the constants of a pass around the ring: which rank has which tokens, and the kind of attention."""
 
     ring: Ring
     ranges: Sequence[Sequence[Range]]  # of each rank of the ring

@@ -60,7 +60,7 @@ def plan_context(
         attention = {path: _shape(model_plan, tree, path, axes.size(TENSOR)) for path in outside}
         if not attention:
             raise TesseraError(
-                f"parallel.cp={section.cp}, but this model family does not say where its attention is",
+                f"parallel.cp={section.cp}, but this model family does not declare its attention modules",
                 where="parallel.cp",
                 allowed=[1],
                 fix="shard its weights instead: parallel.shard=auto (`attention` is in the plan of a family)",
@@ -76,7 +76,7 @@ def plan_context(
             _check_masks(tree, [*attention, *(path for encoder in encoders for path in encoder.attention)], section.cp)
     if model_plan.main is None:
         raise TesseraError(
-            "this model family does not say which tensors of a batch are its main sequence, so it cannot be split",
+            "this model family does not declare the tensors of its main sequence, so it cannot be split",
             where="parallel.cp" if section.cp > 1 else "parallel.encoders",
             fix="a family of your own may fill `ModelPlan.streams`",
         )
@@ -123,7 +123,7 @@ def _heads(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) ->
 
 
 def _shape(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str, tp: int) -> Heads | None:
-    """Return None where the family does not say; then communication cannot be estimated."""
+    """Return None where the family does not declare its heads; then communication cannot be estimated."""
     counts, core = _beside(model_plan, tree, attention), tree[attention]
     if not counts or not isinstance(core, AttentionCore) or core.head_dim is None:
         return None
@@ -168,7 +168,7 @@ def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
 
 
 class ContextAttention(nn.Module):
-    """Compute attention over tokens that lie on several ranks, in place of `core`, which has no weights.
+    """Compute attention over tokens of several ranks, in place of `core`, which has no weights.
 
     It takes queries, keys and values of the rank's own tokens, and segments of all tokens. If these are as many, the
     batch was not sharded (as in generation), and no communication is needed.
@@ -283,7 +283,7 @@ class _GatherElements(torch.autograd.Function):
         ranks, position = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         padded = grads[0].new_zeros(ranks * ctx.longest, grads[0].shape[1]).index_copy(0, order, grads[0])
         if ctx.summed is not None:
-            # The context group is the outer axis of the dp view: each rank gets the sums of what lies with it.
+            # The context group is the outer axis of the dp view: each rank gets the sums of its elements.
             inner = ranks // dist.get_world_size(ctx.summed)
             part = padded.new_empty(inner * ctx.longest, padded.shape[1])
             dist.reduce_scatter_tensor(part, padded, group=ctx.summed)

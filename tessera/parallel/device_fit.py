@@ -21,11 +21,11 @@ class FitChange:
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """Compare what the largest rank needs with the memory of a device."""
+    """Compare the memory that the largest rank needs with that of a device."""
 
     device: str
     size: int  # bytes that the device has
-    usable: int  # of these, without what the runtime and the allocator's gaps take
+    usable: int  # of these, without the runtime and the gaps of the allocator
     held: int  # bytes of weights, optimizer state and buffers on the device all the time
     total: int  # bytes at most, in a step
     changes: Sequence[FitChange] = ()  # to make together, in this order, where it does not fit

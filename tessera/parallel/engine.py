@@ -180,7 +180,7 @@ def _count_of(name: str, counts: dict[str, Tensor]) -> Tensor:
 
 
 def specs_of(losses: Losses) -> tuple[SumSpec, ...]:
-    """Return what is summed, in the order that all ranks use."""
+    """Return the names and counts of all sums, in the order that all ranks use."""
     terms = [SumSpec(term.name, term.count, term.weight) for term in losses.terms]
     return (*terms, *(SumSpec(name, losses.metrics[name].count) for name in sorted(losses.metrics)))
 

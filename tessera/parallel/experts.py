@@ -116,13 +116,13 @@ def _check_ep(ep: int, experts: Mapping[str, int], copy: int) -> None:
 
 
 def _check_routers(paths: Sequence[str], model_plan: ModelPlan, module: nn.Module) -> None:
-    """Refuse routers that are said to see all tokens: with sequence parallelism each rank has a part of them."""
+    """Refuse routers that see all tokens by the plan: with sequence parallelism each rank has a part of them."""
     for path in paths:
         owner = path.rpartition(".")[0]
         for name, _ in module.get_submodule(owner).named_parameters(prefix=owner):
             if any(matches(pattern, name) and style == "replicate" for pattern, style in model_plan.tensor.items()):
                 raise TesseraError(
-                    f"sequence_parallel gives {name} a part of the tokens, and the model's plan says that it sees all",
+                    f"sequence_parallel gives {name} a part of the tokens, and by the model's plan it sees all",
                     where="parallel.sequence_parallel",
                     allowed=["false"],
                     fix="in the model's plan (tensor), its style is sequence",
@@ -141,7 +141,7 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
         if style not in ("column", "row"):
             if tp > 1:
                 raise TesseraError(
-                    f"the model does not say how {path}.{name} is split: {style or 'no style'} is not column or row",
+                    f"the model's plan does not split {path}.{name}: {style or 'no style'} is not column or row",
                     where="parallel.tp",
                     allowed=[1],
                 )
@@ -335,7 +335,7 @@ class RankDispatch(nn.Module):
 
 
 class _Stacks(NamedTuple):
-    """Hold what a rank has of the weights of experts, and of their adapters."""
+    """Hold the weights of the experts of a rank, and of their adapters."""
 
     gate: Tensor
     up: Tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tessera.core.batch import Batch
@@ -72,10 +72,10 @@ def _layers(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Describe what encoding changed in a batch, so that other stages can receive it."""
+    """Describe the changes of a batch by encoding, so that other stages can receive them."""
 
     batch: Batch  # with tensors on the meta device
-    tensors: tuple[str, ...]  # names of those that are new
+    tensors: tuple[str, ...]  # names of the new ones
     segments: tuple[str, ...]
 
 
@@ -111,26 +111,21 @@ def _sent(batch: Batch, change: _Encoded | None, group: dist.ProcessGroup, sourc
     if change is None:
         return batch
     sends = group.rank() == source
-    new = [change.batch.tensors[name] for name in change.tensors]
-    new += [change.batch.segments[name].bounds for name in change.segments]
-    if sends:
-        new = [batch.tensors[name].contiguous() for name in change.tensors]
-        new += [batch.segments[name].bounds for name in change.segments]
-    else:
-        new = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in new]
-    for tensor in new:
+    encoded = batch if sends else change.batch
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous() if sends else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.numel():
             dist.broadcast(tensor, group=group, group_src=source)
-    if sends:
-        return batch
-    count = len(change.tensors)
-    tensors = dict(zip(change.tensors, new[:count], strict=True))
-    bounds = dict(zip(change.segments, new[count:], strict=True))
+        return tensor
+
+    tensors = {name: exchanged(encoded.tensors[name]) for name in change.tensors}
+    bounds = {name: exchanged(encoded.segments[name].bounds) for name in change.segments}
     return replace(
-        change.batch,
-        tensors={name: tensors[name] if name in tensors else batch.tensors[name] for name in change.batch.tensors},
+        encoded,
+        tensors={name: tensors[name] if name in tensors else batch.tensors[name] for name in encoded.tensors},
         segments={
             name: replace(segment, bounds=bounds[name]) if name in bounds else batch.segments[name]
-            for name, segment in change.batch.segments.items()
+            for name, segment in encoded.segments.items()
         },
     )

@@ -68,7 +68,7 @@ def shard_modules(
                 "mp_policy": MixedPrecisionPolicy(torch.float32, plan.precision.reduce, cast_forward_inputs=False),
             }
         fully_shard(module.get_submodule(path), **group)
-    # The type of the output is the root's affair alone: a block's output meets weights of the computed type. So does
+    # Only the root casts its output: a block's output meets weights of the computed type. So does
     # the output of a pipeline stage; the last stage casts its output itself.
     policy: MixedPrecisionPolicy = arguments["mp_policy"]
     outer = MixedPrecisionPolicy(

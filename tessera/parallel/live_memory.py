@@ -15,26 +15,26 @@ from tessera.runtime.torch_internals import TorchDispatchMode, tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follow the tensors that operations make while the mode is on: activations, gradients and what is computed with.
+    """Follow the tensors that operations make while the mode is on: activations, gradients and temporary tensors.
 
     Tensors that were there before, such as weights, are not counted. `most` is the peak in bytes. Storages that are
     allocated empty may be freed and filled again without an operation, as fully_shard does with gathered weights: their
-    sizes are read again at every operation. What kernels need while they run is added where `ops` says it.
+    sizes are read again at every operation. The workspace of kernels is added where `ops` declares it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.most = 0
-        self.begun = 0  # a mark of whoever measures a part: what lived when it began
+        self.begun = 0  # set by the caller who measures a part: the live bytes at its beginning
         self._references: dict[int, StorageWeakRef] = {}
-        self._sizes: dict[int, int] = {}  # of what is counted
+        self._sizes: dict[int, int] = {}  # of the counted storages
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._filled: set[int] = set()  # of these, those that have memory now
+        self._filled: set[int] = set()  # of these, the ones that have memory now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what each rank computes of it comes here by itself
+            return NotImplemented  # the operations on local tensors follow by themselves
         for leaf in tree_leaves([args, kwargs]):
             if isinstance(leaf, Tensor):
                 self._meet(leaf, counted=False)

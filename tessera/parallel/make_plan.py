@@ -54,7 +54,7 @@ def make_plan(
     state: StateBytes = adamw_state,
 ) -> DescribedPlan:
     """Return the plan of a run. Of `module` only names and shapes are read, so it may be on the meta device. `state`:
-    what the optimizer keeps of each parameter."""
+    bytes of optimizer state of each parameter."""
     axes = make_axes(section, model_plan, world)
     workload = workload or Workload()
     parameters = dict(module.named_parameters())

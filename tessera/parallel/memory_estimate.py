@@ -1,4 +1,4 @@
-"""Estimate what a rank holds: its shards of parameters, and the bytes of these, of gradients, optimizer and buffers.
+"""Estimate the memory of a rank: its shards of parameters, and the bytes of these, of gradients, optimizer and buffers.
 
 No process group is needed.
 """
@@ -31,14 +31,14 @@ def adamw_state(name: str, size: int, shape: Sequence[int] = ()) -> int:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """Describe one parameter on one rank: what it computes with, and which ranks share that."""
+    """Describe one parameter on one rank: the tensor that it computes with, and the ranks that share it."""
 
     name: str
-    shape: tuple[int, ...]  # after the split over tp and ep: what is gathered before use
+    shape: tuple[int, ...]  # after the split over tp and ep, as it is gathered before use
     view: str  # the ranks that share it
     shared_by: int
     trained: bool
-    whole: bool = False  # every rank keeps all of it: an ignored module
+    whole: bool = False  # unsharded on every rank: an ignored module
     dim: int = 0  # of `shape`, that these ranks share
 
     @property
@@ -77,7 +77,7 @@ class MemoryBytes:
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int = 0  # whole on every rank: weights in fewer bits, tables
+    buffers: int = 0  # unsharded on every rank: quantized weights, tables
     window: int = 0  # of weights that wait in host memory, those of the two largest blocks in use
     host: int = 0  # all of these weights, in host memory
 
@@ -97,7 +97,7 @@ def param_shards(
     ignored: Sequence[str],
     rows_only: bool = False,
 ) -> list[ParamShard]:
-    """Return the shards of the whole model, in its order. `rows_only`: only first dimensions are split."""
+    """Return the shards of all parameters, in the model's order. `rows_only`: only first dimensions are split."""
     untrained = set(frozen)
     shards = []
     for name, parameter in module.named_parameters():
@@ -149,7 +149,7 @@ def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, 
 
 
 def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int) -> int:
-    """Return the bytes of buffers at a position of the pipeline; every rank has whole ones, in their own type."""
+    """Return the bytes of buffers at a position of the pipeline. Buffers are unsharded, in their own type."""
     here = module.named_buffers()
     if pipeline is None:
         return sum(buffer.nbytes for _, buffer in here)
@@ -180,7 +180,7 @@ def memory_bytes(
 ) -> MemoryBytes:
     """Return the bytes of fully sharded training.
 
-    Ignored modules, which are frozen, are kept in the type of computation, and those of `float32` in this one.
+    Ignored modules, which are frozen, have the type of computation, and those of `float32` this one.
     `waiting`: parameters and buffers in bytes of each block whose frozen weights are in host memory.
     """
 

@@ -1,7 +1,7 @@
 """Degrees of parallelism, checked against each other, the axes that they make, and the device mesh over real ranks.
 
 `Axes.root` lists the axes of the one mesh over all ranks, outermost first. A *view* is one or several of those axes
-taken as one, which is what the other files ask for. `Axes` needs no process group; `Mesh` does.
+taken as one; other files ask for views. `Axes` needs no process group; `Mesh` does.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             allowed=divisors(section.cp),
         )
     splits = _encoder_splits(section, model_plan)
-    # Outermost first: each factor lies between the tp degrees of two parts of the model.
+    # Outermost first: each factor is the quotient of two tp degrees of parts of the model.
     degrees = sorted({section.tp, *(tp for tp, _ in splits.values())}, reverse=True)
     outer = {TP_OUTER + (f"_{n}" if n > 1 else ""): big // small for n, (big, small) in enumerate(pairwise(degrees), 1)}
     sizes = {

@@ -29,14 +29,14 @@ Keep = Literal["none", "matmul", "attention"]
 
 # A kind of block is needed in several forms: with gradients and without, after something that has one and after nothing
 # that does, with adapters and without, with adapters of other ranks; each before and after sizes became variables.
-# Beyond its own limit of 8 torch computes new forms without compiling, and says so in one line of a log.
+# Beyond its default limit of 8, torch computes new forms without compiling and logs one line.
 _COMPILED_FORMS = 64
 
 
 @dataclass(frozen=True)
 class Recompute:
     path: str
-    keep: Keep = "none"  # what is stored and not computed again
+    keep: Keep = "none"  # results that are stored and not computed again
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _ignored(section: ParallelSection, tree: dict[str, nn.Module], frozen: set[s
     for path in paths:
         outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
-            raise TesseraError(f"{path} is ignored already: it lies inside {outer}", where=where)
+            raise TesseraError(f"{path} is ignored already: it is inside {outer}", where=where)
         trained = next((n for n, _ in tree[path].named_parameters(prefix=path) if n not in frozen), None)
         if trained:
             raise TesseraError(
@@ -96,7 +96,7 @@ def _blocks(
     section: ParallelSection, model_plan: ModelPlan, tree: dict[str, nn.Module], ignored: Sequence[str]
 ) -> tuple[str, ...]:
     if section.wrap is None:
-        # What a model proposes yields to what the user ignores.
+        # Modules that the user ignores are no blocks of the model's proposal.
         proposed = _select_once(model_plan.blocks, tree, "the model's plan (blocks)")
         return tuple(path for path in proposed if not home(path, ignored))
     where = "parallel.wrap"
@@ -118,7 +118,7 @@ def _blocks(
             )
         if any(home(other, [path]) for other in at_root):
             # A group around them would have their weights sharded when they are read: it is split into the blocks in
-            # it, and what is left of it stays with the root.
+            # it, and the rest of it stays with the root.
             inside = [block for block in _select_once(model_plan.blocks, tree, where) if home(block, [path])]
             blocks.update(dict.fromkeys(block for block in inside if not home(block, ignored)))
         else:
@@ -165,15 +165,18 @@ def _compiled(
     for path in paths:
         outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
-            raise TesseraError(f"{path} is compiled already: it lies inside {outer}", where=where)
+            raise TesseraError(f"{path} is compiled already: it is inside {outer}", where=where)
     kept_elsewhere = next(
         (path for path in offloaded if home(path, paths) or any(home(one, [path]) for one in paths)), None
     )
     for other, key in (
         (kept_elsewhere and f"{kept_elsewhere} has its activations offloaded", "parallel.activation_offload"),
-        (section.use_reentrant and "reentrant recompute hides what it runs", "parallel.use_reentrant"),
-        (section.cp > 1 and "tokens of a row lie on several ranks", "parallel.cp"),
-        (section.ep > 1 and "experts lie on several ranks", "parallel.ep"),
+        (
+            section.use_reentrant and "reentrant recompute hides its operations",
+            "parallel.use_reentrant",
+        ),
+        (section.cp > 1 and "tokens of a row are on several ranks", "parallel.cp"),
+        (section.ep > 1 and "experts are on several ranks", "parallel.ep"),
         (
             section.schedule in ("interleaved-zb", "zbv") and "its schedule splits the backward pass",
             "parallel.schedule",
@@ -181,7 +184,7 @@ def _compiled(
     ):
         if other:
             raise TesseraError(
-                f"what is compiled stays whole, and {other}", where=f"{where} and {key}", fix="one of them"
+                f"a compiled module is not split, and {other}", where=f"{where} and {key}", fix="one of them"
             )
     return tuple(paths)
 
@@ -199,13 +202,13 @@ def _block_offload(
         if path not in again:
             pattern = re.sub(r"\.\d+", ".{*}", path)
             raise TesseraError(
-                f"{path} is not recomputed: what it keeps for backward would hold its weights on the device",
+                f"{path} is not recomputed: its saved activations would hold its weights on the device",
                 where=f"{where} and parallel.recompute",
                 fix=f'parallel.recompute: ["{pattern}"]',
             )
     for other, key in (
         (section.offload and "all parameters are in host memory already", "parallel.offload"),
-        (section.compile and "what is compiled keeps the weights that it saw", "parallel.compile"),
+        (section.compile and "a compiled module keeps the weights of its first call", "parallel.compile"),
     ):
         if other:
             raise TesseraError(
@@ -218,7 +221,7 @@ def _block_offload(
 
 
 def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
-    """Refuse a module that is both recomputed and offloaded: both replace what it saves for backward."""
+    """Refuse a module that is both recomputed and offloaded: both replace its saved activations."""
     for number, (path, how) in enumerate(parts):
         for other, other_how in parts[:number]:
             if path == other:
@@ -232,7 +235,7 @@ def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
                 continue
             if how == other_how:
                 raise TesseraError(
-                    f"{inner} would be {how} twice: it lies inside {outer}",
+                    f"{inner} would be {how} twice: it is inside {outer}",
                     where="parallel.recompute" if how == "recomputed" else "parallel.activation_offload",
                     fix="name one of the two",
                 )
@@ -240,7 +243,7 @@ def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
             raise TesseraError(
                 f"{inner} cannot be {inner_how} inside {outer}, which is {outer_how}",
                 where="parallel.recompute and parallel.activation_offload",
-                fix="name parts that lie side by side, such as attn for the one and mlp for the other",
+                fix="name parts beside each other, such as attn for the one and mlp for the other",
             )
 
 
@@ -252,7 +255,7 @@ def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored
         first, first_group = first_seen.setdefault(parameter, (name, group))
         if group != first_group:
             raise TesseraError(
-                f"{name} is the same weight as {first}, and they lie in different shard groups",
+                f"{name} is the same weight as {first}, and they are in different shard groups",
                 where="parallel.wrap",
                 fix="wrap neither of the two modules, so that both stay with the root",
             )
@@ -281,7 +284,7 @@ def _with_native_names(
         ]
     ignore, wrap = native(section.ignore), section.wrap
     if wrap is not None:
-        # Another system may give the head or the embedding a group of its own; here they belong to the root's. A class
+        # Other systems may give the head or the embedding a separate group; here they belong to the root's. A class
         # may also have instances in a module that is ignored.
         elsewhere = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.fsdp_root)]
         ignored = [path for path in tree if any(matches(pattern, path) for pattern in ignore)]

@@ -1,4 +1,4 @@
-"""Count how often a training step computes the matrix products of a model, which depends on what is trained."""
+"""Count how often a training step computes the matrix products of a model, which depends on the trained parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Part:
 
     weights: float = 0.0
     trained: float = 0.0
-    reached: float = 0.0  # of `weights`: those that a gradient passes through
+    reached: float = 0.0  # of `weights`, the ones that a gradient passes through
     adapters: float = 0.0
     units: int = 0
     units_reached: int = 0
@@ -28,11 +28,11 @@ class _Part:
 
 
 def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) -> Training:
-    """Return the passes of each part of a whole model. `trained`: names of parameters. A family without
+    """Return the passes of each part of an unsharded model. `trained`: names of parameters. A family without
     pipeline units is taken as trained as a whole.
 
-    A gradient passes through a unit where something trained lies in it or before it: what lies before the first trained
-    weight of that unit itself is counted, too, which is less than one layer.
+    A gradient passes through a unit if a parameter of it, or of a unit before it, is trained. Weights of this unit
+    before its first trained one are counted, too, which is less than one layer.
     """
     trained = frozenset(trained)
     parts: dict[str, _Part] = {}
@@ -73,7 +73,7 @@ def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, floa
     chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}
     for path, part in unit.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(part, nn.Linear):  # also where its weight is kept in fewer bits and is no parameter
+        if isinstance(part, nn.Linear):  # also where its weight is quantized and is no parameter
             size = float(part.in_features * part.out_features)
             weights += size
             trained += size if f"{prefix}weight" in here else 0.0

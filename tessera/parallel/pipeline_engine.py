@@ -133,7 +133,7 @@ class PipelineEngine:
         self._sequential = SequentialStages(stages, plan, mesh, device)
         self._schedule: Any = None  # made with the first step, when the number of this rank's tokens is known
         self._elements: list[int] = []
-        self._specs: tuple[SumSpec, ...] | None = None  # what the rank of the last stage sums
+        self._specs: tuple[SumSpec, ...] | None = None  # sums of the rank of the last stage
         for stage in stages:
             # Before anything else sees it: fully_shard would move the number to the device, and reading it would wait.
             stage.register_forward_pre_hook(self._number_on_host, prepend=True, with_kwargs=True)
@@ -183,7 +183,7 @@ class PipelineEngine:
         try:
             self._schedule.step(*first, target=numbers if last else None, mb=numbers, return_outputs=False)
         except RuntimeError as error:
-            if isinstance(error.__cause__, TesseraError):  # torch wraps what a stage says into words of its own
+            if isinstance(error.__cause__, TesseraError):  # torch wraps the error of a stage into its own
                 raise error.__cause__ from None
             raise
 
@@ -227,7 +227,7 @@ class PipelineEngine:
     # ------------------------------------------------------------------------------------------ read on the host
 
     def agree_on_specs(self, specs: tuple[SumSpec, ...] | None) -> tuple[SumSpec, ...]:
-        """Return what the rank of the last stage sums; the others do not see a loss."""
+        """Return the sums of the rank of the last stage; the others do not see a loss."""
         shared: list[Any] = [None if specs is None else [astuple(spec) for spec in specs]]
         dist.broadcast_object_list(shared, group=self.pp_group, group_src=self.pipeline.owner[-1])
         return tuple(SumSpec(*fields) for fields in shared[0])
@@ -259,7 +259,7 @@ class PipelineEngine:
                 stage.number,
                 count,
                 self.device,
-                # Said beforehand, so that torch need not run the model to find out.
+                # Declared beforehand, so that torch need not run the model to learn the shapes.
                 input_args=self._carry(stage.number - 1),
                 output_args=self._carry(stage.number),
                 dw_builder=_nothing_left if stage.number in self.pipeline.unsplit else None,

@@ -1,6 +1,6 @@
 """Plan a pipeline: which modules make which stage, and which rank has which stages.
 
-A model is a list of units in order of execution (`ModelPlan.units`). Layers are what is counted and moved; units
+A model is a list of units in order of execution (`ModelPlan.units`). Layers are counted and moved; units
 between them (embeddings, projectors, norms, heads) stay with the layer before them, those at the very front with the
 first layer. So each layer, with what stays with it, is the smallest part of a stage.
 """
@@ -181,7 +181,7 @@ def _refuse_combinations(section: ParallelSection, schedule: Schedule) -> None:
 def _units(model_plan: ModelPlan, module: nn.Module) -> list[_Unit]:
     if not model_plan.units:
         raise TesseraError(
-            "this model does not say where it may be split into stages",
+            "this model does not declare where it may be split into stages",
             where="parallel.pp",
             allowed=["1"],
             fix="parallel.pp: 1; a family of your own may fill `ModelPlan.units`",
@@ -216,7 +216,7 @@ def _check_complete(module: nn.Module, modules: Sequence[str]) -> None:
             raise TesseraError(
                 f"{name} is the same weight as one of {homes[parameter]}: a pipeline would tear the two apart",
                 where="parallel.pp",
-                fix="let the second read the first's weight (as `TiedHead` does), and say so in `ModelPlan.tied`",
+                fix="let the second read the first's weight (as `TiedHead` does), and declare it in `ModelPlan.tied`",
             )
 
 

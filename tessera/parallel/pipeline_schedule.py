@@ -1,4 +1,4 @@
-"""Pipeline schedules: what each requires, on which rank it places stages, and how long ranks wait.
+"""Describe pipeline schedules: their requirements, the rank of each stage, and how long ranks wait.
 
 No process group is needed.
 """
@@ -22,7 +22,7 @@ SPLITS_BACKWARD: tuple[Schedule, ...] = ("interleaved-zb", "zbv")  # gradients o
 _WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a stage, in forward passes: the usual share
 _WORK_UNSPLIT = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
 _SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it
-_SEEN = 4  # rounds of micro-batches that are played through; every further one costs what the slowest rank works
+_SEEN = 4  # rounds of micro-batches that are simulated; every further one costs the work of the slowest rank
 
 Action = tuple[int, str, int]  # stage; F forward, B backward, I and W its two halves; micro-batch
 
@@ -43,7 +43,7 @@ def schedule_class(schedule: Schedule) -> Any:
 
 
 def resolve_schedule(section: ParallelSection, microbatches: int) -> tuple[Schedule, int]:
-    """Return (schedule, stages on each rank), with defaults for what the section leaves out.
+    """Return (schedule, stages on each rank), with defaults for absent keys.
 
     Fewer micro-batches than ranks fill and drain the pipeline alone: gpipe does that, and torch's 1f1b refuses them.
     """
@@ -108,7 +108,7 @@ class _Twice(torch.autograd.Function):
 
 def splits_at_functions() -> bool:
     """Return whether autograd can start at a Python Function node, such as our loss, whose output was detached. Torch
-    2.11 cannot; this is tested here because no release says so."""
+    2.11 cannot; this is tested here because no release notes mention it."""
     x = torch.ones((), requires_grad=True)
     y = _Twice.apply(x)
     node = y.grad_fn

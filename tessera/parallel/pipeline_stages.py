@@ -45,7 +45,7 @@ class StageModule(nn.Module):
         self.work: Work | None = None
 
     def forward(self, carry: Tensor | None, mb: int) -> Any:
-        assert self.work is not None, "a stage does not know by itself what to do with its model"
+        assert self.work is not None, "the engine sets the work of a stage before each call"
         return self.work(self, None if self.is_first else carry, mb)
 
     def run(self, batch: Any, carry: Tensor | None, **options: Any) -> Any:

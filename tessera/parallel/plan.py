@@ -85,7 +85,7 @@ class Plan:
     context: ContextPlan | None  # how sequences, and the input of encoders, are split over ranks
     experts: ExpertPlan | None  # how experts are distributed
     pipeline: PipelinePlan | None  # how layers are distributed over stages
-    roles: ModulePlan  # what each module is: shard group, recomputed, offloaded, compiled
+    roles: ModulePlan  # modules that are shard groups, recomputed, offloaded, compiled
     sharding: Sharding
     precision: Precision
     memory: MemoryPlan

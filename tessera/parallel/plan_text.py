@@ -20,7 +20,7 @@ from tessera.runtime import html
 
 
 def plan_text(plan: Plan) -> str:
-    """Return a line for everything that the plan does; what it does not do has none."""
+    """Return a line for each feature that the plan uses."""
     return "\n".join(f"{name:<13} {text}" for name, text in _rows(plan))
 
 

@@ -60,7 +60,7 @@ class SequenceSharding:
         return [end - start for start, end in parts]
 
     def ranges(self, length: int, position: int) -> list[Range]:
-        """Return what the rank at `position` owns; the ring is the outer dimension of positions."""
+        """Return the ranges of the rank at `position`; the ring is the outer dimension of positions."""
         at, number = divmod(position, self.ulysses)
         joined = self.ring_ranges(length, at)
         start, end = self._part(sum(stop - first for first, stop in joined), self.ulysses, number)
@@ -122,9 +122,9 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
 
     `dp_positions` gives, by encoder, its position among the ranks that distribute whole sequences. Segments of the main
     sequence stay those of the whole, because attention reaches over all of it. Slots become positions among the rank's
-    own elements, and `Stream.sources` says which output of the encoder goes to each of them. Positions in the main
-    sequence are treated alike: what has one entry for each of them (latents, say) stays whole, and the task that makes
-    the model's input of it takes this rank's part.
+    own elements, and `Stream.sources` holds the encoder output of each of them. Positions in the main
+    sequence are treated alike: a tensor with one entry for each of them (such as latents) stays unsharded. The task
+    that makes the model's input of it takes this rank's part.
     """
     tensors, segments = dict(batch.tensors), dict(batch.segments)
     main = plan.main
@@ -230,7 +230,7 @@ def indices(ranges: Sequence[Range]) -> Tensor:
 
 
 def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
-    """Return the positions that lie in the ranges, counted among the elements of the ranges, and their indices."""
+    """Return the positions inside of the ranges, counted among the elements of the ranges, and their indices."""
     local, which, before = [], [], 0
     for start, end in ranges:
         inside = ((positions >= start) & (positions < end)).nonzero().flatten()
@@ -241,7 +241,7 @@ def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor,
 
 
 def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
-    """Return where each element lies after an all-gather, in which every rank's part is padded to the longest one.
+    """Return the index of each element after an all-gather, in which every rank's part is padded to the longest one.
     `by_rank` holds the elements of each rank."""
     longest = max((len(elements) for elements in by_rank), default=0)
     order = torch.zeros(length, dtype=torch.int64)
@@ -278,7 +278,7 @@ def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
 
 
 def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
-    """Return how many elements of each segment lie in some ranges. Ranges are in order, so segments stay whole."""
+    """Return how many elements of each segment are inside of some ranges. Ranges are in order."""
     ends = list(itertools.accumulate(lengths, initial=0))
     return [
         sum(max(0, min(last, end) - max(first, start)) for first, last in ranges)
@@ -339,7 +339,7 @@ class RankDataset(RowSource):
         return self.source.decodes_media
 
     def work(self, rows: Sequence[int]) -> Sequence[float] | None:
-        """Return the cost of whole rows, so that all ranks split them alike."""
+        """Return the cost of full rows, so that all ranks split them alike."""
         return self.source.work(rows)
 
     def without(self, samples: Mapping[str, str]) -> RankDataset | None:

@@ -29,8 +29,6 @@ from tessera.parallel.modules import present
 from tessera.runtime.modules import FeatureStatistics, clean_name
 
 Split = Literal["column", "row", "vocab"]  # of a weight: over output features, input features, tokens
-LOSS_CHUNK = 2048  # positions of which ranks exchange, at a time, what the loss needs: see ops.loss
-LOSS_NUMBERS = 3  # fp32 values per position
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def plan_tensor(
         return None
     if not any(style in ("column", "row", "vocab") for style in model_plan.tensor.values()):
         raise TesseraError(
-            f"parallel.tp={section.tp}, but this model family does not say how its layers are split",
+            f"parallel.tp={section.tp}, but this model family does not declare how its layers are split",
             where="parallel.tp",
             allowed=[1],
             fix="shard its weights instead: parallel.shard=auto (tensor styles are in the plan of a family)",

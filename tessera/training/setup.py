@@ -51,7 +51,7 @@ class Objects:
     optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None  # from parameter groups, such as a class
 
     def __post_init__(self) -> None:
-        """Raise if a part is not what it is given as."""
+        """Raise if a part has the wrong type."""
         wanted = {
             "model": (self.model, isinstance(self.model, nn.Module), "an nn.Module"),
             "task": (
@@ -120,7 +120,7 @@ class ModelSetup:
 
     @cached_property
     def training(self) -> Training:
-        """Return which matrix products a step computes, given what is frozen. Read before the model is sharded."""
+        """Return the matrix products of a step, which depend on frozen parameters. Read before the model is sharded."""
         trained = [shard.name for shard in self.plan.param_shards if shard.trained]
         return training_of(self.module, self.spec.main.plan(self.config), trained)
 
@@ -128,7 +128,7 @@ class ModelSetup:
 def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE) -> ModelSetup:
     """Build the model on the meta device and plan its layout. Needs no process group and no accelerator.
 
-    `objects`: what the caller of `tessera.train` gave instead of names in the recipe.
+    `objects`: parts that the caller of `tessera.train` gave instead of names in the recipe.
     """
     spec, model_config, task = _model_and_task(config, objects)
     module = build_on_meta(spec, model_config)

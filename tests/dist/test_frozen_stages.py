@@ -5,20 +5,25 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import tessera
-from tessera.config.run_config import load_config
+from tessera.config.run_config import ParallelSection, RunConfig, load_config
 from tessera.core.batch import Batch, Segments
 from tessera.core.callback import Callback
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import Component, ModelSpec, Stage
 from tessera.diffusion.pipeline_parts import Autoencoder, TextEncoder
 from tessera.errors import TesseraError
-from tessera.parallel.frozen import encode_on_one_rank
+from tessera.parallel.frozen import encode_on_one_rank, frozen_bytes
+from tessera.parallel.mesh import make_axes
+from tessera.tasks.language import LanguageTask
 from tessera.tools.dry_run import device_bytes
-from tessera.training.setup import build_meta_model
+from tessera.training.setup import Objects, build_meta_model
 from tests.dist.spawn import end_ranks, run_ranks
 from tests.toys.generation_set import write_image, write_jsonl, write_video
 from tests.toys.pipeline_folder import TEXT_SIZE, write_pipeline_folder
@@ -140,6 +145,28 @@ def test_a_plan_counts_encoders_on_the_first_stage_alone(folder: Path) -> None:
     held = [memory.total - memory.gradients for memory in plan.memory.by_position]
     assert [device_bytes(plan, position) for position in (0, 1)] == [held[0] + encoders, held[1]]
     assert "on ranks 0 of the pipeline alone" in plan.describe()
+
+
+@pytest.mark.parametrize(("owner", "last"), [((0, 1), 1), ((0, 1, 1, 0), 0)])  # the second as zbv places stages
+def test_a_component_is_counted_on_the_ranks_of_its_stage(owner: tuple[int, ...], last: int) -> None:
+    pipeline: Any = SimpleNamespace(owner=owner)
+    module, axes = torch.nn.Linear(2, 2), make_axes(ParallelSection(), ModelPlan((), {}), 1)
+    places: dict[Stage, int | None] = {"first": 0, "last": last, "split": None}
+    for stage, position in places.items():
+        component = Component(lambda _: module, trained=False, stage=stage)
+        assert frozen_bytes(module, component, axes, pipeline).position == position
+        assert frozen_bytes(module, component, axes, None).position is None
+
+
+class TrainsAnother(LanguageTask):
+    def components(self, config: RunConfig, spec: ModelSpec) -> dict[str, Component]:
+        return {"teacher": spec.main}
+
+
+def test_a_component_that_would_be_trained_is_refused() -> None:
+    recipe = {"model": {"family": "qwen2", "preset": "quickstart"}, "train": {"steps": 1}}
+    with pytest.raises(TesseraError, match="teacher"):
+        build_meta_model(load_config(recipe), 1, Objects(task=TrainsAnother()))
 
 
 class Doubling:

@@ -296,12 +296,12 @@ def test_a_mask_that_a_ring_cannot_serve_is_refused_and_ulysses_offered() -> Non
 
 
 def test_a_family_that_does_not_name_its_attention_is_refused() -> None:
-    with pytest.raises(TesseraError, match="does not say where its attention is"):
+    with pytest.raises(TesseraError, match="does not declare its attention modules"):
         plan_of(Core(True), ModelPlan(("core",), {}), cp=2)
 
 
 def test_a_family_that_does_not_describe_its_main_sequence_is_refused() -> None:
-    with pytest.raises(TesseraError, match="which tensors of a batch are its main sequence"):
+    with pytest.raises(TesseraError, match="does not declare the tensors of its main sequence"):
         plan_of(Core(True), ModelPlan(("core",), {}, attention=("core",)), cp=2)
 
 

@@ -262,7 +262,7 @@ def test_words_of_pipelines_need_a_pipeline(key: str, value: Any) -> None:
 
 def test_a_family_without_stages_and_a_weight_in_two_stages_are_refused() -> None:
     module = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]), "head": nn.Linear(8, 8)})
-    with pytest.raises(TesseraError, match="does not say where it may be split"):
+    with pytest.raises(TesseraError, match="does not declare where it may be split"):
         split({"pp": 2}, (module, ModelPlan((), {})))
     chain = (PipelineUnit("layers.{*}", 1.0, "text", MIB), PipelineUnit("head", 1.0))
     module["layers"][0].weight = module["head"].weight  # type: ignore[index]

@@ -124,7 +124,7 @@ class Decoder(nn.Module):
 
 TABLE: dict[str, TensorStyle] = {"norm.weight": "sequence", "up.weight": "column", "down.weight": "row"}
 BAD_TABLES: list[tuple[dict[str, TensorStyle], dict[str, Any], str]] = [
-    ({}, {}, "does not say how its layers are split"),
+    ({}, {}, "does not declare how its layers are split"),
     ({"norm.weight": "sequence", "up.weight": "column"}, {}, "down.weight has no tensor styles"),
     ({**TABLE, "*.weight": "replicate"}, {}, "norm.weight has 2 tensor styles"),
     ({**TABLE, "norm.weight": "column"}, {}, "norm.weight cannot be split by column: LayerNorm"),
@@ -147,7 +147,7 @@ def test_a_family_of_foreign_modules_is_refused() -> None:
         "model": {"family": "module", "config": {"class": "tests.toys.own_models:PlainNet"}},
         "train": {"steps": 1},
     }
-    with pytest.raises(TesseraError, match=r"this model family does not say how its layers are split"):
+    with pytest.raises(TesseraError, match=r"this model family does not declare how its layers are split"):
         tessera.plan(recipe, {"parallel.tp": 2}, world=2)
 
 
