@@ -173,7 +173,7 @@ class Callback:
         return {}
 
 
-# What became of the update of a step; "rewound": the whole step was undone.
+# The fate of the update of a step; "rewound": the step was undone.
 StepOutcome = Literal["applied", "dropped", "rewound"]
 
 

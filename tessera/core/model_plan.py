@@ -10,11 +10,13 @@ import torch
 
 from tessera.core.batch import Batch
 
-# How a parameter is split over the ranks that compute a layer together. column, row: the output or input features
-# of a linear layer (of stacked experts: of each expert); vocab: entries of a table of tokens; sequence: whole, and
-# applied to a part of the tokens where `parallel.sequence_parallel` is on; heads: whole, and applied to the heads or
-# features that a rank has; features: a vector that is split as the columns that it is applied to, in a norm over all of
-# these; replicate: whole, applied to all.
+# How a parameter is split over the ranks that compute a layer together.
+# column, row: by the output or input features of a linear layer (of stacked experts: of each expert)
+# vocab: by the entries of a table of tokens
+# sequence: not split; applied to a part of the tokens where `parallel.sequence_parallel` is on
+# heads: not split; applied to the heads or features of a rank
+# features: a vector, split like the columns that it is applied to, in a norm over all of these
+# replicate: not split; applied to all
 TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "features", "replicate"]
 
 
@@ -87,7 +89,7 @@ class ModelPlan:
     heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> heads that its columns hold
     decoder: str = ""  # path of the decoder of text, where `streams` do not tell it from encoders
     # Modules whose weights stay in float32, whatever type the rest is computed in. They cast their
-    # inputs and outputs themselves. Those inside of blocks are small: every rank keeps them whole.
+    # inputs and outputs themselves. Those inside of blocks are small: they are unsharded on every rank.
     float32: tuple[str, ...] = ()
     # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
     # gathered with the root and cannot be a shard group of their own.

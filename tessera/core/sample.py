@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-PartKind = Literal["text", "image", "video", "audio", "features"]  # features: what encoders made of a whole sample
+PartKind = Literal["text", "image", "video", "audio", "features"]  # features: outputs of encoders for a full sample
 PLAIN = "text"  # the role of text that nobody says: no header, no end of turn, all of it trained on
 
 
@@ -45,7 +45,7 @@ class MediaSize:
     height: int
     frames: int = 1
     samples: int = 0  # of audio, at the rate it is decoded to
-    total: int = 0  # frames of the whole video, from which `frames` are taken evenly
+    total: int = 0  # frames of the full video, from which `frames` are taken evenly
     rate: float | None = None  # how many of those make a second; None: unknown
 
     @property

@@ -30,7 +30,7 @@ class Passes:
 
 
 # By part of a model, as its module is called ("text", "head", "vision", "projector"); parts that are left out are
-# trained as a whole.
+# fully trained.
 Training = Mapping[str, Passes]
 FULL = Passes()
 

@@ -2,8 +2,8 @@
 
 The update of a matrix is its momentum with all singular values brought near 1, by five steps of a Newton-Schulz
 iteration, times 0.2 sqrt(longer side): then it is as large as an update of AdamW, and both take one learning rate. It
-needs whole matrices, and gets them by an all-gather where a matrix is sharded; each rank computes the iteration for
-itself and keeps its own part. Experts are matrices of their own: where ranks hold whole ones, nothing is gathered.
+needs full matrices, and gets them by an all-gather where a matrix is sharded; each rank computes the iteration for
+itself and keeps its own part. Experts are separate matrices: where ranks hold full ones, nothing is gathered.
 Momentum is computed element by element on shards, as every state is, so checkpoints reshard.
 """
 
@@ -102,7 +102,7 @@ class Muon(AdamW):
 
 
 def _has_whole_matrices(parameter: Tensor) -> bool:
-    """Return whether the local shard is made of whole matrices: of stacked ones, dimensions before the last two may be
+    """Return whether the local shard consists of full matrices: of stacked ones, dimensions before the last two may be
     split."""
     if not isinstance(parameter, DTensor):
         return True

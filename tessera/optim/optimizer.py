@@ -155,7 +155,7 @@ def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int,
     """Return how many bytes of state the optimizer keeps of a parameter, given its name, and its bytes and shape on a
     rank.
 
-    `module` is the whole model, on the meta device.
+    `module` is the unsharded model, on the meta device.
     """
     matrices: set[str] = set()
     if section.name == "muon":

@@ -91,13 +91,15 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
 
 def _set_types(module: nn.Module, plan: Plan) -> None:
     """Set the types of parameters. Buffers keep the type that their author chose."""
-    whole = {p for path in plan.roles.ignored for p in module.get_submodule(path).parameters()}
+    ignored = {p for path in plan.roles.ignored for p in module.get_submodule(path).parameters()}
     for name, parameter in module.named_parameters():
         if home(name, plan.precision.float32) is not None:
             parameter.data = parameter.data.float()
         elif parameter.is_floating_point():
             # An ignored module is not cast for computing, and being frozen it needs no master weights.
-            parameter.data = parameter.data.to(plan.precision.compute if parameter in whole else plan.precision.weights)
+            parameter.data = parameter.data.to(
+                plan.precision.compute if parameter in ignored else plan.precision.weights
+            )
 
 
 def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: torch.device) -> None:
@@ -157,7 +159,7 @@ def start_parameters(
 
 @torch.no_grad()
 def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> None:
-    """Fill whole tensors that are not parameters of the module, under the names that they would have there."""
+    """Fill full tensors that are not parameters of the module, under the names that they would have there."""
     if not tensors:
         return
     assert isinstance(module, InitializesByName), "a module without `initialize` draws no tensor by name"
@@ -171,7 +173,7 @@ def keep_shard(parameter: Tensor, full: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    # Torch's checkpoint protocol knows which boxes of the whole a rank holds, however it was split.
+    # Torch's checkpoint protocol knows which boxes of the full tensor a rank holds, however it was split.
     for box in local_chunks(parameter):
         shard = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         tensor_of_chunk(parameter, box.offsets).copy_(shard)

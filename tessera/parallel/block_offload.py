@@ -27,8 +27,8 @@ Owner = tuple[nn.Module, str]  # a module and the name of its parameter or buffe
 
 
 def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
-    """Return the frozen weights of a block that a rank has whole. `parameters`: whether those are among them, and not
-    buffers alone; fully_shard moves parameters itself."""
+    """Return the frozen weights of a block that are unsharded on a rank. `parameters`: include parameters, not buffers
+    alone; fully_shard moves its parameters itself."""
     weights: list[Owner] = []
     for part in block.modules():
         if isinstance(part, KeepsFrozenBuffers):

@@ -47,7 +47,7 @@ class ContextPlan:
 def plan_context(
     section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes, tokens: int
 ) -> ContextPlan | None:
-    """Return None where every rank has whole sequences and all inputs of encoders."""
+    """Return None where every rank has full sequences and all inputs of encoders."""
     if section.cp == 1 and all(axes.size(views.dp) == 1 for views in axes.encoders.values()):
         return None
     tree = dict(module.named_modules())
@@ -148,7 +148,7 @@ def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) 
             f"{path} has {has}, which a ring cannot serve: causal and full attention alone",
             where="parallel.ulysses",
             allowed=[cp],
-            fix=f"parallel.ulysses={cp}: ranks that exchange heads see whole sequences",
+            fix=f"parallel.ulysses={cp}: ranks that exchange heads see full sequences",
         )
 
 
@@ -202,7 +202,7 @@ class ContextAttention(nn.Module):
     def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
         """Describe the ring to `ring_attention`. The plan has checked that `core` is causal or full."""
         assert isinstance(self.core, AttentionCore)
-        # Other names are of ways to compute a whole attention.
+        # Other names are implementations of attention over full sequences.
         implementation = "eager" if self.core.implementation == "eager" else AUTO
         return RingSchedule(
             ring,
@@ -218,7 +218,7 @@ class GatherOutputs:
     """Extend an encoder, as a forward hook, from the outputs of a rank's own input to those of all, in order.
 
     Every rank uses all outputs, for its own tokens. So the gradient of an output is the sum over ranks that have other
-    tokens; ranks that compute the same tokens together have the whole gradient already.
+    tokens; ranks that compute the same tokens together have the full gradient already.
     """
 
     def __init__(self, encoder: EncoderSharding, mesh: Mesh) -> None:

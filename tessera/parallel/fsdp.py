@@ -129,15 +129,15 @@ def sum_gradients(module: nn.Module) -> None:
 
 
 def whole_parameters(module: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
-    """Return the parameters that fully_shard leaves whole on every rank and that may be trained: scalars (a
-    temperature, a gate), which cannot be split, and modules in float32 inside of blocks."""
+    """Return the parameters that fully_shard leaves unsharded and that may be trained: scalars (a temperature, a
+    gate), which cannot be split, and modules in float32 inside of blocks."""
     wide = plan.float32_whole
     named = ((clean_name(name), p) for name, p in module.named_parameters())
     return {name: p for name, p in named if p.dim() == 0 or home(name, wide) is not None}
 
 
 def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientSync]:
-    """Return the gradient sums of parameters that every rank has whole. They are summed at the end of a step, over the
+    """Return the gradient sums of unsharded parameters. They are summed at the end of a step, over the
     same ranks as all others."""
     if not plan.sharding.active:
         return []

@@ -162,14 +162,14 @@ def _sharding(section: ParallelSection, axes: Axes, types: Precision) -> Shardin
 
 
 def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> None:
-    """Raise if blocks have no frozen weights that a rank has whole."""
+    """Raise if blocks have no unsharded frozen weights."""
     for path, sizes in waiting.items():
         if not sum(sizes):
             why = "shared by ranks, or cast for computing" if sharded else "trained"
             raise TesseraError(
                 f"{path} has no frozen weights that could wait in host memory: they are {why}",
                 where="parallel.block_offload",
-                fix="model.lora with quantize: nf4 keeps them whole in four bits; on one rank, so does "
+                fix="model.lora with quantize: nf4 keeps them unsharded in four bits; on one rank, so does "
                 "precision.weights: bfloat16 without it"
                 if sharded
                 else "it is for adapters (model.lora) and frozen blocks (model.freeze)",

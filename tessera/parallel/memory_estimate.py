@@ -61,7 +61,7 @@ class ParamShard:
 def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int] = ()) -> int:
     """Return the dimension over which a shard group splits a parameter: the first, unless it is shorter than the group.
 
-    That happens to stacked experts, where a rank would hold a whole expert or nothing. Then it is a dimension that
+    That happens to stacked experts, where a rank would hold a full expert or nothing. Then it is a dimension that
     divides evenly (fully_shard demands it), if there is one, preferably not one that tp has `split` already.
     """
     if len(shape) < 3 or shape[0] >= shared_by:

@@ -29,7 +29,7 @@ class _Part:
 
 def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) -> Training:
     """Return the passes of each part of an unsharded model. `trained`: names of parameters. A family without
-    pipeline units is taken as trained as a whole.
+    pipeline units counts as fully trained.
 
     A gradient passes through a unit if a parameter of it, or of a unit before it, is trained. Weights of this unit
     before its first trained one are counted, too, which is less than one layer.

@@ -46,7 +46,7 @@ class _Loss:
     microbatches: Sequence[Batch]
     counts: dict[str, Tensor] | None  # over all ranks and micro-batches
     loss_scale: LossScale | None
-    output_dtype: torch.dtype | None  # of the output of the whole model
+    output_dtype: torch.dtype | None  # of the output of the last stage
     # Tensors of a reference by micro-batch, on the rank of the last stage.
     references: list[dict[str, Tensor]] = field(default_factory=list)
     losses: list[Losses] = field(default_factory=list)  # on the rank of the last stage

@@ -40,10 +40,10 @@ class Parameter(Protocol):
 @dataclass(frozen=True)
 class StagePlan:
     modules: tuple[str, ...]  # units of the model that are in this stage
-    cost: float  # share of the whole model
+    cost: float  # share of the work of the model
     output: StageActivation | None  # to the next stage; None: it is the last
     # Whether the output has elements of an encoder. Ranks of a context group distribute these among them, and one may
-    # get all: then the output has room for those of the whole micro-batch on each of them.
+    # get all: then the output has room for those of the full micro-batch on each of them.
     in_encoder: bool = False
 
 
@@ -232,7 +232,7 @@ def _copies(model_plan: ModelPlan, module: nn.Module, stages: Sequence[StagePlan
 
 def _unsplit(model_plan: ModelPlan, stages: Sequence[StagePlan]) -> tuple[int, ...]:
     """Return the stages whose backward is not split. One that uses a weight at its beginning and at its end: torch
-    walks from every use of a weight and would pass through the whole stage twice. All stages, where torch cannot start
+    walks from every use of a weight and would pass through the stage twice. All stages, where torch cannot start
     backward at a Python function."""
     if not splits_at_functions():
         return tuple(range(len(stages)))

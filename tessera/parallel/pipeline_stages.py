@@ -1,5 +1,5 @@
-"""The stages of a pipeline on this rank: split a model into them, run them one after another without a schedule
-(evaluation, generation), and keep copies of a tied weight equal."""
+"""Split a model into the pipeline stages of this rank, run them one after another without a schedule (evaluation,
+generation), and keep copies of a tied weight equal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StageModule(nn.Module):
 
 
 class LocalStages(nn.Module):
-    """Hold the stages of this rank as one module with the parameter names of the whole model."""
+    """Hold the stages of this rank as one module with the parameter names of the unsplit model."""
 
     def __init__(self, stages: Sequence[StageModule]) -> None:
         super().__init__()

@@ -3,7 +3,7 @@ arithmetic and slicing, on the host, in the loader's processes.
 
 An *element* is what lies along the sequence dimension of an activation: a token of the main sequence, or whatever an
 encoder reads. Two ways of sharding exist. Ranks of a context group each get a part of every sequence
-(`SequenceSharding`). Ranks that have an encoder to themselves each get whole input sequences (`assign_sequences`).
+(`SequenceSharding`). Ranks that have an encoder to themselves each get full input sequences (`assign_sequences`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EncoderSharding:
 
     name: str
     stream: Stream
-    dp: int = 1  # ranks among which whole sequences are distributed
+    dp: int = 1  # ranks among which full sequences are distributed
     split: SequenceSharding | None = None  # how a context group splits each of these; None: every rank has all of it
     attention: tuple[str, ...] = ()  # modules whose attention then spans the context group
     dp_view: str = ""  # the mesh view of `dp`
@@ -120,10 +120,10 @@ def too_short(length: int, minimum: int) -> TesseraError:
 def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: Mapping[str, int]) -> Batch:
     """Return the part of a micro-batch for the rank at `position` of its context group.
 
-    `dp_positions` gives, by encoder, its position among the ranks that distribute whole sequences. Segments of the main
-    sequence stay those of the whole, because attention reaches over all of it. Slots become positions among the rank's
-    own elements, and `Stream.sources` holds the encoder output of each of them. Positions in the main
-    sequence are treated alike: a tensor with one entry for each of them (such as latents) stays unsharded. The task
+    `dp_positions` gives, by encoder, its position among the ranks that distribute full sequences. Segments of the main
+    sequence stay those of the full sequence, because attention reaches over all of it. Slots become positions among the
+    rank's own elements, and `Stream.sources` holds the encoder output of each of them. Positions in the main sequence
+    are treated alike: a tensor with one entry for each of them (such as latents) stays unsharded. The task
     that makes the model's input of it takes this rank's part.
     """
     tensors, segments = dict(batch.tensors), dict(batch.segments)
@@ -157,7 +157,7 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
 def _distribute_sequences(
     tensors: dict[str, Tensor], segments: dict[str, Segments], encoder: EncoderSharding, position: int
 ) -> None:
-    """Keep the whole sequences of this rank. A rank without any has its encoder run on a blank input."""
+    """Keep the sequences of this rank. A rank without any has its encoder run on a blank input."""
     if encoder.dp == 1:
         return
     stream = encoder.stream
@@ -221,7 +221,7 @@ def assign_sequences(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def take(tensor: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
-    """Return the elements in some ranges, as a copy: a slice would keep the whole tensor alive."""
+    """Return the elements in some ranges, as a copy: a slice would keep the full tensor alive."""
     return torch.cat([tensor.narrow(dim, start, end - start) for start, end in ranges], dim)
 
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism: how each parameter is split over the ranks that compute a layer together, by DTensor styles.
+"""Split each parameter over the ranks that compute a layer together, by DTensor styles (tensor parallelism).
 
-Parameters become DTensors. What flows between modules stays plain: whole, or, with sequence parallelism and inside of
-the decoder, this rank's part of the tokens.
+Parameters become DTensors. Activations between modules stay plain tensors: of all tokens, or, with sequence parallelism
+and inside of the decoder, of this rank's part of the tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Divisible:
 def plan_tensor(
     section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes, tokens: int
 ) -> TensorPlan | None:
-    """Return None where every rank computes whole layers."""
+    """Return None where every rank computes full layers."""
     if section.tp == 1:
         if section.sequence_parallel:
             raise TesseraError(
@@ -116,7 +116,7 @@ def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str,
 
 
 def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Sequence[str]) -> dict[str, Split]:
-    """Return the split of each layer, which is the style of its weight. A bias is whole where the input is split."""
+    """Return the split of each layer, which is the style of its weight. A bias is not split where the input is."""
     layers: dict[str, Split] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
@@ -317,7 +317,7 @@ class TokenPlacement:
         return (self._spread(args[0]).redistribute(placements=[Replicate()]), *args[1:])
 
     def shard(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Split tokens at the entry of the decoder. Positions and bounds stay whole."""
+        """Split tokens at the entry of the decoder. Positions and bounds are not split."""
         x: Tensor = args[0]
         self.total = x.shape[0]
         spread = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
