@@ -47,24 +47,24 @@ class ImportedObject:
     where: str = "data.options"
 
     def make(self) -> Any:
-        found = self.find()
-        if not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, functools.partial)):
+        imported = self.find()
+        if not (inspect.isclass(imported) or inspect.isroutine(imported) or isinstance(imported, functools.partial)):
             if self.arguments:
                 raise TesseraError(
-                    f"{self.path} is a {type(found).__name__}, which takes no arguments",
+                    f"{self.path} is a {type(imported).__name__}, which takes no arguments",
                     where=f"{self.where}.arguments",
                     fix="leave them out, or name a class or a function",
                 )
-            return found
-        DATA.check(found, self.path, self.where)
-        check_arguments(found, self.arguments, self.path, f"{self.where}.arguments")
-        return found(**self.arguments)
+            return imported
+        DATA.check(imported, self.path, self.where)
+        check_arguments(imported, self.arguments, self.path, f"{self.where}.arguments")
+        return imported(**self.arguments)
 
     def function(self) -> Any:
         """Return a function that is called with data and not with arguments of the recipe."""
-        found = self.find()
-        check_callable(found, self.path, self.where)
-        return found
+        function = self.find()
+        check_callable(function, self.path, self.where)
+        return function
 
     def find(self) -> Any:
         return import_object(self.path, self.where)
@@ -126,23 +126,23 @@ class ItemBatcher:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def batch(self, drawn: Sequence[DrawnItem], collate: Collate | None = None) -> Batch:
-        made = self._made(drawn, collate)
-        gone = self._gone(made, drawn, collate)
+        batch = self._collated(drawn, collate)
+        gone = self._gone(batch, drawn, collate)
         rest = [one for number, one in enumerate(drawn) if number not in gone]
         if not gone or not rest:
-            return made
+            return batch
         problems = [(name, self.left_out[name]) for names in gone.values() for name in names]
-        made = self._made(rest, collate)
-        rows = {**{one.row: 0 for one in drawn}, **dict(made.rows)}
-        return replace(made, rows=tuple(rows.items()), problems=(*made.problems, *problems))
+        batch = self._collated(rest, collate)
+        rows = {**{one.row: 0 for one in drawn}, **dict(batch.rows)}
+        return replace(batch, rows=tuple(rows.items()), problems=(*batch.problems, *problems))
 
-    def _gone(self, made: Batch, drawn: Sequence[DrawnItem], collate: Collate | None) -> dict[int, tuple[str, ...]]:
+    def _gone(self, batch: Batch, drawn: Sequence[DrawnItem], collate: Collate | None) -> dict[int, tuple[str, ...]]:
         """Return the numbers of items to leave out, with their names.
 
         Where names do not tell the items apart (a whole batch is an item, a collate function gives names of its own),
         it is all of them or none.
         """
-        ids = made.sample_ids
+        ids = batch.sample_ids
         if not any(name in self.left_out for name in ids) or (collate is None and self._is_language(drawn[0].item)):
             return {}
         if len(ids) == len(drawn):
@@ -151,7 +151,7 @@ class ItemBatcher:
             return {}
         return {number: () if number else ids for number in range(len(drawn))}
 
-    def _made(self, drawn: Sequence[DrawnItem], collate: Collate | None) -> Batch:
+    def _collated(self, drawn: Sequence[DrawnItem], collate: Collate | None) -> Batch:
         if collate is not None:
             return self._labelled(self.whole(collate([one.item for one in drawn]), drawn[0].number), drawn)
         first = drawn[0].item
@@ -168,7 +168,7 @@ class ItemBatcher:
         named = [self._named(one) for one in drawn]
         ids = [str(fields.pop("id", one.number)) for fields, one in zip(named, drawn, strict=True)]
         try:
-            made = default_collate(named)
+            collated = default_collate(named)
         except (TypeError, RuntimeError, KeyError) as error:
             raise TesseraError(
                 f"items {drawn[0].number} to {drawn[-1].number} of {self.name} do not fit into one batch: "
@@ -176,26 +176,26 @@ class ItemBatcher:
                 where="data.options",
                 fix="give data.options.collate_fn, or set train.micro_batch=1",
             ) from None
-        return self._labelled(self.whole(made, drawn[0].number), drawn, ids)
+        return self._labelled(self.whole(collated, drawn[0].number), drawn, ids)
 
-    def whole(self, made: Any, number: int) -> Batch:
+    def whole(self, value: Any, number: int) -> Batch:
         """Return as a batch what a loader or the user's collate function made."""
-        if isinstance(made, Batch):
-            return made
-        if isinstance(made, (tuple, list)) and self.fields:
-            if len(made) != len(self.fields):
-                self._refuse(f"has {len(made)} members, data.options.fields names {len(self.fields)}", number)
-            made = dict(zip(self.fields, made, strict=True))
-        if not isinstance(made, Mapping):
-            self._refuse(f"is a {type(made).__name__}", number)
-        fields = dict(made)
+        if isinstance(value, Batch):
+            return value
+        if isinstance(value, (tuple, list)) and self.fields:
+            if len(value) != len(self.fields):
+                self._refuse(f"has {len(value)} members, data.options.fields names {len(self.fields)}", number)
+            value = dict(zip(self.fields, value, strict=True))
+        if not isinstance(value, Mapping):
+            self._refuse(f"is a {type(value).__name__}", number)
+        fields = dict(value)
         ids = fields.pop("id", None)
         wrong = {name: type(value).__name__ for name, value in fields.items() if not isinstance(value, Tensor)}
         if wrong or not fields:
             self._refuse(f"holds no tensors but {wrong}" if wrong else "is empty", number)
         count = next((len(tensor) for tensor in fields.values() if tensor.ndim), 1)
-        given = ids if isinstance(ids, (list, tuple)) else () if ids is None else torch.as_tensor(ids).tolist()
-        return Batch(fields, sample_ids=tuple(map(str, given)), counts={"samples": count})
+        listed = ids if isinstance(ids, (list, tuple)) else () if ids is None else torch.as_tensor(ids).tolist()
+        return Batch(fields, sample_ids=tuple(map(str, listed)), counts={"samples": count})
 
     def _labelled(self, batch: Batch, drawn: Sequence[DrawnItem], ids: Sequence[str] = ()) -> Batch:
         """Return a batch with names, rows and seeds, where its maker gave none."""
@@ -232,15 +232,15 @@ class ItemBatcher:
         batch = replace(batch, counts={**dict.fromkeys(COUNTS, 0), **batch.counts}, problems=tuple(problems))
         return self._labelled(batch, drawn, [row[0].id for row in rows])
 
-    def _encoded(self, one: DrawnItem, problems: list[tuple[str, str]]) -> Encoded:
+    def _encoded(self, drawn: DrawnItem, problems: list[tuple[str, str]]) -> Encoded:
         """Return one sample for a row. A bad one leaves a masked hole: a token that is not trained on."""
-        id = _name(one)
+        id = _name(drawn)
         if id in self.left_out:
             problems.append((id, self.left_out[id]))
             return hole(id, 1)
         try:
             with time_limit(self.section.sample_timeout_s):
-                encoded = one.item if isinstance(one.item, Encoded) else self._encode(self._sample(one))
+                encoded = drawn.item if isinstance(drawn.item, Encoded) else self._encode(self._sample(drawn))
             if len(encoded.tokens) > self.section.length:
                 raise RecordError(id, f"{len(encoded.tokens)} tokens do not fit into data.length {self.section.length}")
             return encoded
@@ -250,13 +250,13 @@ class ItemBatcher:
             problems.append((id, reason_of(error)))
             return hole(id, 1)
 
-    def _sample(self, one: DrawnItem) -> Sample:
-        if isinstance(one.item, Sample):
-            return one.item
-        if not self._is_chat(one.item):
-            self._refuse(f"is a {type(one.item).__name__}, others are conversations", one.number)
-        form = self.forms.decide(one.item) or "sharegpt"
-        return Sample(_name(one), parse(one.item, form, self.forms.names[form]))
+    def _sample(self, drawn: DrawnItem) -> Sample:
+        if isinstance(drawn.item, Sample):
+            return drawn.item
+        if not self._is_chat(drawn.item):
+            self._refuse(f"is a {type(drawn.item).__name__}, others are conversations", drawn.number)
+        form = self.forms.decide(drawn.item) or "sharegpt"
+        return Sample(_name(drawn), parse(drawn.item, form, self.forms.names[form]))
 
     def _encode(self, sample: Sample) -> Encoded:
         assert self.processor is not None
@@ -272,17 +272,17 @@ class ItemBatcher:
 
     # ------------------------------------------------------------------------------------------ tensors
 
-    def _named(self, one: DrawnItem) -> dict[str, Any]:
-        item = one.item
+    def _named(self, drawn: DrawnItem) -> dict[str, Any]:
+        item = drawn.item
         if isinstance(item, (tuple, list)) and self.fields:
             if len(item) != len(self.fields):
-                self._refuse(f"has {len(item)} members, data.options.fields names {len(self.fields)}", one.number)
+                self._refuse(f"has {len(item)} members, data.options.fields names {len(self.fields)}", drawn.number)
             item = dict(zip(self.fields, item, strict=True))
         if not isinstance(item, Mapping):
-            self._refuse(f"is a {type(item).__name__}", one.number)
+            self._refuse(f"is a {type(item).__name__}", drawn.number)
         wrong = [name for name, value in item.items() if name != "id" and not isinstance(value, _NUMBERS)]
         if wrong or not item:
-            self._refuse(f"is a dict without tensors under {wrong[:6]}" if wrong else "is an empty dict", one.number)
+            self._refuse(f"is a dict without tensors under {wrong[:6]}" if wrong else "is an empty dict", drawn.number)
         return dict(item)
 
     def _refuse(self, what: str, number: int) -> NoReturn:
@@ -291,8 +291,8 @@ class ItemBatcher:
         )
 
 
-def _name(one: DrawnItem) -> str:
+def _name(drawn: DrawnItem) -> str:
     """Return what ledgers and quarantine lists call an item."""
-    if isinstance(one.item, (Sample, Encoded)):
-        return one.item.id
-    return str(one.item.get("id", one.number)) if isinstance(one.item, Mapping) else str(one.number)
+    if isinstance(drawn.item, (Sample, Encoded)):
+        return drawn.item.id
+    return str(drawn.item.get("id", drawn.number)) if isinstance(drawn.item, Mapping) else str(drawn.number)

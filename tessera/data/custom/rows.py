@@ -51,7 +51,7 @@ class ItemRows(RowSource):
 
     def __init__(
         self,
-        made: ImportedObject,
+        imported: ImportedObject,
         data: Any,
         items: ItemBatcher,
         collate: ImportedObject | None,
@@ -59,11 +59,11 @@ class ItemRows(RowSource):
         seed: int,
         shuffle: bool,
     ) -> None:
-        self.made, self.items, self.collate = made, items, collate
+        self.imported, self.items, self.collate = imported, items, collate
         self.seed, self.shuffle = seed, shuffle
         self.count = len(data)
         if self.count == 0:
-            raise TesseraError(f"{made.path} is empty", where=made.where)
+            raise TesseraError(f"{imported.path} is empty", where=imported.where)
         self._data: Any = data
         self._collate = None if collate is None else collate.function()
 
@@ -79,27 +79,27 @@ class ItemRows(RowSource):
 
     def without(self, samples: Mapping[str, str]) -> ItemRows:
         """Return the same rows without some samples. Sequential data has no such method: it would start over."""
-        found = copy.copy(self)
-        found.items = replace(self.items, left_out={**self.items.left_out, **samples})
-        found._data, found._collate = self._data, self._collate  # a copy for a worker has neither
-        return found
+        copied = copy.copy(self)
+        copied.items = replace(self.items, left_out={**self.items.left_out, **samples})
+        copied._data, copied._collate = self._data, self._collate  # a copy for a worker has neither
+        return copied
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return self.guarded(rows, {}, _unnoted)
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
         if self._data is None:  # in a worker process
-            self._data = self.made.make()
+            self._data = self.imported.make()
             self._collate = None if self.collate is None else self.collate.function()
             if len(self._data) != self.count:
-                raise TesseraError(f"{self.made.path} has {len(self._data)} items here and {self.count} elsewhere")
+                raise TesseraError(f"{self.imported.path} has {len(self._data)} items here and {self.count} elsewhere")
         return self.items.batch([self._drawn(row, lost, note) for row in rows], self._collate)
 
     def _drawn(self, row: int, lost: Mapping[int, str], note: Callable[[int], None]) -> DrawnItem:
         number, seed = self.number(row), _seed(self.seed, row)
         if number in lost:
             raise TesseraError(
-                f"item {number} of {self.made.path} cannot be had: {lost[number]}",
+                f"item {number} of {self.imported.path} cannot be had: {lost[number]}",
                 where="data.options.dataset",
                 fix="mend the data set; data.sample_timeout_s is how long an item may take",
             )
@@ -111,7 +111,7 @@ class ItemRows(RowSource):
             raise
         except Exception as error:  # of the user's own code, in which anything may happen
             raise TesseraError(
-                f"item {number} of {self.made.path} failed: {type(error).__name__}: {first_line(error)}",
+                f"item {number} of {self.imported.path} failed: {type(error).__name__}: {first_line(error)}",
                 where="data.options.dataset",
                 fix="mend the data set; with data.workers=0 a debugger can follow",
             ) from error
@@ -122,8 +122,8 @@ class SequentialRows(RowSource):
 
     sequential = True  # rows are asked for in rising order by one process: others would go through all of it again
 
-    def __init__(self, made: ImportedObject, data: Any, *, seed: int) -> None:
-        self.made, self.seed = made, seed
+    def __init__(self, imported: ImportedObject, data: Any, *, seed: int) -> None:
+        self.imported, self.seed = imported, seed
         self._data: Any = data
         self._iterator: Iterator[Any] | None = None
         self._next = 0  # number of what the iterator gives next
@@ -144,12 +144,12 @@ class SequentialRows(RowSource):
     def check_none(self, lost: Mapping[int, str]) -> None:
         """Raise if anything was lost: what only goes forward cannot leave one out."""
         for number, reason in lost.items():
-            raise TesseraError(f"{self.made.path} failed at {number}: {reason}", where=self.made.where)
+            raise TesseraError(f"{self.imported.path} failed at {number}: {reason}", where=self.imported.where)
 
     @property
     def data(self) -> Any:
         if self._data is None:
-            self._data = self.made.make()
+            self._data = self.imported.make()
         return self._data
 
     def take(self, number: int, note: Callable[[int], None]) -> Any:
@@ -157,7 +157,7 @@ class SequentialRows(RowSource):
         if self._iterator is None or number < self._next:
             self._begin(number)
         if number - self._next >= 1000:
-            log.info("%s: drawing %d to reach where the run stood", self.made.path, number - self._next)
+            log.info("%s: drawing %d to reach where the run stood", self.imported.path, number - self._next)
         while self._next < number:
             note(self._next)
             self._draw()
@@ -181,21 +181,21 @@ class SequentialRows(RowSource):
                 self._pass += 1
                 self._iterator = self._new_pass()
             try:
-                found = next(self._iterator)
+                item = next(self._iterator)
             except StopIteration:
                 continue
             self._next += 1
-            return found
-        raise TesseraError(f"{self.made.path} gives nothing", where="data.options")
+            return item
+        raise TesseraError(f"{self.imported.path} gives nothing", where="data.options")
 
 
 class StreamRows(SequentialRows):
     """Read rows of an iterable data set: row r is the r-th item. Each rank reads all of it and keeps its own rows."""
 
     def __init__(
-        self, made: ImportedObject, data: Any, items: ItemBatcher, collate: ImportedObject | None, *, seed: int
+        self, imported: ImportedObject, data: Any, items: ItemBatcher, collate: ImportedObject | None, *, seed: int
     ) -> None:
-        super().__init__(made, data, seed=seed)
+        super().__init__(imported, data, seed=seed)
         self.items, self.collate = items, collate
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
@@ -210,8 +210,8 @@ class LoaderBatches(SequentialRows):
     Where it can begin at any of its passes, or saves its own state, a number is reached without the batches before it.
     """
 
-    def __init__(self, made: ImportedObject, data: Any, *, seed: int, folder: Path | None = None) -> None:
-        super().__init__(made, data, seed=seed)
+    def __init__(self, imported: ImportedObject, data: Any, *, seed: int, folder: Path | None = None) -> None:
+        super().__init__(imported, data, seed=seed)
         self.folder = folder  # for records of where it stood, if it can tell
 
     def _new_pass(self) -> Iterator[Any]:
@@ -221,17 +221,17 @@ class LoaderBatches(SequentialRows):
         return super()._new_pass()
 
     def _draw(self) -> Any:
-        found = super()._draw()
+        item = super()._draw()
         if self._next % SNAPSHOT_EVERY == 0:
             self._note()
-        return found
+        return item
 
     # ------------------------------------------------------------------------------------------ where it stood
 
     def _begin(self, number: int) -> None:
-        known = sorted((at for at in self._snapshots() if at <= number), reverse=True)
+        numbers = sorted((at for at in self._snapshots() if at <= number), reverse=True)
         able = isinstance(self.data, StatefulLoader)
-        stood, record = next(((at, record) for at in known if able and (record := self._record(at))), (0, None))
+        stood, record = next(((at, record) for at in numbers if able and (record := self._record(at))), (0, None))
         if record is None:
             length = _length(self.data) if starts_anywhere(self.data) else None
             self._pass = 0 if length is None else number // length
@@ -241,7 +241,7 @@ class LoaderBatches(SequentialRows):
         self.data.load_state_dict(record["state"])
         self._pass, self._next = record["pass"], stood
         self._iterator = iter(self.data)
-        log.info("%s: goes on from its own record of batch %d", self.made.path, stood)
+        log.info("%s: goes on from its own record of batch %d", self.imported.path, stood)
 
     def _note(self) -> None:
         """Keep the state of a loader that knows it, now and then; what is not JSON cannot be kept."""
@@ -295,9 +295,9 @@ class LoaderRows(LoaderBatches):
     """
 
     def __init__(
-        self, made: ImportedObject, data: Any, items: ItemBatcher, *, seed: int, folder: Path | None = None
+        self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int, folder: Path | None = None
     ) -> None:
-        super().__init__(made, data, seed=seed, folder=folder)
+        super().__init__(imported, data, seed=seed, folder=folder)
         self.items = items
 
     def __len__(self) -> int:
@@ -318,10 +318,10 @@ class LoaderRows(LoaderBatches):
         if sampler is None or (sampler.num_replicas, sampler.rank) == (count, position):
             return
         raise TesseraError(
-            f"the DistributedSampler of {self.made.path} splits over {sampler.num_replicas} ranks, and here it is "
+            f"the DistributedSampler of {self.imported.path} splits over {sampler.num_replicas} ranks, and here it is "
             f"number {sampler.rank}; of this run {count} read different batches, this one is number {position}: ranks "
             "that work on the same rows (tp, cp, pp) would be given different ones",
-            where=self.made.where,
+            where=self.imported.where,
             fix="leave the sampler out: ranks then take the batches of one loader in turn; or make it with "
             f"num_replicas={count} (ranks / (tp x cp x pp)) and, on this rank, rank={position} "
             f"(rank // (cp x tp) % {count})",
@@ -335,8 +335,8 @@ class LoaderRows(LoaderBatches):
                 where="train.micro_batch",
                 fix="set train.micro_batch=1, and train.global_batch to the loader's batches in one step",
             )
-        made = self.take(rows[0] // self.ranks, note)
-        drawn = [DrawnItem(rows[0], rows[0], made, _seed(self.seed, rows[0]))]
+        batch = self.take(rows[0] // self.ranks, note)
+        drawn = [DrawnItem(rows[0], rows[0], batch, _seed(self.seed, rows[0]))]
         return self.items.batch(drawn, lambda one: one[0])
 
 
@@ -388,6 +388,6 @@ def starts_anywhere(loader: Any) -> bool:
     """Return whether an epoch needs nothing from those before it, such as the state of a generator."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    own = (loader.generator, getattr(loader.sampler, "generator", None))
-    known = isinstance(loader.sampler, (DistributedSampler, RandomSampler, SequentialSampler))
-    return known and all(generator is None for generator in own)
+    generators = (loader.generator, getattr(loader.sampler, "generator", None))
+    plain = isinstance(loader.sampler, (DistributedSampler, RandomSampler, SequentialSampler))
+    return plain and all(generator is None for generator in generators)

@@ -133,9 +133,9 @@ class _Maker:
             del limits["urls"]
         key = _digest([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
-        tables = self._kept(file, key)
+        tables = self._read(file, key)
         if tables is None and file is not None and adopt(file):
-            tables = self._kept(file, key)
+            tables = self._read(file, key)
             tables = tables if tables is not None and self._still_holds(work, tables) else None
         if tables is not None:
             return tables
@@ -155,7 +155,7 @@ class _Maker:
                 measured.crashed,
                 "" if file is None else f" until {file} is removed",
             )
-        return self._keep(file, key, measured.tables(), work.folder)
+        return self._write(file, key, measured.tables(), work.folder)
 
     def _still_holds(self, work: MeasureRows, tables: AnyTables) -> bool:
         """Return whether some samples of an index of the cache measure today as they did: media may have changed."""
@@ -179,9 +179,9 @@ class _Maker:
         made_of = [tables.about["key"], tables.about["digest"]]
         key = hashlib.sha256(f"{made_of} fit to {self.length} by {self.truncate}".encode()).hexdigest()
         file = self._file("fit", key)
-        fitted = self._kept(file, key)
+        fitted = self._read(file, key)
         if fitted is None and file is not None and adopt(file):
-            fitted = self._kept(file, key)
+            fitted = self._read(file, key)
         if fitted is None:
             parts = None if file is None or self.truncate == "never" else file.with_suffix(".parts")
             if self.truncate == "never":
@@ -190,7 +190,7 @@ class _Maker:
                 cutter, rows = TruncateToLength(self.processor, self.length), np.asarray(tables["row"][long])
                 work = dataclasses.replace(work, rows=rows, measure=cutter, key=key, folder=parts)
                 cut = measure_all(work, workers=self.workers, title=f"long samples of {name}", report=self.report)
-            fitted = self._keep(file, key, with_cuts(Measured.of(tables), cut, long), parts)
+            fitted = self._write(file, key, with_cuts(Measured.of(tables), cut, long), parts)
         log.info(
             "%s: longer than data.length %d: %s samples cut by turns, %s dropped",
             *(name, self.length, fitted.about["cut"], fitted.about["dropped"]),
@@ -209,7 +209,7 @@ class _Maker:
     def _file(self, kind: str, key: str) -> Path | None:
         return None if self.folder is None else self.folder.absolute() / f"{kind}-{key[:32]}.safetensors"
 
-    def _kept(self, file: Path | None, key: str) -> AnyTables | None:
+    def _read(self, file: Path | None, key: str) -> AnyTables | None:
         """Return the tables in a file; None if it is missing or damaged, or if rows that took too long now get more
         time."""
         tables = None if file is None else open_tables(file, key)
@@ -217,7 +217,7 @@ class _Maker:
             return None
         return None if 0 < float(tables.about["slow_at"]) < self.timeout_s else tables
 
-    def _keep(self, file: Path | None, key: str, tables: MemoryTables, parts: Path | None) -> AnyTables:
+    def _write(self, file: Path | None, key: str, tables: MemoryTables, parts: Path | None) -> AnyTables:
         digest = hashlib.sha256()
         for name in ("row", "column.tokens"):
             digest.update(np.ascontiguousarray(tables.get(name, np.empty(0, np.int32))).data)

@@ -185,7 +185,7 @@ class MeasureRows:
             bad.append(BadRow(row, sample.id if sample else self.source.location(row), reason))
         slow_at = self.timeout_s if slow else 0.0
         measured = Measured(_arrays(usable), tuple(bad), len(bad), slow_at, crashed=len(part.lost))
-        self.keep(part, measured)
+        self.write_chunk(part, measured)
         return measured
 
     def _outcomes(self, part: RecordRange, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception | str]]:
@@ -233,13 +233,13 @@ class MeasureRows:
 
     # ------------------------------------------------------------------------------------------ one file per part
 
-    def keep(self, part: RecordRange, measured: Measured) -> None:
+    def write_chunk(self, part: RecordRange, measured: Measured) -> None:
         if self.folder is not None:
             # Not kept is only measured again: another process may have finished, and have taken the folder away.
             with suppress(TesseraError):
                 keep_tables(self._file(part), measured.tables(key=self._key(part)))
 
-    def kept(self, part: RecordRange) -> Measured | None:
+    def read_chunk(self, part: RecordRange) -> Measured | None:
         """Return what an earlier process found; None when it did not come so far."""
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
@@ -275,7 +275,7 @@ def measure_all(
     ranges = [RecordRange(*bounds) for bounds in pairwise([*starts, len(work.rows)])]
     # An earlier run began this and did not finish. A record may have crashed it: use worker processes at once.
     careful = work.folder is not None and work.folder.is_dir()
-    known = {part: found for part in ranges if (found := work.kept(part)) is not None} if careful else {}
+    earlier = {part: measured for part in ranges if (measured := work.read_chunk(part)) is not None} if careful else {}
     if work.folder is not None:
         try:
             work.folder.mkdir(parents=True, exist_ok=True)
@@ -283,9 +283,9 @@ def measure_all(
             raise TesseraError(f"an index cannot be kept: {error}", where=str(work.folder)) from None
     parts: list[Measured] = []
     progress = Progress(title, len(work.rows), report)
-    with closing(_run(work, [part for part in ranges if part not in known], workers, careful)) as fresh:
+    with closing(_run(work, [part for part in ranges if part not in earlier], workers, careful)) as fresh:
         for part in ranges:
-            old = known.pop(part, None)
+            old = earlier.pop(part, None)
             parts.append(next(fresh) if old is None else old)
             progress.count(len(part), parts[-1].bad_count, fresh=old is None)
             if look is not None:
@@ -314,14 +314,14 @@ def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, car
 
     assert isinstance(workers, int)
     with Pool(work, min(workers, len(ranges)), timeout_s=work.timeout_s) as pool:
-        for _, found in pool.map(ranges, again=RecordRange.without):
-            if isinstance(found, Lost):
+        for _, measured in pool.map(ranges, again=RecordRange.without):
+            if isinstance(measured, Lost):
                 raise TesseraError(
-                    f"the processes that read the data end before they read a row: {found.reason}",
+                    f"the processes that read the data end before they read a row: {measured.reason}",
                     where=str(work.source.path),
                     fix="set data.workers=0 to see why",
                 )
-            yield found
+            yield measured
 
 
 def _nothing(position: int) -> None:
@@ -350,8 +350,9 @@ class Progress:
         if now - self.reported >= REPORT_EVERY:
             self.reported, self._report = now, True
             rate = self.fresh / (now - self.began)
-            left = f", {_time((self.total - self.done) / rate)} left" if rate else ""
-            log.info("%s: %s of %s rows, %s", self.title, f"{self.done:,}", f"{self.total:,}", self._rest(rate) + left)
+            remaining = f", {_time((self.total - self.done) / rate)} left" if rate else ""
+            rest = self._rest(rate) + remaining
+            log.info("%s: %s of %s rows, %s", self.title, f"{self.done:,}", f"{self.total:,}", rest)
 
     def end(self) -> None:
         """Log the sum."""

@@ -55,7 +55,7 @@ def with_cuts(measured: Measured, cut: Measured, long: np.ndarray) -> MemoryTabl
         both = {name: array[order] for name, array in joined.items()}
         both["cut.at"] = narrow(np.searchsorted(both["row"], cut.arrays["row"]))
         both |= {f"cut.{name.rpartition('_')[2]}": cut.arrays[name] for name in _CUT}
-    left = replace(
+    fitted = replace(
         measured,
         arrays=both,
         bad=tuple(sorted([*measured.bad, *cut.bad])[:MAX_BAD]),
@@ -63,7 +63,7 @@ def with_cuts(measured: Measured, cut: Measured, long: np.ndarray) -> MemoryTabl
         slow_at=min((at for at in (measured.slow_at, cut.slow_at) if at), default=0.0),
         crashed=measured.crashed + cut.crashed,
     )
-    return left.tables(cut=str(len(cut.arrays["row"])), dropped=str(cut.bad_count))
+    return fitted.tables(cut=str(len(cut.arrays["row"])), dropped=str(cut.bad_count))
 
 
 def _id(source: Source, row: int) -> str:
@@ -108,13 +108,13 @@ class TruncateToLength:
             return self.processor.measure(said, sizes[media[first] : media[last]])
 
         count = len(sample.messages)
-        kept = _largest(0, count, lambda turns: turns == 0 or measured(0, turns)["tokens"] <= self.length)
-        while kept and not measured(kept - 1, kept).get("trained", 1):
-            kept -= 1
-        if kept == 0:
+        turns_fit = _largest(0, count, lambda turns: turns == 0 or measured(0, turns)["tokens"] <= self.length)
+        while turns_fit and not measured(turns_fit - 1, turns_fit).get("trained", 1):
+            turns_fit -= 1
+        if turns_fit == 0:
             tokens = self.processor.measure(sample, sizes)["tokens"]
             raise TesseraError(f"{tokens} tokens, and not even the first exchange fits into data.length {self.length}")
-        return Truncation(kept), measured(0, kept)
+        return Truncation(turns_fit), measured(0, turns_fit)
 
     def _cut_text(self, sample: Sample) -> tuple[Truncation, dict[str, int]]:
         text = _text(sample.messages[0])
@@ -131,13 +131,13 @@ class TruncateToLength:
         for near in (guess * 3 // 4, guess * 3 // 2):
             if low < near < high:
                 low, high = (near, high) if fits(near) else (low, near)
-        kept = _largest(low, high, fits)
-        between = max(text.rfind(" ", 0, kept + 1), text.rfind("\n", 0, kept + 1))
-        if between > kept // 2 and fits(between):
-            kept = between
-        if kept == 0:
+        fitting = _largest(low, high, fits)
+        between = max(text.rfind(" ", 0, fitting + 1), text.rfind("\n", 0, fitting + 1))
+        if between > fitting // 2 and fits(between):
+            fitting = between
+        if fitting == 0:
             raise TesseraError(f"not even a character fits into data.length {self.length}")
-        return Truncation(1, kept), measured(kept)
+        return Truncation(1, fitting), measured(fitting)
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
@@ -258,8 +258,8 @@ class SplitIndex:
     def read(self, sample: int) -> tuple[Sample, Path]:
         """Return a sample, its id made unique, and the root of its media."""
         part, at = self._at(sample)
-        found = part.read(at)
-        return Sample(self.unique_id(sample, found.id), found.messages), part.source.root
+        sample_read = part.read(at)
+        return Sample(self.unique_id(sample, sample_read.id), sample_read.messages), part.source.root
 
     def unique_id(self, sample: int, id: str) -> str:
         """Return an id that names one sample: a repeated one gets a suffix.

@@ -29,7 +29,7 @@ class RowRequest:
     seed: int
     cache_folder: Path | None = None  # for what was dear to find out; None: nothing is kept
     work: Work | None = None  # measures of samples by name -> FLOPs of each in each stream
-    given: Any = None  # the data set or loader itself, where the caller made it
+    dataset: Any = None  # a data set or loader as an object of the caller
     step: StepSize | None = None  # where a step is a number of samples
 
 

@@ -118,15 +118,15 @@ def _order(samples: Samples, packing: PackingConfig, request: RowRequest) -> Ord
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
     """Return what the order of rows depends on, of every sample."""
-    given = [section.weight for section in sections if section.weight is not None]
-    weights = tuple(given) if len(given) == len(sections) else None
+    explicit = [section.weight for section in sections if section.weight is not None]
+    weights = tuple(explicit) if len(explicit) == len(sections) else None
     tokens, starts = index.column("tokens"), np.asarray(index.starts, dtype=np.int64)
     if work is None:
         return Samples(tokens, starts, weights)
-    one = {name: np.array([int(name == "tokens")]) for name in index.names}
+    token = {name: np.array([int(name == "tokens")]) for name in index.names}
     try:
         parts = [work(part.columns) for part in index.parts if len(part)]
-        token_work = {stream: float(flops[0]) for stream, flops in work(one).items()}
+        token_work = {stream: float(flops[0]) for stream, flops in work(token).items()}
     except KeyError as error:
         raise TesseraError(
             f"the model's work depends on {error}, which its processor does not measure",

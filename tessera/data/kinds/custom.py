@@ -41,42 +41,42 @@ class CustomOptions(Section):
 
 def build(request: RowRequest) -> RowSource:
     """Return the rows of the user's own data set or loader."""
-    if isinstance(request.given, RowSource):
-        return request.given
+    if isinstance(request.dataset, RowSource):
+        return request.dataset
     where = "data.options"
     options = build_section(CustomOptions, request.section.options, where)
-    if request.split == "eval" and request.given is None:
+    if request.split == "eval" and request.dataset is None:
         if options.eval is None:
             raise TesseraError("no held-out data is given", where=where, fix="give data.options.eval its own dataset")
         options, where = options.eval, "data.options.eval"
-    made: ImportedObject
-    if request.given is not None:
-        is_loader, made = isinstance(request.given, DataLoader), Given.of(request.given)
+    imported: ImportedObject
+    if request.dataset is not None:
+        is_loader, imported = isinstance(request.dataset, DataLoader), Given.of(request.dataset)
     elif (options.dataset is None) == (options.loader is None):
         raise TesseraError("give either `dataset` or `loader`", where=where, fix="dataset: package.module:name")
     else:
         is_loader = options.dataset is None
-        made = ImportedObject(options.dataset or options.loader or "", options.arguments or {}, where)
-    items = _items(request, options, made, where)
+        imported = ImportedObject(options.dataset or options.loader or "", options.arguments or {}, where)
+    items = _items(request, options, imported, where)
     seed = request.seed if request.split == "train" else 0
-    data = made.make()
-    _check_key(made, data, is_loader, where)
+    data = imported.make()
+    _check_key(imported, data, is_loader, where)
     forward = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__")
     if forward and not hasattr(data, "__iter__"):
         raise TesseraError(
-            f"{made.path} gives a {type(data).__name__}, which is no {'loader' if is_loader else 'dataset'}",
+            f"{imported.path} gives a {type(data).__name__}, which is no {'loader' if is_loader else 'dataset'}",
             where=where,
             fix="it needs __getitem__ and __len__, or __iter__",
         )
     if is_loader:
-        return LoaderRows(made, data, items, seed=seed, folder=_states_folder(request, made))
+        return LoaderRows(imported, data, items, seed=seed, folder=_states_folder(request, imported))
     collate = ImportedObject(options.collate_fn, where=f"{where}.collate_fn") if options.collate_fn else None
     if forward:
-        return StreamRows(made, data, items, collate, seed=seed)
-    return ItemRows(made, data, items, collate, seed=seed, shuffle=request.section.shuffle)
+        return StreamRows(imported, data, items, collate, seed=seed)
+    return ItemRows(imported, data, items, collate, seed=seed, shuffle=request.section.shuffle)
 
 
-def _check_key(made: ImportedObject, data: Any, is_loader: bool, where: str) -> None:
+def _check_key(imported: ImportedObject, data: Any, is_loader: bool, where: str) -> None:
     """Raise for a loader that was named as a data set, whose batches would be taken for samples, and the reverse."""
     map_style = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
     if is_loader == isinstance(data, DataLoader) or (is_loader and not map_style):
@@ -84,28 +84,28 @@ def _check_key(made: ImportedObject, data: Any, is_loader: bool, where: str) -> 
     right, wrong = ("dataset", "loader") if is_loader else ("loader", "dataset")
     rows = "" if is_loader else "; each of its batches counts as one row: train.micro_batch=1"
     raise TesseraError(
-        f"{made.path} gives a {type(data).__name__}, which is no {wrong} but a {right}",
+        f"{imported.path} gives a {type(data).__name__}, which is no {wrong} but a {right}",
         where=f"{where}.{wrong}",
-        fix=f"{where}.{right}={made.path}{rows}",
+        fix=f"{where}.{right}={imported.path}{rows}",
     )
 
 
-def _states_folder(request: RowRequest, made: ImportedObject) -> Path | None:
+def _states_folder(request: RowRequest, imported: ImportedObject) -> Path | None:
     """Return where states of the loader are kept: a folder named by what the loader is made of."""
     if request.cache_folder is None:
         return None
-    what = json.dumps([made.path, dict(made.arguments), request.seed], sort_keys=True, default=repr)
+    what = json.dumps([imported.path, dict(imported.arguments), request.seed], sort_keys=True, default=repr)
     return request.cache_folder / f"loader-{request.split}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
 
-def _items(request: RowRequest, options: CustomOptions, made: ImportedObject, where: str) -> ItemBatcher:
+def _items(request: RowRequest, options: CustomOptions, imported: ImportedObject, where: str) -> ItemBatcher:
     columns, fields = options.columns or {}, tuple(options.fields or ())
     check_columns(columns, f"{where}.columns")
     processor = request.processor
     if isinstance(processor, ChatProcessor):
         processor = processor.training_on(request.section.train_on, last_only=request.section.mask_history)
     root = options.root or Path(".")
-    return ItemBatcher(made.path, request.section, processor, root, fields, RecordSchema(columns))
+    return ItemBatcher(imported.path, request.section, processor, root, fields, RecordSchema(columns))
 
 
 KIND = build

@@ -53,20 +53,20 @@ class MediaPairProcessor:
         return self.inner.whole_media(_apart(sample)[0])
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        found = [self.inner.measure(one, _of_one(sizes, side)) for side, one in enumerate(_apart(sample))]
-        _check_alike(*(one["trained"] for one in found))
-        return {**{name: sum(one[name] for one in found) for name in found[0]}, "samples": 1}
+        measures = [self.inner.measure(one, _of_one(sizes, side)) for side, one in enumerate(_apart(sample))]
+        _check_alike(*(one["trained"] for one in measures))
+        return {**{name: sum(one[name] for one in measures) for name in measures[0]}, "samples": 1}
 
     def encode(
         self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None
     ) -> EncodedMediaPair:
         answers: tuple[Any, ...] = tuple(
-            self.inner.encode(one, _of_one(media, side), None if sizes is None else _of_one(sizes, side))
-            for side, one in enumerate(_apart(sample))
+            self.inner.encode(answer, _of_one(media, side), None if sizes is None else _of_one(sizes, side))
+            for side, answer in enumerate(_apart(sample))
         )
-        _check_alike(*(one.grid for one in answers))
-        counts = {name: sum(one.counts[name] for one in answers) for name in answers[0].counts}
-        return EncodedMediaPair(sample.id, sum(one.length for one in answers), counts=counts, answers=answers)
+        _check_alike(*(answer.grid for answer in answers))
+        counts = {name: sum(answer.counts[name] for answer in answers) for name in answers[0].counts}
+        return EncodedMediaPair(sample.id, sum(answer.length for answer in answers), counts=counts, answers=answers)
 
     def collate(self, rows: Sequence[Sequence[Any]], length: int) -> Batch:
         spread = [
@@ -86,10 +86,10 @@ class MediaPairProcessor:
 
 def _apart(sample: Sample) -> tuple[Sample, Sample]:
     """Return the sample with the better image or video, and with the worse one."""
-    *asked, better, worse = sample.messages
+    *question, better, worse = sample.messages
     if (better.role, worse.role) != (CHOSEN, REJECTED):
         raise TesseraError(f"no pair: a record names two images or videos, {CHOSEN!r} and {REJECTED!r}")
-    first, second = (Sample(sample.id, (*asked, Message("assistant", one.parts))) for one in (better, worse))
+    first, second = (Sample(sample.id, (*question, Message("assistant", one.parts))) for one in (better, worse))
     return first, second
 
 

@@ -59,9 +59,9 @@ class PairProcessor:
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        found = [self.inner.measure(one, sizes) for one in _apart(sample)]
-        summed = {name: sum(one[name] for one in found) for name in found[0]}
-        return {**summed, "samples": 1, "token_pairs": sum(one["tokens"] ** 2 for one in found)}
+        measures = [self.inner.measure(one, sizes) for one in _apart(sample)]
+        summed = {name: sum(one[name] for one in measures) for name in measures[0]}
+        return {**summed, "samples": 1, "token_pairs": sum(one["tokens"] ** 2 for one in measures)}
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> EncodedPair:
         answers = tuple(self.inner.encode(one, media, sizes) for one in _apart(sample))
@@ -78,7 +78,7 @@ class PairProcessor:
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
         spread = [
-            [one for item in row for one in (item.answers if isinstance(item, EncodedPair) else (item,))]
+            [answer for item in row for answer in (item.answers if isinstance(item, EncodedPair) else (item,))]
             for row in rows
         ]
         batch = self.inner.collate(spread, length)
@@ -88,9 +88,9 @@ class PairProcessor:
             at = number * length
             for item in row:
                 if isinstance(item, EncodedPair):
-                    for side, one in enumerate(item.answers):
-                        pair[at : at + len(one.tokens)] = 2 * count + side
-                        at += len(one.tokens)
+                    for side, answer in enumerate(item.answers):
+                        pair[at : at + len(answer.tokens)] = 2 * count + side
+                        at += len(answer.tokens)
                     count += 1
                 else:  # a hole, where a sample could not be read
                     at += len(item.tokens)
@@ -117,9 +117,9 @@ class PairProcessor:
 
 def _apart(sample: Sample) -> tuple[Sample, Sample]:
     """Return the conversation with the better answer, and with the worse one."""
-    *asked, better, worse = sample.messages
+    *question, better, worse = sample.messages
     assert (better.role, worse.role) == (CHOSEN, REJECTED), "a pair ends with its two answers"
-    return tuple(Sample(sample.id, (*asked, Message("assistant", one.parts))) for one in (better, worse))  # type: ignore[return-value]
+    return tuple(Sample(sample.id, (*question, Message("assistant", one.parts))) for one in (better, worse))  # type: ignore[return-value]
 
 
 def build(request: RowRequest) -> RowSource:

@@ -51,14 +51,14 @@ class RatedProcessor(PairProcessor):
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
-        found = self.inner.measure(_as_chat(sample), sizes)
-        return {**{name: 2 * value for name, value in found.items()}, "samples": 1}
+        measures = self.inner.measure(_as_chat(sample), sizes)
+        return {**{name: 2 * value for name, value in measures.items()}, "samples": 1}
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
-        found = self.inner.encode(_as_chat(sample), media, sizes)
-        counts = {name: 2 * value for name, value in found.counts.items()}
+        encoded = self.inner.encode(_as_chat(sample), media, sizes)
+        counts = {name: 2 * value for name, value in encoded.counts.items()}
         good = sample.messages[-1].role == CHOSEN
-        return RatedAnswer(found.id, found.tokens, found.labels, found.positions, found.media, counts, good)
+        return RatedAnswer(encoded.id, encoded.tokens, encoded.labels, encoded.positions, encoded.media, counts, good)
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
         spread, marks = [], []
@@ -67,13 +67,14 @@ class RatedProcessor(PairProcessor):
         for number, row in enumerate(rows):
             at = number * length
             rated = [item for item in row if isinstance(item, RatedAnswer)]
-            moved = [with_answer_of(one, rated[place - 1]) for place, one in enumerate(rated)] if len(rated) > 1 else []
+            moved = [with_answer_of(answer, rated[place - 1]) for place, answer in enumerate(rated)]
+            moved = moved if len(rated) > 1 else []
             sides: tuple[Sequence[Encoded], ...] = (rated, moved)
             for side, segments in enumerate(sides):
-                for place, one in enumerate(segments):
-                    pair[at : at + len(one.tokens)] = 2 * (count + place) + side
-                    at += len(one.tokens)
-            marks += [(one.desirable, number) for one in rated]
+                for place, answer in enumerate(segments):
+                    pair[at : at + len(answer.tokens)] = 2 * (count + place) + side
+                    at += len(answer.tokens)
+            marks += [(answer.desirable, number) for answer in rated]
             count += len(rated)
             # Behind them, so that no token of theirs moves: holes, where a sample could not be read.
             spread.append([*rated, *moved, *(item for item in row if not isinstance(item, RatedAnswer))])
@@ -98,22 +99,22 @@ class RatedProcessor(PairProcessor):
 
 
 def _as_chat(sample: Sample) -> Sample:
-    *asked, answer = sample.messages
+    *question, answer = sample.messages
     assert answer.role in (CHOSEN, REJECTED), "a rated sample ends with its answer"
-    return Sample(sample.id, (*asked, Message("assistant", answer.parts)))
+    return Sample(sample.id, (*question, Message("assistant", answer.parts)))
 
 
-def with_answer_of(asked: Encoded, answered: Encoded) -> Encoded:
+def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
     """Return the question of one sample with the answer of another. Answers are text, which counts positions by one."""
-    asks, begins = _answer_start(asked), _answer_start(answered)
-    answer = answered.tokens[begins:]
-    ahead = torch.arange(len(answer)) + _position_after(asked.positions[..., :asks])
+    asks, begins = _answer_start(question), _answer_start(answer_of)
+    answer = answer_of.tokens[begins:]
+    ahead = torch.arange(len(answer)) + _position_after(question.positions[..., :asks])
     return Encoded(
-        asked.id,
-        torch.cat([asked.tokens[:asks], answer]),
-        torch.cat([asked.labels[:asks], answered.labels[begins:]]),
-        torch.cat([asked.positions[..., :asks], ahead.expand(*asked.positions.shape[:-1], -1)], dim=-1),
-        asked.media,
+        question.id,
+        torch.cat([question.tokens[:asks], answer]),
+        torch.cat([question.labels[:asks], answer_of.labels[begins:]]),
+        torch.cat([question.positions[..., :asks], ahead.expand(*question.positions.shape[:-1], -1)], dim=-1),
+        question.media,
         {},
     )
 

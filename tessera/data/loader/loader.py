@@ -65,12 +65,12 @@ class Prefetcher:
         self._thread.start()
 
     def __next__(self) -> Batch:
-        found = self._ready.get()
-        if found is None:
+        ready = self._ready.get()
+        if ready is None:
             raise StopIteration
-        if isinstance(found, BaseException):
-            raise found
-        return self._to_device.finish(found)
+        if isinstance(ready, BaseException):
+            raise ready
+        return self._to_device.finish(ready)
 
     def close(self) -> None:
         """End the thread. The pool that makes the batches must have been stopped before."""
@@ -87,10 +87,10 @@ class Prefetcher:
         except BaseException as error:
             self._put(error)
 
-    def _put(self, found: _Copying | BaseException | None) -> bool:
+    def _put(self, item: _Copying | BaseException | None) -> bool:
         while not self._stopped.is_set():
             try:
-                self._ready.put(found, timeout=0.1)
+                self._ready.put(item, timeout=0.1)
                 return True
             except queue.Full:
                 continue
@@ -115,14 +115,14 @@ class Tuner:
         self.step_seconds = 0.0  # without the wait for data
         self._cpus = max(1, cpus)
         self._micro_batches = micro_batches
-        self._left = math.inf if steps is None else float(steps)
+        self._steps_left = math.inf if steps is None else float(steps)
         self._windows = 0
         self._unsettled = _UNSETTLED
         self._restart()
 
     def observe(self, waited: float, elapsed: float) -> None:
         """Take the times of one step: seconds since the step before, of which `waited` for data."""
-        self._left -= 1
+        self._steps_left -= 1
         if self._unsettled and (self.workers or waited < _LONG_S):
             self._unsettled -= 1
             return
@@ -144,7 +144,7 @@ class Tuner:
             too_long <= 0
             or self.workers == self._cpus
             or self._windows == _WINDOWS
-            or (self.workers == 0 and too_long * self._left < _WORTH_S)
+            or (self.workers == 0 and too_long * self._steps_left < _WORTH_S)
         ):
             self.settled = True
             return
@@ -237,7 +237,7 @@ class Loader:
         self._encode, self._encode_steps = encode, encode_steps
         self._encoded: list[Batch] = []
         self._steps_left = steps
-        self._made = self._make(rows)
+        self._batches = self._make(rows)
         self._to_device = DeviceCopy(device)
         self._prefetcher = self._start_prefetch() if self._pool.workers else None
         self._last: float | None = None  # when the last step was given
@@ -269,8 +269,8 @@ class Loader:
         if self._encode is None:
             return [self._next() for _ in range(count)]
         if not self._encoded:
-            left = self._encode_steps if self._steps_left is None else max(1, self._steps_left)
-            steps = min(self._encode_steps, left)  # nothing is encoded that no step will use
+            steps_left = self._encode_steps if self._steps_left is None else max(1, self._steps_left)
+            steps = min(self._encode_steps, steps_left)  # nothing is encoded that no step will use
             self._encoded = self._encode([self._next() for _ in range(count * steps)])
         if self._steps_left is not None:
             self._steps_left -= 1
@@ -280,7 +280,7 @@ class Loader:
     def _next(self) -> Batch:
         if self._prefetcher is not None:
             return next(self._prefetcher)
-        return self._to_device.finish(self._to_device.start(next(self._made)))
+        return self._to_device.finish(self._to_device.start(next(self._batches)))
 
     def close(self) -> None:
         """End the workers, also one that is stuck in a decoder."""
@@ -299,13 +299,13 @@ class Loader:
     # ------------------------------------------------------------------------------------------ making batches
 
     def _make(self, rows: Iterator[list[int]]) -> Generator[Batch]:
-        for made in _batches(self._pool, rows):
+        for batch in _batches(self._pool, rows):
             if self._wanted > self._pool.workers:
                 self._pool.grow(self._wanted - self._pool.workers)
-            yield made if self._prepare is None else self._prepare(made)
+            yield batch if self._prepare is None else self._prepare(batch)
 
     def _start_prefetch(self) -> Prefetcher:
-        return Prefetcher(self._made, self._to_device, min(self.micro_batches, _ON_DEVICE))
+        return Prefetcher(self._batches, self._to_device, min(self.micro_batches, _ON_DEVICE))
 
     def _tune(self, tuner: Tuner, waited: float, elapsed: float) -> None:
         tuner.observe(waited, elapsed)
@@ -361,14 +361,14 @@ class RowReader:
 
 def _batches(pool: Pool, rows: Iterable[list[int]]) -> Generator[Batch]:
     items: Iterator[_Item] = ((some, {}) for some in rows)
-    for item, made in pool.map(items, _without_lost):
-        if isinstance(made, Lost):
+    for item, batch in pool.map(items, _without_lost):
+        if isinstance(batch, Lost):
             raise TesseraError(
-                f"a batch of rows {few_names([str(row) for row in item[0]])} could not be made: {made.reason}",
+                f"a batch of rows {few_names([str(row) for row in item[0]])} could not be made: {batch.reason}",
                 where="data",
                 fix="set data.workers=0 to see where; fewer workers need less memory",
             )
-        yield made
+        yield batch
 
 
 def _make_batch(source: RowSource, item: _Item, note: Note) -> Batch:
@@ -378,10 +378,10 @@ def _make_batch(source: RowSource, item: _Item, note: Note) -> Batch:
 
 
 def _without_lost(item: _Item, lost: Lost) -> _Item | None:
-    rows, known = item
-    if lost.at is None or lost.at in known:
+    rows, before = item
+    if lost.at is None or lost.at in before:
         return None
-    return rows, {**known, lost.at: lost.reason}
+    return rows, {**before, lost.at: lost.reason}
 
 
 def _row_lists(

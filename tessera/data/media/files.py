@@ -128,14 +128,14 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
 
 
 def _walk(base: str, names: Sequence[str]) -> tuple[str, os.stat_result]:
-    path, found = base, None if names else os.lstat(base)
+    path, stat_result = base, None if names else os.lstat(base)
     for name in names:
         path = f"{path}{os.sep}{name}" if path != os.sep else path + name
-        found = os.lstat(path)
-        if stat.S_ISLNK(found.st_mode):
+        stat_result = os.lstat(path)
+        if stat.S_ISLNK(stat_result.st_mode):
             return _follow_links(os.path.join(base, *names), base)
-    assert found is not None
-    return path, found
+    assert stat_result is not None
+    return path, stat_result
 
 
 def _without_root(names: Sequence[str], base: str) -> Sequence[str] | None:
@@ -161,8 +161,8 @@ def folder_of(value: Any, root: Path) -> Path | None:
     """Return the folder that a path means, or None when it means something else."""
     if not isinstance(value, (str, Path)):
         return None
-    path, found = _locate(value, root)
-    return Path(path) if stat.S_ISDIR(found.st_mode) else None
+    path, stat_result = _locate(value, root)
+    return Path(path) if stat.S_ISDIR(stat_result.st_mode) else None
 
 
 @contextmanager
@@ -180,9 +180,9 @@ def opened(value: Any, root: Path, kind: str, urls: UrlPolicy | None = None) -> 
         with _open(fetched, value) as file:
             yield Opened(file, f"{value:.200}")
         return
-    path, found = _locate(value, root)
+    path, stat_result = _locate(value, root)
     name = os.path.basename(path)
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for someone to write into it
+    if not stat.S_ISREG(stat_result.st_mode):  # opening a pipe would wait for someone to write into it
         raise TesseraError(f"not a file: {name}")
     with _open(path, name) as file:
         yield Opened(file, name)
@@ -236,9 +236,9 @@ class _ByteRanges(io.RawIOBase):
         if number == len(self._ends):
             return 0
         start, size = self._spans[number]
-        left = self._ends[number] - self._at
-        room = memoryview(buffer)[:left]
-        self._file.seek(start + size - left)
+        remaining = self._ends[number] - self._at
+        room = memoryview(buffer)[:remaining]
+        self._file.seek(start + size - remaining)
         data = self._file.read(len(room))
         room[: len(data)] = data
         self._at += len(data)

@@ -43,7 +43,7 @@ _SLACK_BYTES = 96 << 20
 
 
 def probe_image(source: Opened, limits: Limits) -> MediaSize:
-    return MediaSize(*_header(source, limits).shown)
+    return MediaSize(*_header(source, limits).upright)
 
 
 def decode_image(source: Opened, limits: Limits, target: Target | None = None) -> tuple[Image.Image, MediaSize]:
@@ -52,7 +52,7 @@ def decode_image(source: Opened, limits: Limits, target: Target | None = None) -
     An image that `target` wants smaller is returned in that size.
     """
     header = _header(source, limits)
-    size = MediaSize(*header.shown)
+    size = MediaSize(*header.upright)
     wanted = target(size) if target is not None else None
     with open_image(source) as image:
         if image.size != (header.width, header.height):
@@ -145,7 +145,7 @@ def _for_pillow(source: Opened) -> BinaryIO:
 
 
 def _without_texts(file: BinaryIO, size: int, name: str) -> BinaryIO:
-    kept, at = [(0, 8)], 8
+    spans, at = [(0, 8)], 8
     for _ in range(_MAX_CHUNKS):
         file.seek(at)
         head = file.read(8)
@@ -154,14 +154,14 @@ def _without_texts(file: BinaryIO, size: int, name: str) -> BinaryIO:
         length, kind = struct.unpack(">I4s", head)
         end = min(at + 12 + length, size)
         if kind not in _TEXT_CHUNKS:
-            kept.append((at, end - at))
+            spans.append((at, end - at))
         at = end
         if kind == b"IEND":
             break
     else:
         raise TesseraError(f"unreadable image: {name} (more than {_MAX_CHUNKS} chunks)")
     file.seek(0)
-    return file if sum(length for _, length in kept) == at else byte_ranges(file, kept)
+    return file if sum(length for _, length in spans) == at else byte_ranges(file, spans)
 
 
 def _turn(image: Image.Image) -> int:
@@ -223,7 +223,7 @@ class Header(NamedTuple):
     turn: int = 1
 
     @property
-    def shown(self) -> tuple[int, int]:
+    def upright(self) -> tuple[int, int]:
         """Return (width, height) the right way up."""
         return (self.height, self.width) if self.turn >= 5 else (self.width, self.height)
 
@@ -268,8 +268,8 @@ def turn_in_exif(exif: bytes) -> int | None:
 def _turn_of(exif: bytes, xmp: bytes) -> int:
     turn = turn_in_exif(exif) if exif else None
     if turn is None and xmp:
-        found = _XMP_TURN.search(xmp)
-        turn = None if found is None else int(found[1])
+        match = _XMP_TURN.search(xmp)
+        turn = None if match is None else int(match[1])
     return turn or 1
 
 

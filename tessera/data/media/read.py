@@ -104,9 +104,9 @@ def probe(
 
     A video is refused for what is kept of it when `target` says how much that is; without it, when it is decoded.
     """
-    given = _given(part, limits)
-    if given is not None:
-        return given
+    decoded = _decoded_size(part, limits)
+    if decoded is not None:
+        return decoded
     # Without a target, (0, 0): the limit on what is kept of a video is then not applied.
     wanted: Target = (lambda size: (0, 0)) if target is None else partial(target, part.kind)
     folder = folder_of(part.value, root) if part.kind == "video" else None
@@ -157,11 +157,11 @@ def _decode(
     sound: AudioSampling,
 ) -> tuple[Any, MediaSize]:
     wanted: Target | None = None if target is None else partial(target, part.kind)
-    given = _given(part, limits)
+    decoded = _decoded_size(part, limits)
     if isinstance(part.value, StoredSample):
         return part.value.load(), MediaSize(0, 0, 0)
-    if given is not None:
-        return _shrunk(part.value, given, wanted), given
+    if decoded is not None:
+        return _shrunk(part.value, decoded, wanted), decoded
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
         return video.decode_folder(folder, limits, sampling, wanted)
@@ -173,7 +173,7 @@ def _decode(
         return video.decode(source, limits, sampling, wanted)
 
 
-def _given(part: Part, limits: Limits) -> MediaSize | None:
+def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
     """Return the size of media that is decoded already; None for what has to be read."""
     value = part.value
     if part.kind == "features":

@@ -23,10 +23,10 @@ CHECKSUM = "crc32"  # of a sample, or of the tensors of a file that has none
 
 def shard_about(shard: Any) -> dict[str, Any]:
     """Return what an open shard says of itself. Raise ValueError if it is none."""
-    found = json.loads((shard.metadata() or {}).get(ABOUT, "null"))
-    if not isinstance(found, dict):
+    about = json.loads((shard.metadata() or {}).get(ABOUT, "null"))
+    if not isinstance(about, dict):
         raise ValueError("it does not say what it holds")
-    return found
+    return about
 
 
 def checksum(tensors: Mapping[str, Tensor], about: Any = None) -> int:
@@ -66,15 +66,15 @@ class StoredSample:
                         where=str(self.file.parent),
                         fix="make the features again: tessera data features",
                     )
-                found = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
+                tensors = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise TesseraError(f"damaged features: {self.file.name} ({error})") from None
         for name, shape in self.shapes:
-            if tuple(found[name].shape) != shape:
-                raise TesseraError(f"damaged features: {name} in {self.file.name} is {tuple(found[name].shape)}")
-        if self.checksum is not None and checksum(found, sample_facts(self.id, self.grids)) != self.checksum:
+            if tuple(tensors[name].shape) != shape:
+                raise TesseraError(f"damaged features: {name} in {self.file.name} is {tuple(tensors[name].shape)}")
+        if self.checksum is not None and checksum(tensors, sample_facts(self.id, self.grids)) != self.checksum:
             raise TesseraError(f"damaged features: {self.file.name} (the bytes of this sample have changed)")
-        return found
+        return tensors
 
 
 def sample_facts(id: str, grids: Any) -> list[Any]:

@@ -125,15 +125,15 @@ def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
         parts = _checked_url(at, policy)
         try:
             with _connection(parts, policy, deadline) as connection:
-                found = _ask(connection, parts, policy, deadline)
+                answer = _ask(connection, parts, policy, deadline)
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             slow = time.monotonic() >= deadline
             why = f"took longer than {policy.timeout_s:g} s" if slow else first_line(error)
             raise TesseraError(f"cannot be fetched: {at:.200} ({why})") from None
-        if isinstance(found, bytes):
-            return found, way
+        if isinstance(answer, bytes):
+            return answer, way
         try:
-            there = urljoin(at, found)
+            there = urljoin(at, answer)
         except ValueError as error:
             raise TesseraError(f"cannot be fetched: {at:.200} (it leads to what is no URL: {error})") from None
         if at[:6].lower() == "https:" and there[:5].lower() == "http:":
@@ -163,10 +163,10 @@ def _addresses(host: str, port: int, policy: UrlPolicy) -> list[tuple[int, str]]
     """Return the addresses of a host, all of which must be allowed."""
     try:
         name = host.encode("idna").decode("ascii") if not host.isascii() else host
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        records = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise OSError(f"no address of {host:.100}: {first_line(error)}") from None
-    addresses = [(int(family), str(place[0])) for family, _, _, _, place in found]
+    addresses = [(int(family), str(place[0])) for family, _, _, _, place in records]
     for _, address in addresses:
         if not is_allowed(address, policy.private):
             raise TesseraError(
@@ -182,15 +182,16 @@ def is_allowed(address: str, private: bool) -> bool:
     assert ip is not None
     inner: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [ip]
     if isinstance(ip, ipaddress.IPv6Address):  # it may stand for an address of version 4
-        inner += [one for one in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())) if one is not None]
+        inner += [part for part in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())) if part is not None]
         if ip in _NAT64:
             inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
         if ip.ipv4_mapped is not None:
             inner.remove(ip)
-    if any(one.is_multicast or one.is_unspecified or one.is_link_local for one in inner):
+    if any(part.is_multicast or part.is_unspecified or part.is_link_local for part in inner):
         return False  # the last one: services for the machine itself, such as a cloud's 169.254.169.254
     return private or all(
-        one.is_global and not one.is_reserved and not any(one in network for network in _NOT_PUBLIC) for one in inner
+        part.is_global and not part.is_reserved and not any(part in network for network in _NOT_PUBLIC)
+        for part in inner
     )
 
 
@@ -223,11 +224,11 @@ def _connection(parts: SplitResult, policy: UrlPolicy, deadline: float) -> Itera
 def _connected(addresses: list[tuple[int, str]], port: int, deadline: float) -> socket.socket:
     problem: OSError = OSError("no address")
     for family, address in addresses[:4]:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             break
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(left)
+        sock.settimeout(remaining)
         try:
             sock.connect((address, port))
             return sock

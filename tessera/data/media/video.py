@@ -35,7 +35,7 @@ def probe(source: Opened, limits: Limits, sampling: VideoSampling, target: Targe
         return checked_size(animation.read_header(source, limits), source.name, limits, sampling, target)
     turned = quarters(source, "video")
     with container(source, "video", limits) as held:
-        header = _header(held, source.name).shown(turned)
+        header = _header(held, source.name).upright(turned)
     return checked_size(header, source.name, limits, sampling, target)
 
 
@@ -48,20 +48,20 @@ def decode(
     turned = quarters(source, "video")
     with container(source, "video", limits) as held:
         stream_header = _header(held, source.name)
-        header = stream_header.shown(turned)
+        header = stream_header.upright(turned)
         size = checked_size(header, source.name, limits, sampling, target)
         packets = _packets(held, stream_header, source.name) if stream_header.unread else None
     if packets is None:
         with container(source, "video", limits) as held:
             packets = _packets(held, stream_header, source.name)
-    total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.shown
+    total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.displayed
     numbers = sampling.choose(max(1, total), header.rate)
     if len(numbers) != size.frames:  # the header promised that many
         numbers = sampling.spread(size.frames, max(1, total))
     seconds = packets.seconds()
     if seconds is not None:
         numbers = sampling.choose_by_time(seconds, size.frames) or numbers
-    chosen = [min(number, packets.shown - 1) for number in numbers]
+    chosen = [min(number, packets.displayed - 1) for number in numbers]
     max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # of a frame, with edges decoders add
     for attempt in (_decoded_parts, _decoded_all):
         frames = Frames(chosen, size, target, source.name)
@@ -92,7 +92,7 @@ class _StreamHeader(NamedTuple):
     seconds: float | None
     unread: bool  # no packet was read to know all this
 
-    def shown(self, turned: int) -> VideoHeader:
+    def upright(self, turned: int) -> VideoHeader:
         width, height = (self.height, self.width) if turned % 2 else (self.width, self.height)
         return VideoHeader(width, height, self.total, self.rate)
 
@@ -141,14 +141,14 @@ class _Packets(NamedTuple):
     time_base: float | None  # seconds of one unit of `times`
 
     @property
-    def shown(self) -> int:
+    def displayed(self) -> int:
         return len(self.hidden) - sum(self.hidden)
 
     def order(self) -> list[int] | None:
         """Return the times of shown frames, in display order; None when they do not tell frames apart."""
         times = [time for time, hidden in zip(self.times, self.hidden, strict=True) if not hidden]
-        known = sorted(time for time in times if time is not None)
-        return known if len(known) == len(times) == len(set(known)) else None
+        distinct = sorted(time for time in times if time is not None)
+        return distinct if len(distinct) == len(times) == len(set(distinct)) else None
 
     def seconds(self) -> list[float] | None:
         """Return when each shown frame is shown; None when that is not known."""
@@ -178,16 +178,16 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
                 packets.hidden.append(packet.is_discard)
                 if packet.pts is not None:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    found = len(packets.times)
-    off = abs(found - stream_header.total) > max(1, stream_header.total // _SLACK)
+    count = len(packets.times)
+    off = abs(count - stream_header.total) > max(1, stream_header.total // _SLACK)
     # Where the number is only reckoned, frames may come at any pace: the video must last as long as it says.
     cut_off = (
-        found < stream_header.total
+        count < stream_header.total
         and stream_header.seconds is not None
         and end < stream_header.seconds * (1 - 1 / _SLACK)
     )
-    if packets.shown < 1 or (off and (stream_header.counted or cut_off)):
-        raise TesseraError(f"damaged video: {name} (its header says {stream_header.total} frames, {found} are in it)")
+    if packets.displayed < 1 or (off and (stream_header.counted or cut_off)):
+        raise TesseraError(f"damaged video: {name} (its header says {stream_header.total} frames, {count} are in it)")
     return packets
 
 

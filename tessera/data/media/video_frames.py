@@ -50,8 +50,8 @@ class VideoSampling:
         if self.rule == "clock" and self.frames is None and rate is not None:
             return len(self._ticks(total, rate))
         if self.rule == "pace":
-            shown = max(1, math.ceil(total / self._step(rate) - _CLOSE))  # ticks while the video lasts
-            return (min(shown, self.max_frames) - 1) // self.multiple * self.multiple + 1
+            ticks = max(1, math.ceil(total / self._step(rate) - _CLOSE))  # ticks while the video lasts
+            return (min(ticks, self.max_frames) - 1) // self.multiple * self.multiple + 1
         if self.frames is not None:
             taken = min(self.frames, total)
         else:
@@ -95,12 +95,12 @@ class VideoSampling:
         last, seconds, longest = total - 1, total / rate, self.max_frames / self.fps
         if seconds <= longest:
             ticks = max(math.floor(seconds * self.fps), 1)
-            found = [min(last, math.ceil(i * rate / self.fps)) for i in range(ticks)]
+            numbers = [min(last, math.ceil(i * rate / self.fps)) for i in range(ticks)]
         elif self.max_frames >= total:
-            found = list(range(total))
+            numbers = list(range(total))
         else:
-            found = [min(last, math.ceil(t * rate)) for t in np.linspace(0, seconds, self.max_frames)]
-        once = list(dict.fromkeys(found))
+            numbers = [min(last, math.ceil(t * rate)) for t in np.linspace(0, seconds, self.max_frames)]
+        once = list(dict.fromkeys(numbers))
         if len(once) < min(self.min_frames, total):
             once = self.spread(min(self.min_frames, total), total)
         return once + [once[-1]] * (-len(once) % self.multiple)
@@ -152,8 +152,8 @@ class Frames:
         self.filled = 0
         self._name = name
         self._size = (size.width, size.height)
-        self._kept = kept_size(size, target)
-        self._pixels = np.empty((len(chosen), self._kept[1], self._kept[0], 3), dtype=np.uint8)
+        self._stored_size = kept_size(size, target)
+        self._pixels = np.empty((len(chosen), self._stored_size[1], self._stored_size[0], 3), dtype=np.uint8)
 
     @property
     def next(self) -> int | None:
@@ -162,7 +162,7 @@ class Frames:
 
     def put(self, number: int, frame: Image.Image) -> None:
         """Store frame `number`, also for frames that were chosen before it and never came."""
-        if frame.size not in (self._size, self._kept):
+        if frame.size not in (self._size, self._stored_size):
             raise TesseraError(
                 f"damaged video: {self._name} (frames of different sizes: {frame.width}x{frame.height} "
                 f"after {self._size[0]}x{self._size[1]})"
@@ -170,7 +170,7 @@ class Frames:
         first = self.filled
         while self.filled < len(self.chosen) and self.chosen[self.filled] <= number:
             self.filled += 1
-        self._pixels[first : self.filled] = np.asarray(smaller(frame, self._kept))
+        self._pixels[first : self.filled] = np.asarray(smaller(frame, self._stored_size))
 
     def stacked(self) -> np.ndarray:
         """Return [F, H, W, 3]. A file may lack a frame or two at its end, which the index has counted: the last one is

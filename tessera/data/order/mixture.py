@@ -65,10 +65,10 @@ class Shuffle:
         assert 0 <= index < self.count
         side = (1 << self.half) - 1
         while True:
-            left, right = index >> self.half, index & side
+            high, low = index >> self.half, index & side
             for key in self.keys:
-                left, right = right, left ^ (_scramble(right * _STEP + key) & side)
-            index = left << self.half | right
+                high, low = low, high ^ (_scramble(low * _STEP + key) & side)
+            index = high << self.half | low
             if index < self.count:
                 return index
 
@@ -83,10 +83,10 @@ class Shuffle:
 
     def _once(self, indices: np.ndarray) -> np.ndarray:
         half, side = np.uint64(self.half), np.uint64((1 << self.half) - 1)
-        left, right = indices >> half, indices & side
+        high, low = indices >> half, indices & side
         for key in self.keys:
-            left, right = right, left ^ (_scramble_all(right * np.uint64(_STEP) + np.uint64(key)) & side)
-        joined: np.ndarray = left << half | right
+            high, low = low, high ^ (_scramble_all(low * np.uint64(_STEP) + np.uint64(key)) & side)
+        joined: np.ndarray = high << half | low
         return joined
 
 
@@ -127,8 +127,8 @@ class Mixture:
         """Return for each draw the largest value among the samples that it ever holds."""
         if self.by_similarity is not None:
             values = values[self.by_similarity]
-        found = [self._largest(values, which) for which in range(len(self.starts) - 1)]
-        return np.concatenate(found) if found else values[:0]
+        parts = [self._largest(values, which) for which in range(len(self.starts) - 1)]
+        return np.concatenate(parts) if parts else values[:0]
 
     def mean(self, values: np.ndarray) -> float:
         """Return the sum over the draws of one epoch, on average over epochs."""
@@ -146,12 +146,12 @@ class Mixture:
     def _largest(self, values: np.ndarray, which: int) -> np.ndarray:
         first, size = self._set(which)
         count = int(self.draws[which + 1] - self.draws[which])
-        own = values[first : first + size]
+        of_set = values[first : first + size]
         if count == size:
-            return own
+            return of_set
         positions = np.arange(count, dtype=np.int64) * size
         bounds = np.stack([positions // count, (positions + size - gcd(size, count)) // count + 1], axis=1).reshape(-1)
-        return np.maximum.reduceat(np.append(own, own[:1]), bounds)[::2]
+        return np.maximum.reduceat(np.append(of_set, of_set[:1]), bounds)[::2]
 
 
 def similarity_order(

@@ -78,10 +78,10 @@ class RowTable:
     @cached_property
     def digest(self) -> str:
         """Return a hash of which draws share a row."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name in ("members", "bounds", "draws"):
-            found.update(np.ascontiguousarray(self.arrays[name], dtype=np.int64).data)
-        return found.hexdigest()[:16]
+            digest.update(np.ascontiguousarray(self.arrays[name], dtype=np.int64).data)
+        return digest.hexdigest()[:16]
 
     def __getitem__(self, row: int) -> np.ndarray:
         bounds = self.arrays["bounds"]
@@ -98,20 +98,20 @@ def row_table(samples: Samples, config: PackingConfig, folder: Path | None = Non
         return _make(samples, config)
     key = _key(samples, config)
     file = folder / f"rows-{key[:32]}.safetensors"
-    found: AnyTables | None = open_tables(file, key)
-    if found is None or not _sound(found):
-        made = _make(samples, config)
-        about = {"key": key, "stats": json.dumps(asdict(made.stats))}
-        found = keep_tables(file, MemoryTables(made.arrays, about))
-    return RowTable(found, PackingStats(**json.loads(found.about["stats"])))
+    tables: AnyTables | None = open_tables(file, key)
+    if tables is None or not _sound(tables):
+        table = _make(samples, config)
+        about = {"key": key, "stats": json.dumps(asdict(table.stats))}
+        tables = keep_tables(file, MemoryTables(table.arrays, about))
+    return RowTable(tables, PackingStats(**json.loads(tables.about["stats"])))
 
 
 def _sound(tables: AnyTables) -> bool:
     """Return whether these can be a table of rows."""
     try:
         members, bounds, draws = tables["members"], tables["bounds"], tables["draws"]
-        known = PackingStats(**json.loads(tables.about["stats"]))
-        return len(bounds) == known.rows + 1 and len(members) == int(bounds[-1]) == int(draws[-1])
+        stats = PackingStats(**json.loads(tables.about["stats"]))
+        return len(bounds) == stats.rows + 1 and len(members) == int(bounds[-1]) == int(draws[-1])
     except (KeyError, ValueError, TypeError, IndexError):
         return False
 

@@ -134,21 +134,22 @@ def _swap(
 
     A row takes part in one swap at most, the best one for both. Changes its arguments; returns the number of swaps.
     """
-    one, two = row_by_length[:-apart], row_by_length[apart:]
-    gap = held[one] - held[two]
+    first_rows, second_rows = row_by_length[:-apart], row_by_length[apart:]
+    gap = held[first_rows] - held[second_rows]
     moved = weight[:-apart] - weight[apart:]
     longer = size[:-apart] - size[apart:]
     gain = moved * (gap - moved)  # by which the squares of the two sums shrink, halved
-    fits = (gain > 0) & (used[two] + longer <= capacity) & (used[one] - longer <= capacity)
-    found = np.flatnonzero(fits)
-    if len(found) == 0:
+    fits = (gain > 0) & (used[second_rows] + longer <= capacity) & (used[first_rows] - longer <= capacity)
+    candidates = np.flatnonzero(fits)
+    if len(candidates) == 0:
         return 0
-    found = found[np.argsort(-gain[found], kind="stable")]
-    partners = np.stack([one[found], two[found]], axis=1).reshape(-1)
+    candidates = candidates[np.argsort(-gain[candidates], kind="stable")]
+    partners = np.stack([first_rows[candidates], second_rows[candidates]], axis=1).reshape(-1)
     first = np.full(len(held), -1, dtype=np.int64)
     first[partners[::-1]] = np.arange(len(partners))[::-1]  # of repeated indices the last value written stays
-    best = (first[partners[0::2]] // 2 == np.arange(len(found))) & (first[partners[1::2]] // 2 == np.arange(len(found)))
-    chosen = found[best]
+    numbers = np.arange(len(candidates))
+    best = (first[partners[0::2]] // 2 == numbers) & (first[partners[1::2]] // 2 == numbers)
+    chosen = candidates[best]
     here, there = row_by_length[chosen], row_by_length[chosen + apart]
     held[here] -= moved[chosen]
     held[there] += moved[chosen]

@@ -65,10 +65,10 @@ class StepOrder:
 
     @cached_property
     def _strata(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(self.rows_per_step)]
+        strata: list[list[int]] = [[] for _ in range(self.rows_per_step)]
         for stratum, row in enumerate(self.row_of.tolist()):
-            found[row].append(stratum)
-        return found
+            strata[row].append(stratum)
+        return strata
 
     def samples(self, row: int) -> list[int]:
         """Return the numbers of the samples in a row."""
@@ -76,12 +76,12 @@ class StepOrder:
         epoch, at = divmod(step, self.steps)
         draws, places = len(self.by_length), self.steps * len(self.row_of)
         offset = 0 if draws == places else mix(self.seed, _TWICE, epoch) % draws
-        found = []
+        samples = []
         for stratum in self._strata[place]:
             position = stratum * self.steps + Shuffle.of(self.steps, self.seed, _STRATUM, epoch, stratum)(at)
             draw = int(self.by_length[(position * draws + offset) // places])
-            found.append(self.mixture.sample(draw, epoch))
-        return found
+            samples.append(self.mixture.sample(draw, epoch))
+        return samples
 
     def work(self, rows: Sequence[int]) -> list[float] | None:
         """Return an upper bound on the FLOPs of each row; None where the work of samples is not known."""

@@ -31,8 +31,8 @@ class ClassFolder(Container):
         if not name.isprintable():
             raise RecordError(repr(name), "a file name that is not UTF-8, or not printable")
         kind = media_kind(name)
-        asked = self.question or _default_question(str(kind), self.classes)
-        return RawRecord({"id": name, "question": asked, "answer": name.partition("/")[0], f"{kind}s": [name]})
+        question = self.question or _default_question(str(kind), self.classes)
+        return RawRecord({"id": name, "question": question, "answer": name.partition("/")[0], f"{kind}s": [name]})
 
 
 def _default_question(kind: str, classes: list[str]) -> str:
@@ -59,8 +59,8 @@ def is_class_folder(folder: Path) -> bool:
 
 def open_class_folder(folder: Path, question: str | None, limit: int | None, cache_folder: Path | None) -> ClassFolder:
     """Open a folder with a folder for each class. The classes are all of its folders with an image or video."""
-    with os.scandir(folder) as found:
-        inner = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+    with os.scandir(folder) as entries:
+        inner = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     outside = [name for name, _ in walk(folder) if "/" not in name and media_kind(name) in ("image", "video")]
     if outside:
         raise TesseraError(

@@ -55,13 +55,13 @@ class FeatureManifest:
             )
         try:
             shards = tuple((str(one["file"]), int(one["bytes"]), int(one["samples"])) for one in data["shards"])
-            found = FeatureManifest(str(data["key"]), dict(data["facts"]), shards, data.get("checksums") is True)
+            manifest = FeatureManifest(str(data["key"]), dict(data["facts"]), shards, data.get("checksums") is True)
         except (KeyError, TypeError, ValueError) as error:
             raise TesseraError(f"not readable as a list of features: {first_line(error)}", where=str(path)) from None
-        for name, _, samples in found.shards:
+        for name, _, samples in manifest.shards:
             if Path(name).name != name or name in ("", ".", "..") or samples < 0:
                 raise TesseraError(f"names a file outside of its folder: {name!r}", where=str(path))
-        return found
+        return manifest
 
     def text(self) -> str:
         shards = [{"file": name, "bytes": size, "samples": count} for name, size, count in self.shards]
@@ -103,7 +103,7 @@ def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
             about = shard_about(opened)
             if about.get(KEY) == key:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-                if about.get(CHECKSUM, given := checksum(tensors)) != given:
+                if about.get(CHECKSUM, actual := checksum(tensors)) != actual:
                     raise ValueError("its bytes have changed")
                 return tensors
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
@@ -118,10 +118,10 @@ class FeatureFolder(Container):
         self.manifest = FeatureManifest.read(folder)
         self.folder = folder
         for name, size, _ in self.manifest.shards:
-            found = check_regular(folder / name).st_size
-            if found != size:
+            actual = check_regular(folder / name).st_size
+            if actual != size:
                 raise TesseraError(
-                    f"damaged features: {name} has {found} bytes, and {MANIFEST} says {size}",
+                    f"damaged features: {name} has {actual} bytes, and {MANIFEST} says {size}",
                     where=str(folder),
                     fix="remove the shard and make it again: tessera data features",
                 )
@@ -154,21 +154,21 @@ class FeatureFolder(Container):
         if shard in self._read:
             return self._read[shard]
         name, _, count = self.manifest.shards[shard]
-        found, _ = shard_content(self.folder / name, self.manifest.key)
-        if len(found) != count:
-            raise TesseraError(f"damaged features: {name} has {len(found)} samples, and {MANIFEST} says {count}")
+        samples, _ = shard_content(self.folder / name, self.manifest.key)
+        if len(samples) != count:
+            raise TesseraError(f"damaged features: {name} has {len(samples)} samples, and {MANIFEST} says {count}")
         if sum(map(len, list(self._read.values()))) + count > KEPT:
             self._read.clear()
-        self._read[shard] = found
-        return found
+        self._read[shard] = samples
+        return samples
 
     def _record(self, samples: list[dict[str, Any]], shard: int, number: int) -> RawRecord:
         at, file = number - self.starts[shard], self.folder / self.manifest.shards[shard][0]
-        one = samples[at]
+        sample = samples[at]
         try:
-            shapes = tuple((str(name), tuple(map(int, shape))) for name, shape in one["shapes"].items())
-            grids = tuple((int(f), int(h), int(w)) for f, h, w in one["grids"])
-            id, crc = str(one["id"]), int(one[CHECKSUM]) if self.manifest.checksums else None
+            shapes = tuple((str(name), tuple(map(int, shape))) for name, shape in sample["shapes"].items())
+            grids = tuple((int(f), int(h), int(w)) for f, h, w in sample["grids"])
+            id, crc = str(sample["id"]), int(sample[CHECKSUM]) if self.manifest.checksums else None
             stored = StoredSample(file, self.manifest.key, f"{at}.", shapes, grids, id, crc)
             return RawRecord({"id": id, FEATURES: stored})
         except (KeyError, TypeError, ValueError, AttributeError) as error:

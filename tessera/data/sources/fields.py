@@ -140,10 +140,10 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
 
 def likely_columns(keys: Iterable[str]) -> str:
     """Return what `columns` of a recipe may have to say of rows with these keys; without a clue, an example."""
-    found = {ours: key for ours, theirs in _OFTEN.items() for key in sorted(keys) if key.lower() in theirs}
-    if not set(found) - {"images"}:
-        found = {"messages": "dialogue", "role_tag": "speaker"}
-    return "{" + ", ".join(f"{ours}: {key}" for ours, key in found.items()) + "}"
+    columns = {ours: key for ours, theirs in _OFTEN.items() for key in sorted(keys) if key.lower() in theirs}
+    if not set(columns) - {"images"}:
+        columns = {"messages": "dialogue", "role_tag": "speaker"}
+    return "{" + ", ".join(f"{ours}: {key}" for ours, key in columns.items()) + "}"
 
 
 # ---------------------------------------------------------------------------------------------- media of a record
@@ -223,9 +223,9 @@ class RecordMedia:
         the record once more, by itself."""
         named = {part.kind for message in messages for part in message.parts}
         for kind, used in self.used.items():
-            given = len(self.listed.get(kind, []))
-            if used != given and not (used == 0 and kind in self.alone & named):
-                fail(f"{kind} token count that cannot match: {used} <{kind}> placeholders, {given} {kind}s")
+            count = len(self.listed.get(kind, []))
+            if used != count and not (used == 0 and kind in self.alone & named):
+                fail(f"{kind} token count that cannot match: {used} <{kind}> placeholders, {count} {kind}s")
 
 
 def values_of(value: Any, key: str) -> list[Any]:

@@ -200,10 +200,10 @@ class Metadata(Container):
         for key, kind in _FILE_NAME_KEYS.items():
             value = content.pop(key, None)
             for name in value if isinstance(value, list) else [] if value is None else [value]:
-                found = kind or (media_kind(name) if isinstance(name, str) else None)
-                if found is None:
+                media_type = kind or (media_kind(name) if isinstance(name, str) else None)
+                if media_type is None:
                     raise RecordError(self.location(number), f"{key} names no image, video or audio: {name!r:.80}")
-                media.append(MediaFile(found, name, name))
+                media.append(MediaFile(media_type, name, name))
         return assemble(self.location(number), content, None, media, self.columns)
 
 
@@ -367,8 +367,8 @@ def _members(path: Path, size: int) -> Iterator[tarfile.TarInfo]:
                     if not member.isreg():
                         member.size = 0  # links, devices and pipes have no bytes behind them, whatever they claim
                     if member.size < 0 or member.offset_data + member.size > size:
-                        left = size - member.offset_data
-                        what = f"is cut off: a member of {member.size} bytes begins where {left} are left"
+                        remaining = size - member.offset_data
+                        what = f"is cut off: a member of {member.size} bytes begins where {remaining} are left"
                         _fail(path, what, member.offset)
                     if not (member.isdir() or member.name.endswith("/")):
                         yield member

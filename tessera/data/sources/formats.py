@@ -70,11 +70,11 @@ class RecordSchema:
         if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
             return "messages"
         if self.is_conversation(record):
-            for one in ("llava", "sharegpt"):
-                if any(has(record, key) for keys in self.names[one].media.values() for key in keys):
-                    return "sharegpt" if self._media_named else one
+            for record_format in ("llava", "sharegpt"):
+                if any(has(record, key) for keys in self.names[record_format].media.values() for key in keys):
+                    return "sharegpt" if self._media_named else record_format
             return None
-        return next((one for one in (*_ASKED, "text") if self.fits(record, one)), None)
+        return next((record_format for record_format in (*_ASKED, "text") if self.fits(record, record_format)), None)
 
     def is_conversation(self, record: Mapping[str, Any]) -> bool:
         return has(record, self.names["sharegpt"].messages)
@@ -151,13 +151,13 @@ def _parse_alpaca(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message,
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             fail(f"{names.history} is a list of pairs: what was asked, what was answered")
         turns += [("user", text_of(pair[0])), ("assistant", text_of(pair[1]))]
-    asked = [text_of(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
+    questions = [text_of(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
     answer = record.get(names.response)
     if not isinstance(answer, str) or not answer:
         fail(f"{names.response} is not a text" if answer else f"{names.response} is empty")
-    if not asked:
+    if not questions:
         fail(f"{names.prompt} is empty")
-    turns += [("user", "\n".join(asked)), ("assistant", answer)]
+    turns += [("user", "\n".join(questions)), ("assistant", answer)]
     parts = [(role, media.fill(text)) for role, text in turns]
     parts[0] = (parts[0][0], [*media.rest_if_none_used(), *parts[0][1]])
     media.check_used()
@@ -204,16 +204,16 @@ def _with_answer(
         return {**rest, names.messages: answer}, "messages", names
     sharegpt = column_map("sharegpt", {})
     if record.get(names.messages) is not None:
-        asked = list(_turns(record, names.messages))
-        return {**rest, names.messages: [*asked, *_as_turns(answer, names, "assistant")]}, "messages", names
+        turns = list(_turns(record, names.messages))
+        return {**rest, names.messages: [*turns, *_as_turns(answer, names, "assistant")]}, "messages", names
     if record.get(sharegpt.messages) is not None:
         chat: RecordFormat = "llava" if record.get("image") is not None else "sharegpt"
-        asked = list(_turns(record, sharegpt.messages))
-        return {**rest, sharegpt.messages: [*asked, *_as_turns(answer, sharegpt, "gpt")]}, chat, column_map(chat, {})
+        turns = list(_turns(record, sharegpt.messages))
+        return {**rest, sharegpt.messages: [*turns, *_as_turns(answer, sharegpt, "gpt")]}, chat, column_map(chat, {})
     prompt = record.get(_PROMPT)
     if isinstance(prompt, (str, list)) and prompt:
-        asked = _as_turns(prompt, names, "user")
-        return {**rest, names.messages: [*asked, *_as_turns(answer, names, "assistant")]}, "messages", names
+        turns = _as_turns(prompt, names, "user")
+        return {**rest, names.messages: [*turns, *_as_turns(answer, names, "assistant")]}, "messages", names
     if record.get(names.prompt) is not None:
         if not isinstance(answer, str):
             fail(f"beside {names.prompt!r} an answer is a text")
@@ -283,16 +283,16 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
     if not wanted and has(record, names.path):
         wanted = [_media_at(record, names.path)]
     references = tuple(Part("image", value) for value in _listed(record, (names.references,)))
-    asked = Message("user", (*references, Part("text", text_of(caption))))
+    request = Message("user", (*references, Part("text", text_of(caption))))
     if not wanted and has(record, names.chosen) and has(record, names.rejected):
         answers = [(role, _media_at(record, key)) for role, key in ((CHOSEN, names.chosen), (REJECTED, names.rejected))]
         for _, answer in answers:
-            _checked_pair((asked, Message("assistant", (answer,))))
-        return (asked, *(Message(role, (answer,)) for role, answer in answers))
+            _checked_pair((request, Message("assistant", (answer,))))
+        return (request, *(Message(role, (answer,)) for role, answer in answers))
     if not wanted:
         keys = dict.fromkeys((names.path, *names.media["image"], *names.media["video"]))
         fail(f"the row names no image or video to learn: give its file under {' or '.join(map(repr, keys))}")
-    return _checked_pair((asked, Message("assistant", tuple(wanted))))
+    return _checked_pair((request, Message("assistant", tuple(wanted))))
 
 
 def _media_at(record: Mapping[str, Any], key: str) -> Part:
@@ -308,15 +308,15 @@ def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if [message.role for message in messages] != ["user", "assistant"]:
         said = ", ".join(message.role for message in messages)
         fail(f"a caption by the user and its image or video by the assistant are expected, not turns of {said:.80}")
-    asked, answer = messages
+    request, answer = messages
     answered = [part for part in answer.parts if part.kind != "text" or part.value.strip()]
     if len(answered) != 1 or answered[0].kind not in ("image", "video"):
         fail(f"one image or video to learn is expected, found {len(answered)} parts in the answer")
-    if any(part.kind not in ("text", "image") for part in asked.parts):
+    if any(part.kind not in ("text", "image") for part in request.parts):
         fail("a request has text and images; it cannot have videos or audio")
-    if not "".join(part.value for part in asked.parts if part.kind == "text").strip():
+    if not "".join(part.value for part in request.parts if part.kind == "text").strip():
         fail("the caption is empty")
-    return (asked, Message("assistant", tuple(answered)))
+    return (request, Message("assistant", tuple(answered)))
 
 
 def _listed(record: Mapping[str, Any], keys: Iterable[str]) -> list[Any]:
@@ -417,9 +417,9 @@ def _has_worse_answer(record: Mapping[str, Any]) -> bool:
 
 def _check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
     """Raise for a record that gives its worse answer under several keys: nobody knows which of them is meant."""
-    found = [key for key in dict.fromkeys((names.rejected, *_WORSE)) if has(record, key)]
-    if len(found) > 1:
-        fail(f"a pair has one worse answer, and this record has {' and '.join(found)}: keep one of them")
+    keys = [key for key in dict.fromkeys((names.rejected, *_WORSE)) if has(record, key)]
+    if len(keys) > 1:
+        fail(f"a pair has one worse answer, and this record has {' and '.join(keys)}: keep one of them")
 
 
 def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str, Any]:
@@ -432,20 +432,20 @@ def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str,
     worse = record[key]
     if isinstance(worse, list) and len(worse) == 1 and isinstance(worse[0], str):
         worse = worse[0]  # a list of worse answers, of which there is one
-    if isinstance(worse, list) and any(isinstance(one, str) for one in worse):
+    if isinstance(worse, list) and any(isinstance(record_format, str) for record_format in worse):
         fail(f"{key} has {len(worse)} answers, and a pair has one: write a record for each of them")
     if has(record, "rejected_images"):
         fail("rejected_images: both answers of a pair are about the same images, those under 'images'")
-    rest = {one: value for one, value in record.items() if one not in _WORSE}
+    rest = {record_format: value for record_format, value in record.items() if record_format not in _WORSE}
     if has(record, names.messages):
         turns = record[names.messages]
         last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
         if not isinstance(last, dict) or names.speakers.get(str(last.get(names.role))) != "assistant":
             fail(f"{names.messages} has to end with the better answer, a turn of the assistant, beside {key}")
         return {**rest, names.messages: turns[:-1], names.chosen: [last], names.rejected: worse}
-    for one in ("alpaca", "query_response", "question_answer"):
-        columns = column_map(one, {})
+    for record_format in ("alpaca", "query_response", "question_answer"):
+        columns = column_map(record_format, {})
         if has(record, columns.prompt) and has(record, columns.response):
-            better, asked = rest.pop(columns.response), rest.pop(columns.prompt)
-            return {**rest, names.prompt: asked, names.chosen: better, names.rejected: worse}
+            better, question = rest.pop(columns.response), rest.pop(columns.prompt)
+            return {**rest, names.prompt: question, names.chosen: better, names.rejected: worse}
     fail(f"no better answer: give {names.messages!r} that ends with it, or 'query' and 'response', beside {key}")

@@ -102,23 +102,23 @@ class Source:
 
     def _parse(self, number: int, record: RawRecord) -> Sample:
         content, chosen, names = record.content, self.record_format, self.schema.names[self.record_format]
-        found = self.schema.decide(content)
+        detected = self.schema.decide(content)
         if chosen in _OF_A_KIND and not self.schema.fits(content, chosen):
-            found = next((other for other in _OF_A_KIND if self.schema.fits(content, other)), found)
-        fits = found is None or found == chosen or (self.format_given and self.schema.fits(content, chosen))
+            detected = next((other for other in _OF_A_KIND if self.schema.fits(content, other)), detected)
+        fits = detected is None or detected == chosen or (self.format_given and self.schema.fits(content, chosen))
         if not fits and not self._others_fit:
-            assert found is not None, "a record of no known format fits any"
+            assert detected is not None, "a record of no known format fits any"
             raise TesseraError(
-                f"this record has the format {found!r}, the data set was read as {chosen!r}",
+                f"this record has the format {detected!r}, the data set was read as {chosen!r}",
                 where=f"{self.path}, {self.location(number)}",
-                fix=_OF_A_KIND.get(found, "data.kind=chat trains on conversations")
+                fix=_OF_A_KIND.get(detected, "data.kind=chat trains on conversations")
                 if chosen in _OF_A_KIND
                 else "keep one format per data set and list several under data.train; or say "
-                f"`format: {found}` if all its records are of that format",
+                f"`format: {detected}` if all its records are of that format",
             )
-        given = content.get(names.id)
-        has_id = isinstance(given, (str, int)) and not isinstance(given, bool) and given != ""
-        id = str(given) if has_id else self.location(number)
+        own_id = content.get(names.id)
+        has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
+        id = str(own_id) if has_id else self.location(number)
         try:
             messages = parse(content, chosen, names)
         except RecordError as error:
@@ -163,12 +163,12 @@ def _open_all(paths: list[Path], base: Path, section: SourceSection, cache_folde
     if len(paths) == 1 and paths[0].is_dir():
         return _open_folder(paths[0], section, cache_folder)
     parts: list[Container] = []
-    left = section.max_samples
+    remaining = section.max_samples
     for path in paths:
         name = str(path.relative_to(base))
-        parts.append(_open_file(path, name, left, section.columns, cache_folder))
-        left = None if left is None else left - len(parts[-1])
-        if left is not None and left <= 0:
+        parts.append(_open_file(path, name, remaining, section.columns, cache_folder))
+        remaining = None if remaining is None else remaining - len(parts[-1])
+        if remaining is not None and remaining <= 0:
             break
     return parts[0] if len(parts) == 1 else Joined(parts)
 
@@ -248,9 +248,9 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
         if isinstance(record, RecordError):
             location = location or record.id
             continue
-        found = schema.decide(record.content)
-        if found is not None:
-            return found
+        detected = schema.decide(record.content)
+        if detected is not None:
+            return detected
         if not schema.is_conversation(record.content):
             keys, location = sorted(record.content)[:8], records.location(number)
             break
@@ -305,38 +305,38 @@ def source_files(path: Path) -> tuple[list[Path], Path]:
         return [path], path if path.is_dir() else path.parent
     text = str(path)
     patterns = _ranges(text) if _RANGE.search(text) else [text]
-    found: list[Path] = []
+    files: list[Path] = []
     for pattern in patterns:
         if "*" in pattern:
-            found += map(Path, sorted(glob.glob(re.sub(r"([\[?])", r"[\1]", pattern), recursive=True)))
+            files += map(Path, sorted(glob.glob(re.sub(r"([\[?])", r"[\1]", pattern), recursive=True)))
         else:
-            found.append(Path(pattern))
-    missing = [one for one in found if not one.is_file()]
-    if not found or missing:
+            files.append(Path(pattern))
+    missing = [one for one in files if not one.is_file()]
+    if not files or missing:
         _no_such(path, missing)
-    return found, Path(re.split(r"[*{]", text)[0] + "x").parent  # up to the last folder before anything that varies
+    return files, Path(re.split(r"[*{]", text)[0] + "x").parent  # up to the last folder before anything that varies
 
 
 def _ranges(text: str) -> list[str]:
     """Return shard-{000..127}.tar as 128 names. The digits of the first number say how many there are."""
-    found = _RANGE.search(text)
-    if found is None:
+    match = _RANGE.search(text)
+    if match is None:
         return [text]
-    first, last = int(found[1]), int(found[2])
+    first, last = int(match[1]), int(match[2])
     if last < first or last - first >= _MAX_FILES:
-        raise TesseraError(f"not a range of files: {found[0]}", where=text, fix="write it as {000..127}")
-    numbers = (f"{number:0{len(found[1])}d}" for number in range(first, last + 1))
-    return [name for number in numbers for name in _ranges(text[: found.start()] + number + text[found.end() :])]
+        raise TesseraError(f"not a range of files: {match[0]}", where=text, fix="write it as {000..127}")
+    numbers = (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
+    return [name for number in numbers for name in _ranges(text[: match.start()] + number + text[match.end() :])]
 
 
 def _no_such(path: Path, missing: list[Path]) -> NoReturn:
-    one = missing[0] if missing else path
-    beside = [entry.name for entry in one.parent.iterdir()] if one.parent.is_dir() else []
+    first = missing[0] if missing else path
+    beside = [entry.name for entry in first.parent.iterdir()] if first.parent.is_dir() else []
     more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
     raise TesseraError(
-        f"no such data file: {one}{more}",
+        f"no such data file: {first}{more}",
         where="data",
-        nearest=nearest(one.name, beside),
+        nearest=nearest(first.name, beside),
         fix="give the path of a JSON, JSONL, Parquet, CSV, TSV or text file, of tar shards, or of a folder",
     )
 
@@ -355,8 +355,8 @@ class Question:
     @property
     def text(self) -> str:
         """Return what the user asked last."""
-        asked = [message for message in self.sample.messages if message.role == "user"]
-        return " ".join(_text(asked[-1]).split()) if asked else ""
+        turns = [message for message in self.sample.messages if message.role == "user"]
+        return " ".join(_text(turns[-1]).split()) if turns else ""
 
     @property
     def group(self) -> str:

@@ -163,7 +163,7 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
 
 def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) -> np.ndarray:
     """Return the spans of lines that are not blank. `quoted`: a line break between double quotes ends none (CSV)."""
-    found: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     count, lines_before, open_quotes = 0, 0, 0
     with path.open("rb") as file, path.open("rb") as again:
         start = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
@@ -182,15 +182,15 @@ def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) ->
                 unsure = (starts < 0) | (data[np.minimum(np.maximum(starts, 0), len(data) - 1)] <= 32)
                 spans = _without_blank(starts + base, ends + base, unsure, lines_before, again)
                 start, lines_before = base + int(ends[-1]) + 1, lines_before + len(ends)
-                found.append(spans)
+                parts.append(spans)
                 count += len(spans)
                 if limit is not None and count >= limit:
                     break
             base += len(chunk)
         else:
             if start < base:  # a last line without its end
-                found.append(_without_blank(np.array([start]), np.array([base]), np.array([True]), lines_before, again))
-    return np.concatenate(found)[:limit] if found else np.empty((0, 3), dtype=np.int64)
+                parts.append(_without_blank(np.array([start]), np.array([base]), np.array([True]), lines_before, again))
+    return np.concatenate(parts)[:limit] if parts else np.empty((0, 3), dtype=np.int64)
 
 
 def _without_blank(
@@ -218,15 +218,15 @@ def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
         position = element_end = data.find(b"[") + 1
         element_start, depth, count = position, 1, 0
         while depth and (limit is None or count < limit):
-            found = _TO_BRACKET.match(data, position)
-            if found is None:
+            match = _TO_BRACKET.match(data, position)
+            if match is None:
                 inside = f", in the middle of record {count + 1}" if depth > 1 else ""
                 raise TesseraError(
                     f"the JSON array ends after {count} records without ']'{inside}",
                     where=str(path),
                     fix="the file was cut off, or a quote or bracket is missing in it",
                 )
-            bracket, position = found.start(1), found.end()
+            bracket, position = match.start(1), match.end()
             opens = data[bracket] in b"{["
             depth += 1 if opens else -1
             if opens and depth == 2:

@@ -61,8 +61,8 @@ class LocalStreamFile:
 
     @property
     def facts(self) -> Any:
-        found = {key: value for key, value in file_facts(self.path).items() if key in ("size", "ends")}
-        return [found, self.section.format, self.section.columns]
+        facts = {key: value for key, value in file_facts(self.path).items() if key in ("size", "ends")}
+        return [facts, self.section.format, self.section.columns]
 
     def fetch(self) -> Path:
         return self.path
@@ -109,8 +109,8 @@ def _shards(source: SourceSection, keep: int | None) -> list[HubStreamFile | Loc
             )
     id = find_hub_id(source.path, "dataset", "data.train")
     if id is not None:
-        found = remote_shards(id, "data.train")
-        return [HubStreamFile(replace(found.id, inside=""), file, source, keep) for file in found.files]
+        shards = remote_shards(id, "data.train")
+        return [HubStreamFile(replace(shards.id, inside=""), file, source, keep) for file in shards.files]
     paths, base = source_files(source.path)
     if any(path.is_dir() for path in paths):
         raise TesseraError(

@@ -117,8 +117,8 @@ class StreamedRows(RowSource):
         self._orders: dict[int, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_told_all", "_orders")  # of this process
-        return {name: value for name, value in vars(self).items() if name not in own}
+        local = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_told_all", "_orders")  # of this process
+        return {name: value for name, value in vars(self).items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -136,11 +136,11 @@ class StreamedRows(RowSource):
         return True  # what files hold is not known before they are opened
 
     def without(self, samples: Mapping[str, str]) -> StreamedRows:
-        found = StreamedRows(self.shards, self.pack, self.settings, None)
-        found._folder, found._counts = self._folder, self._counts
-        found._facts, found._key = self._facts, self._key  # as the run began, whatever the files are now
-        found.left_out = {**self.left_out, **samples}
-        return found
+        copied = StreamedRows(self.shards, self.pack, self.settings, None)
+        copied._folder, copied._counts = self._folder, self._counts
+        copied._facts, copied._key = self._facts, self._key  # as the run began, whatever the files are now
+        copied.left_out = {**self.left_out, **samples}
+        return copied
 
     def work(self, rows: Sequence[int]) -> list[float] | None:
         costs = [self._rows_at(found).work([found.row]) for found in map(self._at, rows)]
@@ -153,14 +153,14 @@ class StreamedRows(RowSource):
         problems: list[tuple[str, str]] = []
         encoded, seeds, part = [], [], None
         for row in rows:
-            found = self._at(row)
-            part = self._rows_at(found)
-            if found.row == 0:  # what was left out of a file is reported with its first row
+            place = self._at(row)
+            part = self._rows_at(place)
+            if place.row == 0:  # what was left out of a file is reported with its first row
                 problems += part.bad_samples
-            base = found.shard << _SHARD_BITS
-            own = {_local(n, base): why for n, why in lost.items() if _shard_of(n) == found.shard}
-            encoded.append(part.encode(found.row, own, lambda n, base=base: note(_shared(n, base)), problems))  # type: ignore[misc]
-            seeds.append(part.order.row_seed(found.row))
+            base = place.shard << _SHARD_BITS
+            of_file = {_local(n, base): why for n, why in lost.items() if _shard_of(n) == place.shard}
+            encoded.append(part.encode(place.row, of_file, lambda n, base=base: note(_shared(n, base)), problems))  # type: ignore[misc]
+            seeds.append(part.order.row_seed(place.row))
         assert part is not None, "a batch has rows"
         return part.collate(rows, encoded, seeds, problems)
 
@@ -168,17 +168,17 @@ class StreamedRows(RowSource):
 
     def _at(self, row: int) -> _Found:
         """Return where a row lies. Files before it whose rows were never counted are opened for that."""
-        epoch, left = 0, row
+        epoch, offset = 0, row
         if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
-            epoch, left = divmod(row, length)
+            epoch, offset = divmod(row, length)
         while True:
             passed = 0
             for position in range(len(self.shards)):
                 shard = self._order(epoch)[position]
                 count = self._count(shard)
-                if left < count:
-                    return _Found(epoch, position, shard, epoch * count + left)
-                left, passed = left - count, passed + count
+                if offset < count:
+                    return _Found(epoch, position, shard, epoch * count + offset)
+                offset, passed = offset - count, passed + count
             if not passed:
                 raise TesseraError("no file of the data has a usable sample", where="data.train")
             epoch += 1
@@ -237,56 +237,56 @@ class StreamedRows(RowSource):
 
     def _rows(self, shard: int) -> PackedRows:
         """Return the rows of a file, which is fetched and packed if it has not been."""
-        found = self._open.get(shard)
-        if found is None:
+        rows = self._open.get(shard)
+        if rows is None:
             with self._lock:
-                found = self._open.get(shard)
-                if found is None:
+                rows = self._open.get(shard)
+                if rows is None:
                     while len(self._open) >= _OPEN:  # before another is fetched, for which there may be no room yet
                         closed, _ = self._open.popitem(last=False)
                         self._held.pop(closed).close()
-                    found = self._open[shard] = self._opened(shard)
-        return found.without(self.left_out) if self.left_out else found
+                    rows = self._open[shard] = self._opened(shard)
+        return rows.without(self.left_out) if self.left_out else rows
 
-    def _rows_at(self, found: _Found) -> PackedRows:
-        rows = self._rows(found.shard)
-        self._look_ahead(found.epoch, found.position)
+    def _rows_at(self, place: _Found) -> PackedRows:
+        rows = self._rows(place.shard)
+        self._look_ahead(place.epoch, place.position)
         return rows
 
     def _opened(self, shard: int) -> PackedRows:
-        one = self.shards[shard]
+        file = self.shards[shard]
         with ExitStack() as stack:
-            stack.enter_context(one.held())
-            made = self._packed(shard, one, one.fetch())
+            stack.enter_context(file.held())
+            rows = self._packed(shard, file, file.fetch())
             self._held[shard] = stack.pop_all()
-        return made
+        return rows
 
-    def _packed(self, shard: int, one: StreamFile, path: Path) -> PackedRows:
+    def _packed(self, shard: int, file: StreamFile, path: Path) -> PackedRows:
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
-            made = self.pack(shard, one, path)  # the first process measures and packs, the others read what it kept
-            if [one.name, one.facts] != self._facts[shard]:  # packing may last: asked when it is done
+            rows = self.pack(shard, file, path)  # the first process measures and packs, the others read what it kept
+            if [file.name, file.facts] != self._facts[shard]:  # packing may last: asked when it is done
                 raise TesseraError(
-                    f"{one.name} has changed since the run began: its rows would not be those of a run that is resumed",
+                    f"{file.name} has changed since the run began: a resumed run would read other rows",
                     where=str(path),
                     fix="put the file back as it was, and resume; or begin another run",
                 )
-            kept = self._kept_counts(shard)
-            if kept is not None and kept.rows != len(made):
+            counts = self._kept_counts(shard)
+            if counts is not None and counts.rows != len(rows):
                 raise TesseraError(
-                    f"{one.name} had {kept.rows} rows and has {len(made)} now: the place of the run would mean nothing",
+                    f"{file.name} had {counts.rows} rows and has {len(rows)} now: a resumed run would read other rows",
                     where=str(self._folder),
                     fix="put the data or the settings back as they were; or begin another run",
                 )
-            if kept is None:
-                self._keep_counts(shard, _counts_of(made))
-        self._tell(made)
-        return made
+            if counts is None:
+                self._keep_counts(shard, _counts_of(rows))
+        self._tell(rows)
+        return rows
 
-    def _tell(self, made: PackedRows) -> None:
+    def _tell(self, packed: PackedRows) -> None:
         """Log what the first file of a run has, and what all of them have once each was read: not a line for each."""
         if not self._told:
             files = f"the first of {len(self.shards):,} files; the others follow as the run reaches them"
-            log.info("rows: %s, in %s", made.order.stats.summary(), files if len(self.shards) > 1 else "one file")
+            log.info("rows: %s, in %s", packed.order.stats.summary(), files if len(self.shards) > 1 else "one file")
             self._told = True
         elif not self._told_all and len(self._counts) == len(self.shards):
             rows = sum(counts.rows for counts in self._counts.values())

@@ -48,8 +48,8 @@ class _PendingItem:
 
     number: int
     again: Again | None
-    given: Any = None  # what the caller's iterator gave
-    item: Any = None  # what is worked on: `given`, or what `again` made of it
+    drawn: Any = None  # from the caller's iterator
+    item: Any = None  # what is worked on: `drawn`, or what `again` made of it
     tries: int = 0
     blamed: set[int | None] = field(default_factory=set)  # what this item was at when a process died of it
     done: bool = False
@@ -166,7 +166,7 @@ class Pool:
                     raise first.value
                 if self._workers:
                     more = more and self._draw(source, order, again)  # before the caller goes off with this one
-                yield first.given, first.value
+                yield first.drawn, first.value
         finally:
             for pending in order:  # answers that still come are dropped
                 self._pending.pop(pending.number, None)
@@ -205,7 +205,7 @@ class Pool:
             self._last += 1
             pending = _PendingItem(self._last, again)
             try:
-                pending.given = pending.item = next(source)
+                pending.drawn = pending.item = next(source)
             except StopIteration:
                 more = False
                 break

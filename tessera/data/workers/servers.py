@@ -134,8 +134,8 @@ def _serve(
 def _ended(alive: dict[int, int]) -> list[tuple[int, int]]:
     ended = []
     for number, process in list(alive.items()):
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
+        pid, status = os.waitpid(process, os.WNOHANG)
+        if pid:
             del alive[number]
             ended.append((number, os.waitstatus_to_exitcode(status)))
     return ended
@@ -258,9 +258,9 @@ class PoolServer:
     def exit_reason(self, worker: WorkerProcess) -> str:
         """Return why a worker ended, once its connection is gone."""
         until = time.monotonic() + 5
-        while worker.number not in self._codes and (left := until - time.monotonic()) > 0:
+        while worker.number not in self._codes and (remaining := until - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                self.read_exits(left)
+                self.read_exits(remaining)
         code = self._codes.pop(worker.number, None)
         return worker.killed_for or _in_words(code)
 
@@ -335,8 +335,8 @@ def _first_server_of(process: int) -> _FirstServer:
     return _FirstServer()
 
 
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    return {**given, **_WORKER_ENVIRONMENT}
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    return {**environment, **_WORKER_ENVIRONMENT}
 
 
 def _packed(work: Any) -> Packed:

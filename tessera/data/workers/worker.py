@@ -53,7 +53,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, over)
     began = time.monotonic()
-    left, again = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    outer, again = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
         yield
     finally:
@@ -62,8 +62,8 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         finally:  # also if the time was over just now
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-            if left:
-                signal.setitimer(signal.ITIMER_REAL, max(1e-3, left - (time.monotonic() - began)), again)
+            if outer:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-3, outer - (time.monotonic() - began)), again)
 
 
 WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker processes
@@ -207,15 +207,15 @@ def load_main(main: MainModule | None, module: str, name: str) -> None:
             fix=f'put what the script does under `if __name__ == "__main__":`, {fix}',
         )
     if main.module is not None:
-        found = importlib.import_module(main.module)
+        module_found = importlib.import_module(main.module)
     else:
         spec = importlib.util.spec_from_file_location("__mp_main__", main.path)
         assert spec is not None
         assert spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        sys.modules["__mp_main__"] = found  # the name by which the other side knows its own __main__ as well
-        spec.loader.exec_module(found)
-    sys.modules["__main__"] = found
+        module_found = importlib.util.module_from_spec(spec)
+        sys.modules["__mp_main__"] = module_found  # the name by which the other side knows its own __main__ as well
+        spec.loader.exec_module(module_found)
+    sys.modules["__main__"] = module_found
 
 
 def _has_side_effects(path: Path) -> bool:
