@@ -13,7 +13,7 @@ from tessera.config.run_config import SourceSection
 from tessera.errors import TesseraError
 
 KEY = "data.max_bad_share"
-_MIN_READ = 20  # samples: a few bad ones in a row say little where data is not shuffled
+_MIN_READ = 20  # samples: a few bad ones in a row mean little where data is not shuffled
 _MIN_UNUSED = 5  # samples in a row from the start
 _DOUBT = math.log(1e6)  # a share at its limit ends one run in so many by chance
 
@@ -59,7 +59,7 @@ def check_read(bad: int, read: int, limit: float) -> None:
 
 
 def check_any_used(read: int) -> None:
-    """Raise if `read` samples, none of which could be used, are enough to say that the data cannot be."""
+    """Raise if `read` samples, none of which could be used, are enough to refuse the data."""
     if read >= _MIN_UNUSED:
         raise TesseraError(
             f"none of the {read} samples that were read so far could be used: nothing is trained",
@@ -69,7 +69,7 @@ def check_any_used(read: int) -> None:
 
 
 def doctor_command(sections: Sequence[SourceSection]) -> str:
-    """Return the command that says what is wrong with data sets."""
+    """Return the command that lists the problems of data sets."""
     roots = {str(section.root) for section in sections if section.root is not None}
     options = ["--root", *roots] if len(roots) == 1 else []
     return shlex.join(["tessera", "data", "doctor", *(str(section.path) for section in sections), *options])

@@ -1,4 +1,4 @@
-"""Named arrays in one file: written whole or not at all, read through a memory map that all processes share.
+"""Named arrays in one file: written atomically, read through a memory map that all processes share.
 
 Every file holds the SHA-256 of its content, which each rank compares when it opens the file: a cache with a flipped bit
 would change a run silently, so it is made again, with a line in the log. Worker processes map the checked file.
@@ -41,7 +41,7 @@ class Tables(Mapping[str, np.ndarray]):
     """Map the arrays of a safetensors file, read-only. Only the path is pickled for a worker process."""
 
     def __init__(self, file: Path) -> None:
-        """Map the arrays of a file. Raise `ValueError` or `OSError` when it is not whole."""
+        """Map the arrays of a file. Raise `ValueError` or `OSError` if it is damaged."""
         if file.exists() and not file.is_file():  # opening a pipe would wait for ever
             raise ValueError(f"not a regular file: {file.name}")
         try:
@@ -80,14 +80,14 @@ def _mapped(file: Path, start: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
-    """Write a file of tables. Several processes may write the same one at once: each reader sees a whole one."""
+    """Write a file of tables, atomically: several processes may write the same one at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = unique_name(file)
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     beside.write_bytes(b"")
-    rights = beside.stat().st_mode  # the library makes files that nobody else may read, unlike all others of a run
+    permissions = beside.stat().st_mode  # the library makes files that other users may not read
     safetensors.numpy.save_file(dense, beside, metadata={**about, _HASH: _content_hash(dense, about)})
-    beside.chmod(rights)
+    beside.chmod(permissions)
     os.replace(beside, file)
 
 

@@ -199,7 +199,7 @@ def test_a_picture_that_was_exchanged_is_noticed(tmp_path: Path) -> None:
     pictures(tmp_path, ["b.png"], (40, 20))
     problems = rows.batch([0]).problems
     assert [id for id, _ in problems] == ["b"]
-    assert "headers promised" in problems[0][1]
+    assert "tokens where the index has" in problems[0][1]
 
 
 def test_a_sample_that_breaks_its_reader_is_left_out_by_name(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_a_question_without_classes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="`columns` has no effect"):
         open_source(SourceSection(path=folder, columns={"images": "x"}))
     pictures(folder, ["loose.png"])
-    with pytest.raises(TesseraError, match="lies in no folder of a class"):
+    with pytest.raises(TesseraError, match="is in no folder of a class"):
         open_source(SourceSection(path=folder, question="Which?"))
 
 

@@ -28,5 +28,5 @@ def test_a_redirect_to_what_is_no_url_is_told() -> None:
 
     with HTTPServer(("127.0.0.1", 0), Astray) as server:
         threading.Thread(target=server.handle_request).start()
-        with pytest.raises(TesseraError, match="it leads to what is no URL"):
+        with pytest.raises(TesseraError, match="it redirects to an invalid URL"):
             download(f"http://127.0.0.1:{server.server_port}/", UrlPolicy(private=True))

@@ -1,4 +1,4 @@
-"""What a recipe names by an import path, and whatever items it gives, as batches."""
+"""Import the data set or loader of a recipe, and make batches of its items, of any type."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class DrawnItem:
 class ItemBatcher:
     """Make micro-batches of items. `name` is what errors call the data set.
 
-    Samples in `left_out` (with the reason) are passed over: a conversation leaves a masked hole. What tensors of the
-    user's own mean nobody knows, so nothing can be masked in them: such an item is left out of its micro-batch, unless
-    that would be empty. No other item is used instead.
+    Samples in `left_out` (with the reason) are skipped: a conversation leaves a masked hole. Nothing can be masked in a
+    user's tensors, whose meaning is unknown: such an item is left out of its micro-batch, unless that would be empty.
+    No other item is used instead.
     """
 
     name: str
@@ -139,8 +139,8 @@ class ItemBatcher:
     def _gone(self, batch: Batch, drawn: Sequence[DrawnItem], collate: Collate | None) -> dict[int, tuple[str, ...]]:
         """Return the numbers of items to leave out, with their names.
 
-        Where names do not tell the items apart (a whole batch is an item, a collate function gives names of its own),
-        it is all of them or none.
+        Where names do not identify items (an item is a full batch, a collate function returns other names), it is all
+        of them or none.
         """
         ids = batch.sample_ids
         if not any(name in self.left_out for name in ids) or (collate is None and self._is_language(drawn[0].item)):
@@ -153,12 +153,12 @@ class ItemBatcher:
 
     def _collated(self, drawn: Sequence[DrawnItem], collate: Collate | None) -> Batch:
         if collate is not None:
-            return self._labelled(self.whole(collate([one.item for one in drawn]), drawn[0].number), drawn)
+            return self._labelled(self.as_batch(collate([one.item for one in drawn]), drawn[0].number), drawn)
         first = drawn[0].item
         if isinstance(first, Batch):
             if len(drawn) > 1:
                 raise TesseraError(
-                    f"items of {self.name} are whole batches, {len(drawn)} of them cannot become one",
+                    f"items of {self.name} are full batches, {len(drawn)} of them cannot become one",
                     where="train.micro_batch",
                     fix="set train.micro_batch=1",
                 )
@@ -176,10 +176,10 @@ class ItemBatcher:
                 where="data.options",
                 fix="give data.options.collate_fn, or set train.micro_batch=1",
             ) from None
-        return self._labelled(self.whole(collated, drawn[0].number), drawn, ids)
+        return self._labelled(self.as_batch(collated, drawn[0].number), drawn, ids)
 
-    def whole(self, value: Any, number: int) -> Batch:
-        """Return as a batch what a loader or the user's collate function made."""
+    def as_batch(self, value: Any, number: int) -> Batch:
+        """Return a batch of a loader, or of the user's collate function, as a `Batch`."""
         if isinstance(value, Batch):
             return value
         if isinstance(value, (tuple, list)) and self.fields:

@@ -126,7 +126,7 @@ class SequentialRows(RowSource):
         self.imported, self.seed = imported, seed
         self._data: Any = data
         self._iterator: Iterator[Any] | None = None
-        self._next = 0  # number of what the iterator gives next
+        self._next = 0  # number of the next item of the iterator
         self._pass = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class LoaderBatches(SequentialRows):
 
     def __init__(self, imported: ImportedObject, data: Any, *, seed: int, folder: Path | None = None) -> None:
         super().__init__(imported, data, seed=seed)
-        self.folder = folder  # for records of where it stood, if it can tell
+        self.folder = folder  # for records of its position, if it has a state
 
     def _new_pass(self) -> Iterator[Any]:
         sampler = distributed_sampler(self.data)
@@ -244,7 +244,7 @@ class LoaderBatches(SequentialRows):
         log.info("%s: goes on from its own record of batch %d", self.imported.path, stood)
 
     def _note(self) -> None:
-        """Keep the state of a loader that knows it, now and then; what is not JSON cannot be kept."""
+        """Write the state of a loader that has one. A state that is not JSON is not written."""
         if self.folder is None or not isinstance(self.data, StatefulLoader):
             return
         try:

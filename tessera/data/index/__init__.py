@@ -1,1 +1,1 @@
-"""What headers say about every sample of a split: `measure` reads records, `split` has the result, `build` makes it."""
+"""Index of a split: `measure` reads records and headers, `build` stores the measures, `split` serves samples."""

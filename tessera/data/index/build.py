@@ -48,7 +48,7 @@ FORMAT = 3  # of the kept files, and of what an index means: raise it when eithe
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
 _COMPARED = 256  # usable samples, and unusable ones, that are measured again before an index of the cache is taken
-_NOT_MEASURED = ("jpeg_draft",)  # limits that change how media is decoded, and not what headers tell
+_NOT_MEASURED = ("jpeg_draft",)  # limits that change how media is decoded, and no measure
 
 
 def build_index(
@@ -171,7 +171,7 @@ class _Maker:
         return same
 
     def _fitted(self, work: MeasureRows, tables: AnyTables) -> AnyTables:
-        """Return the samples that fit into a row, and those that were made to."""
+        """Return the samples that fit into a row, and those that fit after truncation."""
         long = too_long(tables, self.length)
         if len(long) == 0:
             return tables
@@ -234,7 +234,7 @@ class _Maker:
 
 
 def _content(tables: AnyTables) -> str:
-    """Return a hash of the samples and their lengths, wherever their files lie."""
+    """Return a hash of the samples and their lengths, without the paths of their files."""
     if _CONTENT in tables.about:
         return str(tables.about[_CONTENT])
     digest = hashlib.sha256()

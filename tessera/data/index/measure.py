@@ -1,8 +1,8 @@
-"""Measures records: what each will cost, from headers alone, or why it cannot be used.
+"""Measure records: the cost of each from headers alone, or the reason why it cannot be used.
 
-Few records are measured in this process, many in several, in chunks that are kept on disk at once: a killed run loses
-only the chunks in flight. A record that crashes or hangs the process that reads it counts as bad. Videos and audio are
-never read in this process, unless no other is allowed: the libraries that read them may crash.
+Few records are measured in this process, many in worker processes, in chunks that are written to disk immediately: a
+killed run loses only the chunks in progress. A record that crashes or hangs its worker counts as bad. Videos and audio
+are never read in this process, unless `data.workers` is 0: the libraries that read them may crash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tessera.runtime.process import usable_cpus
 log = logging.getLogger("tessera")
 
 CHUNK = 1024  # rows: some tenths of a second of work
-FIRST_CHUNK = 64  # tells how long the others will take
+FIRST_CHUNK = 64  # its time is an estimate for the others
 SOON = 3.0  # seconds of work that are not worth starting processes for
 MAX_WORKERS = 32
 REPORT_EVERY = 10.0  # seconds
@@ -64,7 +64,7 @@ class RecordRange:
 
     first: int
     last: int
-    lost: tuple[tuple[int, str], ...] = ()  # positions that cost a process its life, and how: not to be touched again
+    lost: tuple[tuple[int, str], ...] = ()  # positions whose record ended its worker, with the reason: not read again
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -208,7 +208,7 @@ class MeasureRows:
                     samples = self._samples(RecordRange(position + 1, part.last))
                 outcome = error
             except (TesseraError, OSError) as error:
-                if sample is None:  # not this row but the whole set
+                if sample is None:  # an error of the data set, and not of this row
                     raise
                 outcome = error
             yield row, sample, outcome
@@ -240,7 +240,7 @@ class MeasureRows:
                 keep_tables(self._file(part), measured.tables(key=self._key(part)))
 
     def read_chunk(self, part: RecordRange) -> Measured | None:
-        """Return what an earlier process found; None when it did not come so far."""
+        """Return a chunk that an earlier process has measured, or None."""
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
             return None
@@ -342,7 +342,7 @@ class Progress:
         self.began = self.reported = time.monotonic()
 
     def count(self, rows: int, bad: int = 0, *, fresh: bool = True) -> None:
-        """Add rows; those that are not `fresh` were measured by an earlier run."""
+        """Add rows. `fresh`: measured now, and not by an earlier run."""
         self.done += rows
         self.fresh += rows if fresh else 0
         self.bad += bad

@@ -1,8 +1,8 @@
 """All usable samples of a split, as other packages read them; samples longer than a row are left out or truncated.
 
-A truncation keeps whole turns from the beginning of a conversation, with their media, and ends with one that is trained
-on. Plain text has no turns; it is cut between two words. What is kept is not copied: a truncation is two numbers that
-are applied when a sample is read.
+A truncation keeps complete turns from the beginning of a conversation, with their media, and ends with a trained turn.
+Plain text has no turns; it is cut between two words. Nothing is copied: a truncation is two numbers that are applied
+when a sample is read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _id(source: Source, row: int) -> str:
 @dataclass(frozen=True)
 class Truncation:
     messages: int
-    characters: int = 0  # of the last of them; 0: whole
+    characters: int = 0  # of the last of them; 0: all
 
     def __call__(self, sample: Sample) -> Sample:
         messages = sample.messages[: self.messages]
@@ -104,8 +104,8 @@ class TruncateToLength:
         media = np.cumsum([0, *(sum(part.kind != "text" for part in m.parts) for m in sample.messages)])
 
         def measured(first: int, last: int) -> dict[str, int]:
-            said = Sample(sample.id, sample.messages[first:last])
-            return self.processor.measure(said, sizes[media[first] : media[last]])
+            part = Sample(sample.id, sample.messages[first:last])
+            return self.processor.measure(part, sizes[media[first] : media[last]])
 
         count = len(sample.messages)
         turns_fit = _largest(0, count, lambda turns: turns == 0 or measured(0, turns)["tokens"] <= self.length)
@@ -221,8 +221,8 @@ class SplitIndex:
     parts: tuple[SourceIndex, ...]
     starts: np.ndarray  # [parts + 1]: number of the first sample of each part
     repeats: AnyTables  # of samples whose id was given before: "sample", rising, and "times" it was
-    identity: str  # another one means other samples or measures, or that files were moved
-    content: str  # another one means other samples or lengths, wherever the files lie
+    identity: str  # hash of samples, measures and paths of files
+    content: str  # hash of samples and lengths, without the paths of files
 
     def __len__(self) -> int:
         return int(self.starts[-1])

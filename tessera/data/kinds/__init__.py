@@ -27,7 +27,7 @@ class RowRequest:
     split: Literal["train", "eval"]
     processor: Processor | None
     seed: int
-    cache_folder: Path | None = None  # for what was dear to find out; None: nothing is kept
+    cache_folder: Path | None = None  # for indexes; None: they are not stored
     work: Work | None = None  # measures of samples by name -> FLOPs of each in each stream
     dataset: Any = None  # a data set or loader as an object of the caller
     step: StepSize | None = None  # where a step is a number of samples

@@ -70,7 +70,7 @@ def pack_rows(
     report: bool = True,
 ) -> PackedRows:
     """Return the rows of a split: indexed, ordered and packed. `hole`, `count_names`: see `PackedRows`. `report`:
-    whether to log what was found; a stream of many files has a line of its own for all of them."""
+    whether to log the number of rows; a stream of many files logs one line for all of them."""
     section = request.section
     limits = limits_of(section)
     sections = section.train if request.split == "train" else section.eval
@@ -117,7 +117,7 @@ def _order(samples: Samples, packing: PackingConfig, request: RowRequest) -> Ord
 
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
-    """Return what the order of rows depends on, of every sample."""
+    """Return the measures of all samples that the order of rows depends on."""
     explicit = [section.weight for section in sections if section.weight is not None]
     weights = tuple(explicit) if len(explicit) == len(sections) else None
     tokens, starts = index.column("tokens"), np.asarray(index.starts, dtype=np.int64)
@@ -132,7 +132,7 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
             f"the model's work depends on {error}, which its processor does not measure",
             where="data.balance",
             allowed=index.names,
-            fix="let Processor.measure tell it, or leave ModelSpec.work out",
+            fix="let Processor.measure return it, or leave ModelSpec.work out",
         ) from None
     return Samples(
         tokens,

@@ -91,7 +91,7 @@ def _check_key(imported: ImportedObject, data: Any, is_loader: bool, where: str)
 
 
 def _states_folder(request: RowRequest, imported: ImportedObject) -> Path | None:
-    """Return where states of the loader are kept: a folder named by what the loader is made of."""
+    """Return the folder for states of the loader, which is named by its import path, arguments and seed."""
     if request.cache_folder is None:
         return None
     what = json.dumps([imported.path, dict(imported.arguments), request.seed], sort_keys=True, default=repr)

@@ -72,7 +72,7 @@ def build(request: RowRequest) -> RowSource:
 
 
 def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
-    """Return features of no elements: they tell the widths and types of all of them."""
+    """Return features without elements, which have the widths and types of all others."""
     for number in range(len(rows.index)):
         try:
             stored = rows.index.read(number)[0].media()[-1].value

@@ -1,6 +1,6 @@
 """Pairs of images or videos for one caption, the better and the worse: what `train.task=diffusion_dpo` learns from.
 
-A pair is one sample. It lies in one row as two segments of one size, the better one first; captions and images to edit
+A pair is one sample: two segments of one size in one row, the better one first; captions and images to edit
 are those of both.
 """
 

@@ -1,8 +1,8 @@
 """Pairs of answers to one question, the better and the worse: what `train.task=dpo` learns from.
 
-A pair is one sample. It lies in one row as two segments, one behind the other, each with all that was asked; media are
-decoded once and seen twice. `pair` [T] says of each token of the batch which answer it belongs to: 2 n for the better
-one of pair n, 2 n + 1 for the worse one, -1 for padding. `pair_ids` [pairs] counts them.
+A pair is one sample: two segments in one row, each with the full question. Media is decoded once and used twice.
+`pair` [T] has the answer that each token of the batch belongs to: 2 n for the better one of pair n, 2 n + 1 for the
+worse one, -1 for padding. `pair_ids` [pairs] counts the pairs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PairProcessor:
         return self.inner.target(kind, size)
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> PairProcessor:
-        """Return the same processor: the answers are compared, whatever else an assistant said before."""
+        """Return the same processor: only the answers are compared, not earlier turns of the assistant."""
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """Single answers that were found good or bad: what `train.task=kto` learns from.
 
-A sample is a question with one answer and a label. Beside the samples of a row lie as many again, made of the same
-questions with the answers moved on by one: what the model thinks of answers that do not belong to their questions
-says how far it has moved. Together they take exactly twice the tokens. `pair` [T] says of each token which of them it
-belongs to: 2 n for sample n, 2 n + 1 for its question with another answer, -1 for padding. Of each sample,
-`desirable` [samples] has the label and `pair_row` [samples] its row in the batch; `pair_ids` [samples] counts them.
+A sample is a question with one answer and a label. A row also holds each of its questions with the answer of another
+sample: the log-probability of mismatched answers measures how far the model has moved. Together they take exactly twice
+the tokens. `pair` [T] has the segment of each token: 2 n for sample n, 2 n + 1 for its question with another answer, -1
+for padding. `desirable` [samples] has the label, `pair_row` [samples] the row in the batch, and `pair_ids` [samples]
+counts the samples.
 """
 
 from __future__ import annotations

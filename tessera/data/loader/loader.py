@@ -101,7 +101,7 @@ WAIT = 0.02  # share of a step that may be spent in waiting
 _WINDOW = 8  # steps that are judged together
 _LONG_S = 2.0  # so much waiting is enough to judge by
 _WORTH_S = 5.0  # what processes must save in all to be begun
-_UNSETTLED = 2  # steps that say nothing: the first ones, and those after a change
+_UNSETTLED = 2  # steps that are not judged: the first ones, and those after a change
 _WINDOWS = 8  # judged at most
 
 
@@ -185,13 +185,13 @@ _Item = tuple[list[int], Mapping[int, str]]  # rows of a micro-batch; samples to
 class Loader:
     """Yield, for each step without end, this rank's micro-batches, on `device`.
 
-    Step s has the rows from start_row + s * global_batch on; `split_rows` says which rank computes which of them,
-    and in which micro-batch. So any number of ranks, micro-batches or workers together see the same rows at the same
+    Step s has the rows from start_row + s * global_batch on; `split_rows` assigns them to ranks and
+    micro-batches. So any number of ranks, micro-batches or workers together see the same rows at the same
     step. The start is a row and not a step: a run that is resumed with another global batch goes on where it stood.
 
     With workers, at most workers * prefetch batches wait in host memory, and one step's, 8 at most, on the device;
     nothing more is read until one is taken. `workers="auto"` begins without processes and adds them as the wait for
-    data asks for; `steps`, if known, tells how much there is to gain. A source that decodes media has a process from
+    data asks for; `steps`, if known, bounds the possible gain. A source that decodes media has a process from
     the beginning: a decoder that crashes must not take the run along. `prepare` is applied to every batch before it
     goes to the device, in the thread that copies batches ahead where there are workers. `encode` is applied to those of
     `encode_steps` steps together, on the device, before the first of them is given.

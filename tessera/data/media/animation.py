@@ -56,7 +56,7 @@ def decode(
     with open_image(source) as image:
         # A PNG may have a default image for viewers without animation: its frames come after that one.
         before = 1 if getattr(image, "default_image", False) and header.total > 1 else 0
-        # Fewer frames than it says end in EOFError: `Frames.stacked` decides.
+        # Fewer frames than in the header end in EOFError: `Frames.stacked` decides.
         with refusing("damaged video", source.name), suppress(EOFError):
             while (number := frames.next) is not None:
                 image.seek(number + before)

@@ -13,7 +13,7 @@ from tessera.data.media.containers import container, decoder
 from tessera.data.media.files import Limits, Opened, refusing, size_of
 from tessera.errors import TesseraError
 
-# Headers of these tell their length by guessing from the bit rate: packets are read (not decoded) and counted.
+# The length in headers of these formats is a guess from the bit rate: packets are read (not decoded) and counted.
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}
 _SLACK_SECONDS = 0.1  # encoders put a little silence before and behind
 _SLACK_SHARE = 0.005
@@ -37,7 +37,7 @@ def probe(source: Opened, limits: Limits, sampling: AudioSampling) -> MediaSize:
 
 
 def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.ndarray, MediaSize]:
-    """Return float32 [samples] in -1..1, as many as `probe` says, and the size."""
+    """Return float32 [samples] in -1..1, as many as `probe` returns, and the size."""
     _check_wav(source)
     with container(source, "audio", limits) as held:
         expected = _sample_count(held, source.name, sampling)
@@ -55,7 +55,7 @@ def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.
 
 
 def _check_wav(source: Opened) -> None:
-    """Refuse a WAV file that ends before its samples do: FFmpeg takes what is there for all of it."""
+    """Refuse a WAV file that was cut off: FFmpeg would read the rest without an error."""
     source.file.seek(0)
     head, at, size = source.file.read(12), 12, size_of(source.file)
     if head[:4] != b"RIFF" or head[8:] != b"WAVE":
@@ -102,7 +102,7 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling) -> int:
 
 
 def _decoded_chunks(held: Any, stream: Any, rate: int, most: int) -> Iterator[np.ndarray]:
-    """Yield the decoded audio frame by frame; stop when there is more than the header says."""
+    """Yield the decoded audio frame by frame; stop when there is more than in the header."""
     from av import AudioResampler
 
     decoder(stream)

@@ -42,7 +42,7 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
     options = {
         "format_whitelist": _DEMUXERS,
         "protocol_whitelist": "none",
-        # Decoders add edges; whoever reads the header then refuses what is really too large, in words.
+        # Decoders add edges. Frames that are really too large are refused later, with a message.
         "max_pixels": str(2 * limits.max_image_pixels + (1 << 20)),
     }
     with memory_limit(_PIXEL_BYTES * limits.max_image_pixels + 4 * limits.max_video_pixels + _SLACK_BYTES):

@@ -31,7 +31,7 @@ class ArchiveMember:
     file: Path
     start: int
     size: int
-    name: str  # what the archive calls it, for errors and for the kind of media
+    name: str  # in the archive, for errors and for the kind of media
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Limits:
     max_image_pixels: int = 64_000_000  # of an image, or of one frame of a video
     max_video_pixels: int = 1_000_000_000  # of all frames taken from a video: they are in memory together
     urls: UrlPolicy | None = None  # None: no image is fetched
-    jpeg_draft: bool = False  # JPEGs much larger than what is used are decoded at 1/2, 1/4 or 1/8: quick, and not exact
+    jpeg_draft: bool = False  # decode large JPEGs at 1/2, 1/4 or 1/8 of their size: quick, and not exact
 
 
 def limits_of(section: DataSection) -> Limits:
     """Return the limits that a recipe states."""
     policy = None
     if section.urls is not None:
-        said = section.urls
-        cache = "" if said.cache is None else str(said.cache)
-        policy = UrlPolicy(tuple(said.hosts), said.max_bytes, said.timeout_s, said.private, cache)
+        urls = section.urls
+        cache = "" if urls.cache is None else str(urls.cache)
+        policy = UrlPolicy(tuple(urls.hosts), urls.max_bytes, urls.timeout_s, urls.private, cache)
     return Limits(max_image_pixels=section.max_image_pixels, urls=policy, jpeg_draft=section.jpeg_draft)
 
 
@@ -62,7 +62,7 @@ class Opened(NamedTuple):
 
 
 def reason(error: BaseException) -> str:
-    """Return what a decoder says of a file, in one line."""
+    """Return the error of a decoder in one line."""
     if isinstance(error, EOFError):
         return "it ends before anything in it"
     if isinstance(error, MemoryError):
@@ -72,7 +72,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def refusing(what: str, name: str) -> Iterator[None]:
-    """Turn whatever a decoder raises on foreign bytes, which is listed nowhere, into a refusal of the file."""
+    """Raise any error of a decoder as a refusal of the file: what decoders raise on foreign bytes is listed nowhere."""
     try:
         yield
     except TesseraError:
@@ -82,7 +82,7 @@ def refusing(what: str, name: str) -> Iterator[None]:
 
 
 def resolve(value: Any, root: Path) -> Path:
-    """Return the file that a path in a data set means. It must exist and lie under `root` after links are followed.
+    """Return the file of a path in a data set. It must exist, and be below `root` after links are followed.
 
     A path may also begin with the name of the root itself, as in data sets whose paths begin at the folder above it:
     with the root `project/data`, `./data/COCO2017/1.jpg` means `project/data/COCO2017/1.jpg`.
@@ -93,7 +93,7 @@ def resolve(value: Any, root: Path) -> Path:
 def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
     """Return the path of a file and its stat.
 
-    Without a link between the root and the file, the file is where its name says; only then links are followed.
+    Links are followed only if there is one between the root and the file.
     """
     if not isinstance(value, (str, Path)) or "\0" in str(value):
         raise TesseraError(f"not a path: {value!r:.80}")

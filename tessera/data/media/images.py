@@ -34,7 +34,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Chunks of a PNG that say nothing about pixels and may unpack to any size.
+# Chunks of a PNG without pixels, which may unpack to any size.
 _TEXT_CHUNKS = (b"zTXt", b"iTXt", b"tEXt", b"iCCP")
 _MAX_CHUNKS = 200_000  # of a PNG; an image of the largest size in chunks of 8 KiB has half as many
 _MAX_BYTES = 256 << 20  # of a file that is read as a whole
@@ -71,7 +71,7 @@ def decode_image(source: Opened, limits: Limits, target: Target | None = None) -
 
 
 def read_image(path: Path, limits: Limits) -> Image.Image:
-    """Return the image in a file that the caller named, wherever it lies."""
+    """Return the image in a file that the caller names, in any folder."""
     try:
         with path.open("rb") as file:
             return decode_image(Opened(file, path.name), limits)[0]
@@ -119,7 +119,7 @@ def open_image(source: Opened) -> Iterator[Image.Image]:
     """
     file_bytes = 2 * min(size_of(source.file), _MAX_BYTES)  # asked before: Pillow goes on where it stopped to read
     with refusing("unreadable image", source.name), warnings.catch_warnings():
-        # Pillow warns from a size on that is not ours, and of oddities in EXIF that nobody can mend here.
+        # Pillow warns of sizes below our limit, and of oddities in EXIF that have no effect.
         warnings.simplefilter("ignore")
         try:
             image = Image.open(_for_pillow(source), formats=FORMATS)
@@ -196,8 +196,8 @@ def rgb_of(image: Image.Image) -> Image.Image:
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         floats = np.nan_to_num(np.asarray(image), posinf=0.0, neginf=0.0)
-        whole = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # both ranges are in use
-        return Image.fromarray(np.clip(whole, 0, 255).astype(np.uint8)).convert("RGB")
+        scaled = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # both ranges are in use
+        return Image.fromarray(np.clip(scaled, 0, 255).astype(np.uint8)).convert("RGB")
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         see_through = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -211,12 +211,12 @@ def rgb_of(image: Image.Image) -> Image.Image:
 PNG = b"\x89PNG\r\n\x1a\n"
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_TURN = re.compile(rb'tiff:Orientation(?:="|>)([1-8])')
-_MANY = 512  # segments or chunks before the pixels: sound files have a dozen
-_TEXT = 1 << 20  # of EXIF or XMP that is looked at
+_MANY = 512  # segments or chunks before the pixels; a usual file has a dozen
+_TEXT = 1 << 20  # of EXIF or XMP that is read
 
 
 class Header(NamedTuple):
-    """Size as the pixels are stored, and the EXIF orientation (1 to 8) that says how they are shown."""
+    """Hold the size of the stored pixels, and the EXIF orientation (1 to 8) in which they are shown."""
 
     width: int
     height: int
@@ -327,7 +327,7 @@ def _webp(file: BinaryIO) -> Header | None:
     fields = file.read(10)
     width, height = (int.from_bytes(fields[at : at + 3], "little") + 1 for at in (4, 7))
     exif = xmp = b""
-    if fields[0] & 0x0C and len(fields) == 10:  # it says that it has EXIF or XMP
+    if fields[0] & 0x0C and len(fields) == 10:  # flags of EXIF and XMP
         file.seek(12 + 8 + length + length % 2)
         while len(head := file.read(8)) == 8:
             kind, length = struct.unpack("<4sI", head)

@@ -66,7 +66,7 @@ class KeepsMediaWhole(Protocol):
     """Mark a processor that resizes some media of a sample by itself, from their full size."""
 
     def whole_media(self, sample: Sample) -> Sequence[int]:
-        """Return the numbers of the media of a sample that are decoded in their own size, whatever `target` says."""
+        """Return the numbers of the media of a sample that are decoded in their own size, not in that of `target`."""
         ...
 
 
@@ -102,12 +102,12 @@ def probe(
 ) -> MediaSize:
     """Return the size of a media part from headers alone; `frames` and `samples` are how many `decode` will return.
 
-    A video is refused for what is kept of it when `target` says how much that is; without it, when it is decoded.
+    A video whose resized frames are too large is refused here if `target` is given, otherwise when it is decoded.
     """
     decoded = _decoded_size(part, limits)
     if decoded is not None:
         return decoded
-    # Without a target, (0, 0): the limit on what is kept of a video is then not applied.
+    # Without a target, (0, 0): then the limit on the resized frames of a video does not apply.
     wanted: Target = (lambda size: (0, 0)) if target is None else partial(target, part.kind)
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:

@@ -1,4 +1,4 @@
-"""What encoders made of samples, in safetensors files: read sample by sample, never a whole file."""
+"""Features of samples in safetensors files, which are read sample by sample."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CHECKSUM = "crc32"  # of a sample, or of the tensors of a file that has none
 
 
 def shard_about(shard: Any) -> dict[str, Any]:
-    """Return what an open shard says of itself. Raise ValueError if it is none."""
+    """Return the description in the metadata of an open shard. Raise ValueError if it has none."""
     about = json.loads((shard.metadata() or {}).get(ABOUT, "null"))
     if not isinstance(about, dict):
-        raise ValueError("it does not say what it holds")
+        raise ValueError("it has no description of its samples")
     return about
 
 
@@ -41,13 +41,13 @@ def checksum(tensors: Mapping[str, Tensor], about: Any = None) -> int:
 
 @dataclass(frozen=True)
 class StoredSample:
-    """Locate the tensors of one sample in a shard, and say what their header says of them."""
+    """Locate the tensors of one sample in a shard, with their shapes from its metadata."""
 
     file: Path
     key: str  # that the shard must have
     prefix: str  # of the names of its tensors
     shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of its tensors, by their names without the prefix
-    grids: tuple[tuple[int, int, int], ...]  # of the latents, in patches: what is made, then images to edit
+    grids: tuple[tuple[int, int, int], ...]  # of the latents, in patches: the generated one, then images to edit
     id: str = ""
     checksum: int | None = None  # None: of a release that wrote none
 
@@ -59,7 +59,7 @@ class StoredSample:
         try:
             check_regular(self.file)
             with safe_open(self.file, framework="pt") as shard:
-                # Not parsed: what a shard says of all its samples can be larger than this sample.
+                # Not parsed: the description of all samples can be larger than this sample.
                 if self.key not in (shard.metadata() or {}).get(ABOUT, ""):
                     raise TesseraError(
                         f"the shard {self.file.name} was made with another model, other options or other data",
@@ -78,5 +78,5 @@ class StoredSample:
 
 
 def sample_facts(id: str, grids: Any) -> list[Any]:
-    """Return what the checksum of a sample covers beside its tensors."""
+    """Return the facts that the checksum of a sample covers beside its tensors."""
     return [id, [list(grid) for grid in grids]]

@@ -41,7 +41,7 @@ _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b
 class UrlPolicy:
     """State what may be fetched."""
 
-    hosts: tuple[str, ...] = ()  # these and what is below them; none: all
+    hosts: tuple[str, ...] = ()  # these and their subdomains; none: all
     max_bytes: int = 32 << 20
     timeout_s: float = 20.0
     private: bool = False  # addresses of private networks and of this machine are allowed, too
@@ -56,7 +56,7 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
     """Return the file that holds the image of a URL, fetched now or before. Raise `TesseraError` if it may not be
     fetched, or cannot be.
 
-    What was fetched before is judged by the policy of now: a host that is no longer allowed gives nothing.
+    A fetched image is judged by the policy of now: one of a host that is no longer allowed is refused.
     """
     _checked_url(url, policy)
     key = hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()
@@ -88,8 +88,8 @@ def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
     if file.stat().st_size > policy.max_bytes:
         raise TesseraError(f"cannot be fetched: {url:.200} (more than {policy.max_bytes} bytes)")
     try:
-        said = json.loads(file.with_name(file.name + _NOTE).read_text(encoding="utf-8"))
-        way, private = list(said["urls"]), bool(said["private"])
+        record = json.loads(file.with_name(file.name + _NOTE).read_text(encoding="utf-8"))
+        way, private = list(record["urls"]), bool(record["private"])
     except FileNotFoundError:  # it came from the host of the URL, at a public address
         return True
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,18 +106,18 @@ def _cache_folder(policy: UrlPolicy) -> Path:
 
 
 def _is_image(content: bytes) -> bool:
-    """Return whether bytes begin like an image: a page that says "not found" is not worth keeping."""
+    """Return whether bytes begin like an image, and not like the page of an error."""
     webp = content[:4] == b"RIFF" and content[8:12] == b"WEBP"
     return webp or content[4:12] in (b"ftypavif", b"ftypavis", b"ftypmif1") or content.startswith(_MAGIC)
 
 
 def download(url: str, policy: UrlPolicy) -> bytes:
-    """Return what a URL gives, within the limits of a policy."""
+    """Return the content of a URL, within the limits of a policy."""
     return _followed(url, policy)[0]
 
 
 def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
-    """Return what a URL gives, and all URLs on the way to it, the first and the last included."""
+    """Return the content of a URL, and all URLs on the way to it, the first and the last included."""
     deadline, at = time.monotonic() + policy.timeout_s, url
     way: list[str] = []
     for _ in range(_MAX_REDIRECTS + 1):
@@ -135,7 +135,7 @@ def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
         try:
             there = urljoin(at, answer)
         except ValueError as error:
-            raise TesseraError(f"cannot be fetched: {at:.200} (it leads to what is no URL: {error})") from None
+            raise TesseraError(f"cannot be fetched: {at:.200} (it redirects to an invalid URL: {error})") from None
         if at[:6].lower() == "https:" and there[:5].lower() == "http:":
             raise TesseraError(f"cannot be fetched: {at:.200} (it leads from https to http)")
         at = there
@@ -244,7 +244,7 @@ def _cut(sock: socket.socket) -> None:
 
 
 def _ask(connection: http.client.HTTPConnection, parts: SplitResult, policy: UrlPolicy, deadline: float) -> bytes | str:
-    """Return the content, or where the server says that it is."""
+    """Return the content, or the URL of a redirect."""
     path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._") + (
         f"?{quote(parts.query, safe='/%:@!$&()*+,;=~?-._[]')}" if parts.query else ""
     )

@@ -1,7 +1,7 @@
-"""Videos: files that PyAV reads, animations, or a folder of images. Frames are chosen by what the header says.
+"""Videos: files that PyAV reads, animations, or a folder of images. Frames are chosen by the header.
 
-Only what leads to a chosen frame is decoded. Packets are read first, without decoding: they tell when each frame is
-shown and where decoding may begin. The frames are those that decoding everything would give.
+Only packets that a chosen frame needs are decoded. All packets are read first, without decoding: they have the time of
+each frame and the points where decoding may begin. The result is the same as with all frames decoded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def decode(
             packets = _packets(held, stream_header, source.name)
     total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.displayed
     numbers = sampling.choose(max(1, total), header.rate)
-    if len(numbers) != size.frames:  # the header promised that many
+    if len(numbers) != size.frames:  # the index has counted so many
         numbers = sampling.spread(size.frames, max(1, total))
     seconds = packets.seconds()
     if seconds is not None:
@@ -122,7 +122,7 @@ def _header(held: Any, name: str) -> _StreamHeader:
         if not counted and seconds is not None and rate:
             total = round(seconds * rate)
         unread = total > 0
-        if not unread:  # some containers tell neither
+        if not unread:  # some containers have neither
             total = sum(1 for packet in held.demux(stream) if packet.size)
     if total < 1 or width < 1 or height < 1:
         raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)")
@@ -135,7 +135,7 @@ def _header(held: Any, name: str) -> _StreamHeader:
 class _Packets(NamedTuple):
     """Describe all packets of a stream, in decoding order."""
 
-    times: list[int | None]  # when what is in it is shown
+    times: list[int | None]  # when the frame of the packet is shown
     keys: list[bool]  # decoding may begin here
     hidden: list[bool]  # it is decoded and not shown
     time_base: float | None  # seconds of one unit of `times`
@@ -145,7 +145,7 @@ class _Packets(NamedTuple):
         return len(self.hidden) - sum(self.hidden)
 
     def order(self) -> list[int] | None:
-        """Return the times of shown frames, in display order; None when they do not tell frames apart."""
+        """Return the times of shown frames, in display order; None if two frames share a time."""
         times = [time for time, hidden in zip(self.times, self.hidden, strict=True) if not hidden]
         distinct = sorted(time for time in times if time is not None)
         return distinct if len(distinct) == len(times) == len(set(distinct)) else None
@@ -180,7 +180,7 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
     count = len(packets.times)
     off = abs(count - stream_header.total) > max(1, stream_header.total // _SLACK)
-    # Where the number is only reckoned, frames may come at any pace: the video must last as long as it says.
+    # A number that was estimated may be wrong where frames come at any pace: then the duration must be right.
     cut_off = (
         count < stream_header.total
         and stream_header.seconds is not None
@@ -195,7 +195,7 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
 
 
 class _FrameLostError(TesseraError):
-    """Report that a frame was not found where its packet says; then all frames are decoded."""
+    """Report that a frame did not appear at the time of its packet; then all frames are decoded."""
 
 
 def _decoded_parts(

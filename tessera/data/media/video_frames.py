@@ -57,7 +57,7 @@ class VideoSampling:
         else:
             wanted = float(total) if rate is None else total / rate * self.fps
             taken = int(min(max(wanted, self.min_frames), self.max_frames, total))
-        # A video shorter than one temporal patch is filled up by repeating its last frame, by whoever makes patches.
+        # A video shorter than one temporal patch is padded with its last frame when patches are made.
         return max(taken // self.multiple * self.multiple, 1)
 
     def choose(self, total: int, rate: float | None) -> list[int]:
@@ -107,7 +107,7 @@ class VideoSampling:
 
 
 class VideoHeader(NamedTuple):
-    """Hold what the header of a video states."""
+    """Hold the size, the frames and the rate in the header of a video."""
 
     width: int  # the right way up
     height: int

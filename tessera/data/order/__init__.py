@@ -1,1 +1,1 @@
-"""Which samples share a row, and which row comes when: pure functions of the seed and what the index knows."""
+"""Which samples share a row, and which row comes when: pure functions of the seed and the index."""

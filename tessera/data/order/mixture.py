@@ -73,7 +73,7 @@ class Shuffle:
                 return index
 
     def all(self) -> np.ndarray:
-        """Return the whole permutation as an array."""
+        """Return the full permutation as an array."""
         indices = np.arange(self.count, dtype=np.uint64)
         outside = np.arange(self.count)
         while len(outside):

@@ -93,7 +93,7 @@ class RowTable:
 
 
 def row_table(samples: Samples, config: PackingConfig, folder: Path | None = None) -> RowTable:
-    """Pack samples into rows, or read from `folder` what was packed from the same facts before."""
+    """Pack samples into rows, or read from `folder` the table that was packed from the same facts."""
     if folder is None:
         return _make(samples, config)
     key = _key(samples, config)
@@ -132,7 +132,7 @@ def _key(samples: Samples, config: PackingConfig) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Excess:
-    """Work of samples beyond what their tokens cost as padding, in whole units."""
+    """Hold the FLOPs of samples beyond those of padding of the same length, as integers."""
 
     values: np.ndarray  # [N] int64
     unit: float  # FLOPs; a power of two
@@ -199,7 +199,7 @@ def _bound(samples: Samples, config: PackingConfig, mixture: Mixture, row_of: np
 def _rows_of_draws(tokens: np.ndarray, excess: np.ndarray, linear: int, config: PackingConfig) -> np.ndarray:
     """Return the row of each draw. Every draw is in one row of at most `length` tokens; none is cut."""
     count = len(tokens)
-    assert count == 0 or int(tokens.max()) <= config.length, "what is too long is left out or cut by the index"
+    assert count == 0 or int(tokens.max()) <= config.length, "the index leaves out or truncates longer samples"
     if not config.pack:
         return np.arange(count)
     if not config.shuffle:
@@ -219,7 +219,7 @@ def _rows_of_draws(tokens: np.ndarray, excess: np.ndarray, linear: int, config: 
 
 
 def _windows(tokens: np.ndarray, excess: np.ndarray, linear: int, seed: int) -> list[np.ndarray]:
-    """Return windows that each resemble the whole: similar draws are spread, one to each window."""
+    """Return windows with the mixture of all draws: similar draws are spread, one to each window."""
     count = len(tokens)
     windows = -(-count // WINDOW)
     ties = permutation(count, seed, _TIES)

@@ -135,7 +135,7 @@ class PackedRows(RowSource):
                         if sample.id in self.left_out:
                             problems.append((sample.id, self.left_out[sample.id]))
                             return self.hole(sample.id, tokens)
-                        return self._encode_whole(sample, root, tokens)
+                        return self._encode_sample(sample, root, tokens)
                 except TooSlow:
                     if last_try:
                         raise
@@ -159,11 +159,11 @@ class PackedRows(RowSource):
         with time_limit(self.timeout_s):
             return self.index.read(number)[0]
 
-    def _encode_whole(self, sample: Sample, root: Path, promised: int) -> Any:
+    def _encode_sample(self, sample: Sample, root: Path, expected: int) -> Any:
         media, sizes = read_media(sample, root, self.limits, self.processor)
         encoded = self.processor.encode(sample, media, sizes)
-        if encoded.length != promised:
+        if encoded.length != expected:
             raise TesseraError(
-                f"{encoded.length} tokens where headers promised {promised}: the data changed since it was indexed"
+                f"{encoded.length} tokens where the index has {expected}: the data changed since it was indexed"
             )
         return encoded

@@ -27,7 +27,7 @@ def best_fit(tokens: np.ndarray, capacity: int, most: int | None = None) -> np.n
 
     Samples longer than `capacity`, up to `most`, are alone in their row.
     """
-    assert len(tokens) == 0 or int(tokens.max()) <= (most or capacity), "what is too long is left out by the index"
+    assert len(tokens) == 0 or int(tokens.max()) <= (most or capacity), "the index leaves out longer samples"
     row_of = np.empty(len(tokens), dtype=np.int64)
     longest_first = np.argsort(-tokens.astype(np.int64), kind="stable")
     rows = 0

@@ -58,7 +58,7 @@ class StepOrder:
 
     @property
     def identity(self) -> str:
-        """Return what the samples of a step depend on. The rows in which they stand may differ."""
+        """Return a key of the samples of each step. Their rows may differ under one key."""
         draws = hashlib.sha256(np.ascontiguousarray(self.by_length, dtype=np.int64).data)
         draws.update(np.ascontiguousarray(self.mixture.draws, dtype=np.int64).data)
         return f"{draws.hexdigest()[:16]} {len(self.row_of)} samples {self.seed}"

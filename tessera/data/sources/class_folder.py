@@ -15,7 +15,7 @@ _TEXT_SUFFIXES = ("txt", "caption", "json")
 
 
 class ClassFolder(Container):
-    """Read each image or video as a question whose answer is the name of the folder that it lies in."""
+    """Read each image or video as a question whose answer is the name of its folder."""
 
     def __init__(self, files: FolderFiles, question: str | None, classes: list[str]) -> None:
         super().__init__(files.name, len(files), {"files": files.facts, "question": question, "classes": classes})
@@ -41,7 +41,7 @@ def _default_question(kind: str, classes: list[str]) -> str:
 
 
 def is_class_folder(folder: Path) -> bool:
-    """Return whether all images and videos lie in two folders or more, and none has a text of its own beside it."""
+    """Return whether all images and videos are in two folders or more, and none has a text beside it."""
     classes: set[str] = set()
     media: set[str] = set()
     texts: set[str] = set()
@@ -64,7 +64,7 @@ def open_class_folder(folder: Path, question: str | None, limit: int | None, cac
     outside = [name for name, _ in walk(folder) if "/" not in name and media_kind(name) in ("image", "video")]
     if outside:
         raise TesseraError(
-            f"{outside[0]} lies in no folder of a class",
+            f"{outside[0]} is in no folder of a class",
             where=str(folder),
             fix="put it into a folder with the name of its class, or leave `question` out",
         )

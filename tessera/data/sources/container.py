@@ -44,9 +44,9 @@ def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> Tesse
 
 
 class NothingUsable(TesseraError):
-    """Say that data has no sample to train on."""
+    """Report data without a sample to train on."""
 
-    samples = unusable = 0  # all, and those that are bad otherwise than by their length; not known in another process
+    samples = unusable = 0  # all, and those that are bad for another reason than their length
 
 
 class RawRecord(NamedTuple):

@@ -1,7 +1,7 @@
-"""Folders of features: what the encoders of a generation model made of samples, once for all runs.
+"""Folders of features: samples encoded by the encoders of a generation model, once for all runs.
 
-`features.json` is written when all shards are there. It says what the features depend on, and how many samples each
-shard has; the metadata of a shard says which these are.
+`features.json` is written when all shards are complete. It has the facts that the features depend on, and the number of
+samples of each shard; the metadata of a shard describes these.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tessera.runtime.files import check_regular, read_json_mapping
 log = logging.getLogger("tessera")
 MANIFEST = "features.json"
 EMPTY = "empty.safetensors"  # the embeddings of the empty caption, which takes the place of dropped ones
-SAMPLES = "samples"  # what a shard says of itself: the samples it holds
-PROBLEMS = "problems"  # and those that were left out of it, with the reason
+SAMPLES = "samples"  # in the metadata of a shard: its samples
+PROBLEMS = "problems"  # samples that were left out of the shard, with the reason
 VERSION = 1
 FEATURES = "features"  # the only key of a record
 KEPT = 50_000  # samples whose description is kept in memory, of less than a kilobyte each
@@ -36,7 +36,7 @@ KEPT = 50_000  # samples whose description is kept in memory, of less than a kil
 
 @dataclass(frozen=True)
 class FeatureManifest:
-    """Hold what `features.json` says."""
+    """Hold the content of `features.json`."""
 
     key: str  # the hash of `facts`, which every shard repeats
     facts: Mapping[str, Any]  # the model, the encoders, the options and the data that the features are made from
@@ -65,8 +65,14 @@ class FeatureManifest:
 
     def text(self) -> str:
         shards = [{"file": name, "bytes": size, "samples": count} for name, size, count in self.shards]
-        said = {"version": VERSION, "key": self.key, "checksums": self.checksums, "facts": self.facts, "shards": shards}
-        return json.dumps(said, indent=1)
+        content = {
+            "version": VERSION,
+            "key": self.key,
+            "checksums": self.checksums,
+            "facts": self.facts,
+            "shards": shards,
+        }
+        return json.dumps(content, indent=1)
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
@@ -74,15 +80,15 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 
 def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """Return what a shard says of its samples, and which were left out of it. Raise an error that names the reason if
-    it is damaged, or of another set of features."""
+    """Return the descriptions of the samples of a shard, and the samples that were left out. Raise if the shard is
+    damaged, or of another set of features."""
     check_regular(file)
     try:
         with safe_open(file, framework="pt") as shard:
             about = shard_about(shard)
         samples, problems = about[SAMPLES], [(str(id), str(reason)) for id, reason in about[PROBLEMS]]
         if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
-            raise ValueError("it does not say what it holds")
+            raise ValueError("it has no description of its samples")
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise TesseraError(f"damaged features: {file.name} ({first_line(error)})") from None
     if about.get(KEY) != key:
@@ -129,11 +135,11 @@ class FeatureFolder(Container):
             log.warning("%s has no checksums: damage of its features is not noticed. Made again, they have", folder)
         self.starts = [0, *accumulate(count for _, _, count in self.manifest.shards)]
         count = self.starts[-1] if limit is None else min(limit, self.starts[-1])
-        self._read: dict[int, list[dict[str, Any]]] = {}  # what shards say of their samples, by shard
+        self._read: dict[int, list[dict[str, Any]]] = {}  # descriptions of samples, by shard
         super().__init__(folder.name, count, {"path": str(folder.resolve()), "features": self.manifest.key})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_read": {}}  # what travels to a worker is small
+        return {**self.__dict__, "_read": {}}  # not sent to workers
 
     def load(self, number: int) -> RawRecord:
         shard = bisect_right(self.starts, number) - 1

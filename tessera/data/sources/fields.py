@@ -54,7 +54,7 @@ _TAGS = {
 }
 _KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
-# Keys of the formats that are like alpaca, where these differ: what is asked, and what is answered.
+# Keys of the formats that are like alpaca, where these differ: question and answer.
 _ASKED_BY: Mapping[RecordFormat, Mapping[str, str]] = {
     "query_response": {"prompt": "query", "query": "", "response": "response"},
     "question_answer": {"prompt": "question", "query": "", "response": "answer"},
@@ -139,7 +139,7 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
 
 
 def likely_columns(keys: Iterable[str]) -> str:
-    """Return what `columns` of a recipe may have to say of rows with these keys; without a clue, an example."""
+    """Return a guess of `columns` for rows with these keys; without a clue, an example."""
     columns = {ours: key for ours, theirs in _OFTEN.items() for key in sorted(keys) if key.lower() in theirs}
     if not set(columns) - {"images"}:
         columns = {"messages": "dialogue", "role_tag": "speaker"}
@@ -203,7 +203,7 @@ class RecordMedia:
             return self.next(kind)
         for key, value in self._record.items():  # is it really only a word?
             if name in key.lower() and isinstance(value, (str, bytes, list, dict)) and value:
-                fail(f"<{name}> in the text, and what it stands for may be under {key!r}: columns: {{{name}s: {key}}}")
+                fail(f"<{name}> in the text, and its {name} may be under {key!r}: columns: {{{name}s: {key}}}")
         return None
 
     def next(self, kind: PartKind) -> Part:
@@ -281,7 +281,7 @@ _SUFFIXES: dict[str, PartKind] = {
 
 
 def stem_of(name: str) -> str:
-    """Return what the files of one sample have in common: the name up to the first dot after its last folder."""
+    """Return the stem that the files of one sample share: the path up to the first dot of the file name."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 

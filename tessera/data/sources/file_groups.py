@@ -1,6 +1,6 @@
 """Samples made of several files of one stem, in a folder or in a tar shard: media, and a text or JSON file beside.
 
-Nothing is unpacked: `tarfile` walks through the headers of a shard once, and members are read where they lie.
+Nothing is unpacked: `tarfile` reads the headers of a shard once, and members are read in place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_MEMBERS = 50_000_000
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _TEXT_SUFFIXES = ("txt", "caption")
 _FILE_NAME_KEYS = {"file_name": None, "file_names": None, **{f"{kind}_file_name": kind for kind in MEDIA}}
-_MAX_READ_BYTES = 1 << 20  # of one pax or long-name record, which tarfile reads as a whole
+_MAX_READ_BYTES = 1 << 20  # of one pax or long-name record, which tarfile reads at once
 _SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"S": "a sparse file"}
 
 
@@ -40,7 +40,7 @@ _SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", 
 
 
 class MediaFile(NamedTuple):
-    """Media of a sample. `value` is a path under the root, or where the bytes lie."""
+    """Hold one medium of a sample. `value` is a path below the root, or a member of an archive."""
 
     kind: PartKind
     name: str
@@ -272,7 +272,7 @@ def _group_by_stem(names: list[str]) -> list[list[str]]:
 class TarShard(FileGroups):
     """Read the samples of a shard as WebDataset writes it: files of one stem that follow each other.
 
-    `tables` also holds where each member lies, `start` and `size`, and its `type`.
+    `tables` also holds `start`, `size` and `type` of each member.
     """
 
     def load(self, number: int) -> RawRecord:
@@ -327,7 +327,7 @@ def looks_like_tar(path: Path) -> bool:
 def open_tar(
     path: Path, name: str, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
 ) -> TarShard:
-    """Find the members of a shard, or read from the cache what was found before."""
+    """Open a shard. Its members are listed from its headers, or from the cache."""
     facts = file_facts(path)
 
     def find() -> dict[str, np.ndarray]:

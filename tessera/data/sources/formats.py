@@ -149,7 +149,7 @@ def _parse_alpaca(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message,
         fail(f"{names.history} is a {type(history).__name__}, not a list of pairs")
     for pair in history:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            fail(f"{names.history} is a list of pairs: what was asked, what was answered")
+            fail(f"{names.history} is a list of pairs of a question and an answer")
         turns += [("user", text_of(pair[0])), ("assistant", text_of(pair[1]))]
     questions = [text_of(record.get(key)) for key in (names.prompt, names.query) if record.get(key) not in (None, "")]
     answer = record.get(names.response)
@@ -192,7 +192,7 @@ def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         fail("the two conversations differ before their last turn")
     for last in (better[-1], worse[-1]):
         if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-            fail("an answer is a text that the assistant says")
+            fail("an answer is a text of the assistant")
     return (*better[:-1], Message(CHOSEN, better[-1].parts), Message(REJECTED, worse[-1].parts))
 
 
@@ -222,11 +222,11 @@ def _with_answer(
 
 
 def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the conversation; the role of its last turn says whether the answer was found good or bad."""
+    """Return the conversation; the role of its last turn is `CHOSEN` or `REJECTED`, by the label."""
     key = next((key for key in names.label if has(record, key)), names.label[0])
     good = _LABELS.get(str(record.get(key)).lower()) if isinstance(record.get(key), (bool, int, str)) else None
     if good is None:
-        fail(f"{key} says whether the answer is good: true or false is expected, got {record.get(key)!r:.40}")
+        fail(f"{key} is the label of the answer: true or false is expected, got {record.get(key)!r:.40}")
     rest = {one: value for one, value in record.items() if one not in (*names.label, names.completion)}
     answer, sharegpt = record.get(names.completion), column_map("sharegpt", {})
     if answer is not None:
@@ -245,7 +245,7 @@ def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
         fail(f"no answer: give {names.completion!r}, or {names.messages!r} or {sharegpt.messages!r} that end with it")
     last = messages[-1]
     if len(messages) < 2 or last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-        fail("the last turn is the answer: a text that the assistant says, after a question")
+        fail("the last turn is the answer: a text of the assistant, after a question")
     return (*messages[:-1], Message(CHOSEN if good else REJECTED, last.parts))
 
 
@@ -261,7 +261,7 @@ def _as_turns(value: Any, names: ColumnMap, role: str) -> list[Any]:
 
 
 def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return what is asked for, a caption and perhaps images to edit, and the image or video that answers it."""
+    """Return the request (a caption, perhaps with images to edit) and the image or video that answers it."""
     features = record.get(FEATURES)
     if isinstance(features, StoredSample):  # of our own folders: no JSON makes such an object
         return (Message("assistant", (Part("features", features),)),)
@@ -306,8 +306,8 @@ def _media_at(record: Mapping[str, Any], key: str) -> Part:
 
 def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if [message.role for message in messages] != ["user", "assistant"]:
-        said = ", ".join(message.role for message in messages)
-        fail(f"a caption by the user and its image or video by the assistant are expected, not turns of {said:.80}")
+        roles = ", ".join(message.role for message in messages)
+        fail(f"a caption by the user and its image or video by the assistant are expected, not turns of {roles:.80}")
     request, answer = messages
     answered = [part for part in answer.parts if part.kind != "text" or part.value.strip()]
     if len(answered) != 1 or answered[0].kind not in ("image", "video"):
@@ -388,7 +388,7 @@ def _part(item: Any, media: RecordMedia) -> Part:
         fail(f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
     value = _first(item, (kind, "path", "url", f"{kind}_url"))
     if value is None and media.listed.get(kind):
-        return media.next(kind)  # the part only says where, the list beside the messages says which
+        return media.next(kind)  # the part is a placeholder for the next one of the list beside the messages
     return Part(kind, value_of(value, kind))
 
 
@@ -411,12 +411,12 @@ _WORSE = ("rejected_response", "rejected_messages")
 
 
 def _has_worse_answer(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has a worse answer beside a whole conversation."""
+    """Return whether a record has a worse answer beside a full conversation."""
     return any(has(record, key) for key in _WORSE)
 
 
 def _check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
-    """Raise for a record that gives its worse answer under several keys: nobody knows which of them is meant."""
+    """Raise if a record has a worse answer under several keys: which one counts is not defined."""
     keys = [key for key in dict.fromkeys((names.rejected, *_WORSE)) if has(record, key)]
     if len(keys) > 1:
         fail(f"a pair has one worse answer, and this record has {' and '.join(keys)}: keep one of them")

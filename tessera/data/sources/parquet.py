@@ -134,7 +134,7 @@ class ParquetFile(Container):
 
 
 def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
-    """Open a file by its footer. Raise `TesseraError` if that lies or cannot be read."""
+    """Open a file by its footer. Raise `TesseraError` if that is damaged or wrong."""
     try:
         with path.open("rb") as file:
             reader = _reader(file)

@@ -32,7 +32,7 @@ from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError, nearest
 from tessera.hub.config import local_source
 
-# Formats that data.kind decides, and what to say where records are of that one.
+# Formats that data.kind decides, and the fix if records have that format.
 _OF_A_KIND: dict[RecordFormat, str] = {
     "preference": "data.kind=preference trains on pairs of answers, with train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "data.kind=unpaired_preference trains on rated answers, with train.task=kto",
@@ -54,7 +54,7 @@ class Source:
     """Read the samples of one data set by number. It is pickled for workers, so it holds no file and no sample."""
 
     path: Path  # as the recipe gives it: what errors name
-    root: Path  # media paths must lie under it
+    root: Path  # media paths must be below it
     records: Container
     record_format: RecordFormat
     schema: RecordSchema
@@ -113,7 +113,7 @@ class Source:
                 where=f"{self.path}, {self.location(number)}",
                 fix=_OF_A_KIND.get(detected, "data.kind=chat trains on conversations")
                 if chosen in _OF_A_KIND
-                else "keep one format per data set and list several under data.train; or say "
+                else "keep one format per data set and list several under data.train; or set "
                 f"`format: {detected}` if all its records are of that format",
             )
         own_id = content.get(names.id)
@@ -127,7 +127,7 @@ class Source:
 
 
 def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMember]) -> tuple[Message, ...]:
-    """Replace names of media by where they lie, where the archive of the record holds them."""
+    """Replace names of media by members of the record's archive, if it has them."""
 
     def replaced(part: Part) -> Part:
         member = members.get(part.value) if part.kind != "text" and isinstance(part.value, str) else None
@@ -137,7 +137,7 @@ def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMe
 
 
 def open_source(section: SourceSection, cache_folder: Path | None = None) -> Source:
-    """Open a data set; with `format: auto` its format is that of the first record whose keys tell."""
+    """Open a data set. With `format: auto` the first record whose keys fit one format decides."""
     section = local_source(section, "train")
     where = f"data source {section.path}"
     check_columns(section.columns, where)
@@ -197,7 +197,7 @@ def _refuse_compressed(path: Path) -> None:
             raise TesseraError(
                 f"this file is compressed ({name})",
                 where=str(path),
-                fix="unpack it first: records are read where they lie, which needs plain files",
+                fix="unpack it first: records are read in place, which needs plain files",
             )
 
 
@@ -354,7 +354,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """Return what the user asked last."""
+        """Return the last question of the user."""
         turns = [message for message in self.sample.messages if message.role == "user"]
         return " ".join(_text(turns[-1]).split()) if turns else ""
 
@@ -392,7 +392,7 @@ def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
 
 
 def _where(value: Any, root: Path) -> str:
-    """Return where an image can be looked at; those that are no files of their own are only described."""
+    """Return the path or URL of an image; an image in a record or an archive is described."""
     if isinstance(value, ArchiveMember):
         return f"{value.name} in {value.file}"
     if is_url(value):

@@ -132,8 +132,8 @@ def open_text_file(path: Path, name: str, kind: TextKind, limit: int | None, cac
 
     def is_valid(tables: AnyTables) -> bool:
         spans = tables.get("spans", np.empty(0))
-        whole = spans.dtype == np.int64 and spans.ndim == 2 and spans.shape[1] == 3
-        return whole and (len(spans) == 0 or 0 <= int(spans[-1, 0]) <= int(facts["size"]) - int(spans[-1, 1]))
+        shaped = spans.dtype == np.int64 and spans.ndim == 2 and spans.shape[1] == 3
+        return shaped and (len(spans) == 0 or 0 <= int(spans[-1, 0]) <= int(facts["size"]) - int(spans[-1, 1]))
 
     tables = cached_tables("rows", [kind, limit, facts], cache_folder, find_spans, is_valid)
     return TextFile(path, name, kind, tables, facts)
@@ -178,7 +178,7 @@ def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) ->
                 open_quotes = (open_quotes + len(quotes)) % 2
             if len(ends):
                 starts = np.concatenate([[start - base], ends[:-1] + 1])
-                # A line whose first byte lies before this chunk, or is a blank, may be blank as a whole.
+                # A line that begins before this chunk, or with a blank, may be blank.
                 unsure = (starts < 0) | (data[np.minimum(np.maximum(starts, 0), len(data) - 1)] <= 32)
                 spans = _without_blank(starts + base, ends + base, unsure, lines_before, again)
                 start, lines_before = base + int(ends[-1]) + 1, lines_before + len(ends)

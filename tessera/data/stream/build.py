@@ -90,7 +90,7 @@ class FilePacker:
 def stream_rows(section: DataSection, seed: int, pack: Pack, fingerprint: str, folder: Path | None) -> StreamedRows:
     """Return the training rows of a recipe, whose files are fetched as the run reaches them.
 
-    `fingerprint`: of the processor. `folder`: for what was dear to find out.
+    `fingerprint`: of the processor. `folder`: for indexes.
     """
     keep = None if section.stream_cache_gib is None else int(section.stream_cache_gib * 2**30)
     shards = [shard for source in section.train for shard in _shards(source, keep)]

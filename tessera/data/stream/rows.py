@@ -2,9 +2,9 @@
 
 A run that packs all of a data set has to know the length of every sample before its first step. Here rows are packed
 file by file instead: an epoch goes through the files in an order of its own, and through the rows of each file in an
-order of its own. So row r is still a function of the seed, the data and r, on any number of ranks and workers. Where
-it lies follows from the rows of the files before it, which are counted when a file is packed for the first time, and
-kept: a resume fetches nothing that it does not need.
+order of its own. So row r is still a function of the seed, the data and r, on any number of ranks and workers. Its file
+follows from the numbers of rows in the files before it. These are counted when a file is packed for the first time, and
+stored: a resume downloads only the files that it needs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StreamFile(Protocol):
 
     @abstractmethod
     def fetch(self) -> Path:
-        """Return where the file lies on this machine."""
+        """Return the path of the file on this machine."""
 
     @abstractmethod
     def held(self) -> AbstractContextManager[None]:
@@ -82,7 +82,7 @@ class _FileCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Hold what the order of streamed rows depends on besides the files, and which share of samples may be bad."""
+    """Hold the settings that the order of streamed rows depends on, and the allowed share of bad samples."""
 
     seed: int
     shuffle: bool
@@ -155,7 +155,7 @@ class StreamedRows(RowSource):
         for row in rows:
             place = self._at(row)
             part = self._rows_at(place)
-            if place.row == 0:  # what was left out of a file is reported with its first row
+            if place.row == 0:  # samples that were left out of a file are reported with its first row
                 problems += part.bad_samples
             base = place.shard << _SHARD_BITS
             of_file = {_local(n, base): why for n, why in lost.items() if _shard_of(n) == place.shard}
@@ -164,10 +164,10 @@ class StreamedRows(RowSource):
         assert part is not None, "a batch has rows"
         return part.collate(rows, encoded, seeds, problems)
 
-    # ------------------------------------------------------------------------------------------ where rows lie
+    # ------------------------------------------------------------------------------------------ places of rows
 
     def _at(self, row: int) -> _Found:
-        """Return where a row lies. Files before it whose rows were never counted are opened for that."""
+        """Return the file of a row and its place there. Files before it are opened if their rows were never counted."""
         epoch, offset = 0, row
         if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
             epoch, offset = divmod(row, length)
@@ -216,15 +216,15 @@ class StreamedRows(RowSource):
     def _keep_counts(self, shard: int, counts: _FileCounts) -> None:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            said = {"file": self.shards[shard].name, **counts._asdict()}
-            replace_file(self._count_file(shard), json.dumps(said).encode())
+            record = {"file": self.shards[shard].name, **counts._asdict()}
+            replace_file(self._count_file(shard), json.dumps(record).encode())
 
     def _kept_counts(self, shard: int) -> _FileCounts | None:
         if self._folder is None or not (file := self._count_file(shard)).is_file():
             return None
         try:
-            said = read_json_mapping(file)
-            counts = _FileCounts(said["rows"], said.get("samples", 0), said.get("unusable", 0))
+            record = read_json_mapping(file)
+            counts = _FileCounts(record["rows"], record.get("samples", 0), record.get("unusable", 0))
         except (TesseraError, KeyError):
             return None
         return counts if all(isinstance(count, int) and count >= 0 for count in counts) else None
@@ -263,7 +263,7 @@ class StreamedRows(RowSource):
 
     def _packed(self, shard: int, file: StreamFile, path: Path) -> PackedRows:
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
-            rows = self.pack(shard, file, path)  # the first process measures and packs, the others read what it kept
+            rows = self.pack(shard, file, path)  # the first process measures and packs, the others read its index
             if [file.name, file.facts] != self._facts[shard]:  # packing may last: asked when it is done
                 raise TesseraError(
                     f"{file.name} has changed since the run began: a resumed run would read other rows",
@@ -283,7 +283,7 @@ class StreamedRows(RowSource):
         return rows
 
     def _tell(self, packed: PackedRows) -> None:
-        """Log what the first file of a run has, and what all of them have once each was read: not a line for each."""
+        """Log the rows of the first file, and of all files once each was read; not a line for each."""
         if not self._told:
             files = f"the first of {len(self.shards):,} files; the others follow as the run reaches them"
             log.info("rows: %s, in %s", packed.order.stats.summary(), files if len(self.shards) > 1 else "one file")
@@ -308,7 +308,7 @@ class StreamedRows(RowSource):
     def _fetch_ahead(self, shard: int) -> None:
         try:
             self._rows(shard)
-        except NothingUsable:  # told when the run reaches the file
+        except NothingUsable:  # reported when the run reaches the file
             return
         except TesseraError as error:  # it is raised when the run reaches the file, if it lasts that long
             log.warning("%s could not be prepared ahead: %s", self.shards[shard].name, error.what)

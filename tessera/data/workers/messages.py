@@ -3,7 +3,7 @@
 That memory has no name (memfd): nothing of it stays behind when a process is killed, the size of /dev/shm does not
 matter, and a message costs one file descriptor for a moment, however many tensors it holds. Views of one storage
 arrive as tensors of their own. These are the only pickles of the library: they pass between a program and the processes
-it began, over sockets that nobody else has, and never touch a disk.
+it began, over private sockets, and never touch a disk.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def receive(
 ) -> Any:
     """Return the next object. Raise EOFError when the other side is gone.
 
-    `shared=False`: what is written to its tensors is seen by nobody else, also not by processes that map the same
-    memory after a fork. `before_find(module, name)` is called before a class or function is looked up.
+    `shared=False`: writes to its tensors are private, also after a fork. `before_find(module, name)` is called before a
+    class or function is looked up.
     """
     # The descriptor comes with the first byte of the head.
     head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)

@@ -1,7 +1,7 @@
-"""A pool of worker processes that survives what it reads: a worker that dies or hangs is replaced, its item is named.
+"""A pool of worker processes. A worker that dies or hangs is replaced, and the item it worked on is reported.
 
 The processes are forked by a server that never had threads or a device; the script that was started is not run again in
-them. Results are pickles whose tensors and arrays lie in shared memory without a name.
+them. Results are pickles whose tensors and arrays are in anonymous shared memory.
 
 Against a thin layer over torch.multiprocessing (forkserver with torch preloaded, a pipe per worker), with batches of
 four tensors, two workers and two cores: the receiving process spends 0.5 instead of 2.0 ms of CPU time on a batch of
@@ -24,7 +24,7 @@ from tessera.data.workers.servers import PoolServer, ServerLostError, WorkerProc
 from tessera.errors import TesseraError
 
 Note = Callable[[int], None]
-PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; `note(n)` says what the work is at
+PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; `note(n)` reports the sample that is being worked on
 
 _SMALL = 1 << 14  # bytes of an item that surely fit into a socket whose other side is busy
 _SERVERS = 3  # that may be ended from outside before a pool gives up
@@ -49,9 +49,9 @@ class _PendingItem:
     number: int
     again: Again | None
     drawn: Any = None  # from the caller's iterator
-    item: Any = None  # what is worked on: `drawn`, or what `again` made of it
+    item: Any = None  # sent to a worker: `drawn`, or its replacement from `again`
     tries: int = 0
-    blamed: set[int | None] = field(default_factory=set)  # what this item was at when a process died of it
+    blamed: set[int | None] = field(default_factory=set)  # samples at which this item ended a process
     done: bool = False
     failed: bool = False
     value: Any = None
@@ -88,7 +88,7 @@ class _PendingItem:
 class Pool:
     """Do `work(item, note)` for many items in `workers` processes; with none, in this one.
 
-    A worker that dies is replaced, and what it was at is tried once more; if that ends its worker too, the result is a
+    A worker that dies is replaced, and its item is tried once more; if that ends its worker too, the result is a
     `Lost`. A worker that is silent for `timeout_s` + `grace_s` after a note is ended, too. That is the last resort, for
     work that is stuck in C and for a process that was stopped: use `time_limit` inside the work. Work that makes no
     notes has no time-out. To be used by one thread at a time; `stop` may be called by any.
@@ -317,7 +317,7 @@ class Pool:
         return max(0.01, self.timeout_s + self.grace_s - max(silent, default=0.0))
 
     def _replace(self, worker: WorkerProcess, reason: str | None = None) -> None:
-        """Replace a worker that is gone: what it was at is lost, what it had not begun goes to others."""
+        """Replace a worker that is gone: its current item is lost, items that it had not begun go to others."""
         assert self._server is not None
         self._selector.unregister(worker.connection)
         self._workers.remove(worker)

@@ -1,7 +1,7 @@
 """How a pool gets worker processes: from servers that only fork, without threads and without a device.
 
 The first server imports torch once for all pools of a program. For each pool it forks a second one, which unpickles the
-pool's work once and forks the workers: they begin in milliseconds, and share what the work holds. Each ends with the
+pool's work once and forks the workers: they begin in milliseconds, and share its memory. Each ends with the
 one that began it, whichever way that ends.
 """
 
@@ -42,7 +42,7 @@ from tessera.errors import TesseraError, first_line
 REQUEST = struct.Struct("<cQ")  # FORK with file descriptors, or KILL; the number of the child
 EXIT = struct.Struct("<Qi")  # the number of the child, how it ended
 FORK, KILL = b"f", b"k"
-# Sent to a whole group of processes, these are the trainer's to answer: it saves, then ends its workers.
+# These are sent to all processes of a group. The trainer handles them: it saves, then ends its workers.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -79,7 +79,7 @@ def _pool_server(fds: Sequence[int]) -> None:
             send(control, error)
         return
     send(control, None)
-    gc.freeze()  # the workers' collections leave what they share alone: no page of it is copied for their sake
+    gc.freeze()  # so that garbage collection in a worker copies no page of the shared memory
     _serve(control, functools.partial(work_until_end, work))
 
 
@@ -128,7 +128,7 @@ def _serve(
     for process in alive.values():
         os.kill(process, signal.SIGKILL)
     for process in alive.values():
-        os.waitpid(process, 0)  # whoever hears that this process is gone knows that its children are
+        os.waitpid(process, 0)  # when this process is gone, its children are gone, too
 
 
 def _ended(alive: dict[int, int]) -> list[tuple[int, int]]:
@@ -182,7 +182,7 @@ _MESSAGE_TIMEOUT_S = 30.0  # for a process that is alive to send the rest of a m
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """Hold what the pool knows of one worker process."""
+    """Hold the connection to one worker process, and its items."""
 
     number: int
     connection: socket.socket
@@ -267,10 +267,10 @@ class PoolServer:
     def read_exits(self, wait: float = _MESSAGE_TIMEOUT_S) -> None:
         with _of_server():
             self.control.settimeout(wait)
-            said = self.control.recv(EXIT.size, socket.MSG_WAITALL)
-        if len(said) < EXIT.size:
+            message = self.control.recv(EXIT.size, socket.MSG_WAITALL)
+        if len(message) < EXIT.size:
             raise ServerLostError
-        number, code = EXIT.unpack(said)
+        number, code = EXIT.unpack(message)
         self._codes[number] = code
 
     def close(self) -> None:

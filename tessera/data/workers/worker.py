@@ -73,7 +73,7 @@ WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker proc
 def memory_limit(allowed: int) -> Iterator[None]:
     """Let a worker process allocate at most `allowed` bytes more inside the block; then `MemoryError` is raised.
 
-    A decoder may allocate what the bytes of a stranger demand, whatever their header says. Shared memory does not
+    A hostile file may make a decoder allocate any amount, whatever size its header claims. Shared memory does not
     count. Other processes are not limited: an allocation of another thread would fail.
     """
     if WORKER_VARIABLE not in os.environ:
@@ -161,19 +161,19 @@ def work_until_end(work: Callable[[Any, Callable[[int], None]], Any], fds: Seque
 
 def _picklable(error: BaseException) -> BaseException:
     """Return the exception with its traceback as a note, where it can be rebuilt on the other side."""
-    said = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))
     error = error.with_traceback(None)
     error.__cause__ = error.__context__ = None
-    error.add_note(f"(in a worker process)\n{said}")
+    error.add_note(f"(in a worker process)\n{text}")
     if can_be_pickled(error):
         return error
-    return RuntimeError(f"{type(error).__name__}: {first_line(error)}\n(in a worker process)\n{said}")
+    return RuntimeError(f"{type(error).__name__}: {first_line(error)}\n(in a worker process)\n{text}")
 
 
 # ---------------------------------------------------------------------------------------------- the user's script
 
 # The script that was started is not run again in a worker, unless the work is made of its classes. Then it is imported,
-# under another name than `__main__`: but only if it keeps what it does behind `if __name__ == "__main__":`, or does
+# under another name than `__main__`: but only if its actions are behind `if __name__ == "__main__":`, or if it does
 # nothing. A script that would train again is refused.
 
 
@@ -194,7 +194,7 @@ def main_module() -> MainModule | None:
 
 
 def load_main(main: MainModule | None, module: str, name: str) -> None:
-    """Make `__main__` mean here what it means in the process of the user, before `name` is looked up in `module`."""
+    """Import the user's script as `__main__` of this process, before `name` is looked up in `module`."""
     if module != "__main__" or hasattr(sys.modules["__main__"], name):
         return
     fix = "move it into a module of its own, or set data.workers=0"
