@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera.config.run_config import DataSection, SourceSection
+from tessera.config.run_config import DataSection, RecordFormat, SourceSection
 from tessera.core.row_source import RowSource
 from tessera.data.index.build import build_index
 from tessera.data.index.split import SplitIndex
@@ -28,13 +28,7 @@ log = logging.getLogger("tessera")
 
 def build(request: RowRequest) -> RowSource:
     """Return the rows of a split. Held-out rows have the same order for every seed, so that runs can be compared."""
-    section, processor = request.section, request.processor
-    if not isinstance(processor, ChatProcessor):
-        raise TesseraError(
-            f"{type(processor).__name__} cannot serve conversations",
-            where="data.kind=chat",
-            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
-        )
+    section, processor = request.section, chat_processor(request, "chat")
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES)
     trained = processor.training_on(section.train_on, last_only=section.mask_history)
@@ -48,6 +42,27 @@ def build(request: RowRequest) -> RowSource:
         pack = PackFile(request, trained)
         return stream_rows(section, request.seed, pack, trained.fingerprint, request.cache_folder)
     return pack_rows(request, trained)
+
+
+def chat_processor(request: RowRequest, kind: str) -> ChatProcessor:
+    """Return the processor of a request. Raise if it serves no conversations."""
+    processor = request.processor
+    if not isinstance(processor, ChatProcessor):
+        raise TesseraError(
+            f"{type(processor).__name__} cannot serve conversations",
+            where=f"data.kind={kind}",
+            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
+        )
+    return processor
+
+
+def with_format(section: DataSection, record_format: RecordFormat) -> DataSection:
+    """Return a section whose data sets all have one format."""
+    sets = {
+        name: [source.model_copy(update={"format": record_format}) for source in getattr(section, name)]
+        for name in ("train", "eval")
+    }
+    return section.model_copy(update=sets)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tessera.core.row_source import RowSource
 from tessera.core.sample import EncodedMedia
 from tessera.data.kinds import RowRequest
-from tessera.data.kinds.chat import pack_rows
+from tessera.data.kinds.chat import pack_rows, with_format
 from tessera.data.media.read import CaptionProcessor
 from tessera.data.media.stored import StoredSample
 from tessera.data.order.packed_rows import PackedRows
@@ -50,13 +50,8 @@ def build(request: RowRequest) -> RowSource:
             where=f"data.{request.split}",
             fix=f"make features of the others too, or leave {features[0]} out",
         )
-    captioned = {
-        name: [source.model_copy(update={"format": "generation"}) for source in getattr(section, name)]
-        for name in ("train", "eval")
-    }
-    rows = pack_rows(
-        replace(request, section=section.model_copy(update=captioned)), processor, hole=EncodedMedia, count_names=COUNTS
-    )
+    request = replace(request, section=with_format(section, "generation"))
+    rows = pack_rows(request, processor, hole=EncodedMedia, count_names=COUNTS)
     if features:
         empty = empty_caption(features[0], FeatureManifest.read(features[0]).key)
         rows.constants = {f"empty_{name}": tensor for name, tensor in empty.items()}

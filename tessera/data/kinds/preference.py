@@ -20,6 +20,7 @@ from tessera.core.row_source import RowSource
 from tessera.core.sample import Encoded, MediaSize, Message, PartKind, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import build as build_chat
+from tessera.data.kinds.chat import chat_processor, with_format
 from tessera.data.media.read import ChatProcessor, PadsSamples
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.formats import CHOSEN, REJECTED
@@ -123,13 +124,7 @@ def _apart(sample: Sample) -> tuple[Sample, Sample]:
 
 
 def build(request: RowRequest) -> RowSource:
-    section, processor = request.section, request.processor
-    if not isinstance(processor, ChatProcessor):
-        raise TesseraError(
-            f"{type(processor).__name__} cannot serve conversations",
-            where="data.kind=preference",
-            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
-        )
+    section, processor = request.section, chat_processor(request, "preference")
     if isinstance(processor, PadsSamples):
         raise TesseraError(
             "classes of transformers are not trained on pairs of answers yet",
@@ -142,11 +137,8 @@ def build(request: RowRequest) -> RowSource:
             where="data.truncate",
             allowed=["never"],
         )
-    paired = {
-        name: [source.model_copy(update={"format": "preference"}) for source in getattr(section, name)]
-        for name in ("train", "eval")
-    }
-    return build_chat(replace(request, section=section.model_copy(update=paired), processor=PairProcessor(processor)))
+    section = with_format(section, "preference")
+    return build_chat(replace(request, section=section, processor=PairProcessor(processor)))
 
 
 KIND = build

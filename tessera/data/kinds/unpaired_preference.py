@@ -22,8 +22,8 @@ from tessera.core.row_source import RowSource
 from tessera.core.sample import Encoded, MediaSize, Message, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import build as build_chat
+from tessera.data.kinds.chat import chat_processor, with_format
 from tessera.data.kinds.preference import PairProcessor
-from tessera.data.media.read import ChatProcessor
 from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.errors import TesseraError
 
@@ -130,22 +130,13 @@ def _position_after(positions: Tensor) -> int:
 
 
 def build(request: RowRequest) -> RowSource:
-    section, processor = request.section, request.processor
-    if not isinstance(processor, ChatProcessor):
-        raise TesseraError(
-            f"{type(processor).__name__} cannot serve conversations",
-            where="data.kind=unpaired_preference",
-            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
-        )
+    section, processor = request.section, chat_processor(request, "unpaired_preference")
     if section.truncate != "never":
         raise TesseraError(
             "a rated answer cannot be cut by turns: it is at the end", where="data.truncate", allowed=["never"]
         )
-    rated = {
-        name: [source.model_copy(update={"format": "unpaired_preference"}) for source in getattr(section, name)]
-        for name in ("train", "eval")
-    }
-    return build_chat(replace(request, section=section.model_copy(update=rated), processor=RatedProcessor(processor)))
+    section = with_format(section, "unpaired_preference")
+    return build_chat(replace(request, section=section, processor=RatedProcessor(processor)))
 
 
 KIND = build

@@ -10,11 +10,11 @@ text       {"text": "a document", "images": ["a.jpg"]}
 preference a question with a better and a worse answer, in one of these spellings:
     {"prompt": "ask", "chosen": "better", "rejected": "worse"}
     {"prompt": [messages], "chosen": [{"role": "assistant", ...}], "rejected": [...]}
-    {"chosen": [the whole conversation], "rejected": [another end of it]}
+    {"chosen": [the full conversation], "rejected": [another end of it]}
     {"messages": [messages], "chosen": {"role": "assistant", ...} or "better", "rejected": ...}
     {"conversations": [turns], "chosen": {"from": "gpt", "value": "better"}, "rejected": ...}, with images or image
     {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
-    {"messages": [the whole conversation], "rejected_response": "worse", or "rejected_messages": [another end of it]}
+    {"messages": [the full conversation], "rejected_response": "worse", or "rejected_messages": [another end of it]}
     {"query": "ask", "response": "better", "rejected_response": "worse"}
 unpaired_preference  a conversation with one answer that was found good or bad, "label": true or false:
     {"prompt": "ask" or [messages], "completion": "answer" or [turns], "label": true}
@@ -200,7 +200,7 @@ def _with_answer(
     record: Mapping[str, Any], rest: dict[str, Any], answer: Any, names: ColumnMap
 ) -> tuple[dict[str, Any], RecordFormat, ColumnMap]:
     """Return the record with one of its answers alone, as a record of a plain format."""
-    if isinstance(answer, list) and _is_whole_conversation(answer, names):
+    if isinstance(answer, list) and _is_full_conversation(answer, names):
         return {**rest, names.messages: answer}, "messages", names
     sharegpt = column_map("sharegpt", {})
     if record.get(names.messages) is not None:
@@ -228,28 +228,34 @@ def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
     if good is None:
         fail(f"{key} is the label of the answer: true or false is expected, got {record.get(key)!r:.40}")
     rest = {one: value for one, value in record.items() if one not in (*names.label, names.completion)}
-    answer, sharegpt = record.get(names.completion), column_map("sharegpt", {})
+    answer = record.get(names.completion)
     if answer is not None:
         if not isinstance(answer, (str, Mapping, list)) or not answer:
             fail(f"{names.completion} is no answer: a text, a turn or a list of turns is expected")
         rest.pop(_PROMPT, None)
         messages = parse(*_with_answer(record, rest, answer, names))
-    elif has(record, names.messages):
-        messages = _parse_messages(rest, names)
-    elif has(record, sharegpt.messages):
-        chat: RecordFormat = "llava" if has(record, "image") else "sharegpt"
-        messages = _parse_conversations(rest, column_map(chat, {}))
+    elif (turns := _parse_any_turns(rest, names)) is not None:
+        messages = turns
     elif has(record, names.prompt):
         messages = _parse_alpaca(rest, names)
     else:
-        fail(f"no answer: give {names.completion!r}, or {names.messages!r} or {sharegpt.messages!r} that end with it")
+        fail(f"no answer: give {names.completion!r}, or {names.messages!r} or 'conversations' that end with it")
     last = messages[-1]
     if len(messages) < 2 or last.role != "assistant" or any(part.kind != "text" for part in last.parts):
         fail("the last turn is the answer: a text of the assistant, after a question")
     return (*messages[:-1], Message(CHOSEN if good else REJECTED, last.parts))
 
 
-def _is_whole_conversation(turns: list[Any], names: ColumnMap) -> bool:
+def _parse_any_turns(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...] | None:
+    """Return the messages of a record with turns, in one of the two spellings; None for a record without."""
+    if has(record, names.messages):
+        return _parse_messages(record, names)
+    if has(record, column_map("sharegpt", {}).messages):
+        return _parse_conversations(record, column_map("llava" if has(record, "image") else "sharegpt", {}))
+    return None
+
+
+def _is_full_conversation(turns: list[Any], names: ColumnMap) -> bool:
     speaker = turns[0].get(names.role) if isinstance(turns[0], Mapping) else None
     return names.speakers.get(str(speaker)) in ("system", "user")
 
@@ -265,12 +271,8 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
     features = record.get(FEATURES)
     if isinstance(features, StoredSample):  # of our own folders: no JSON makes such an object
         return (Message("assistant", (Part("features", features),)),)
-    sharegpt = column_map("sharegpt", {})
-    if has(record, names.messages):
-        return _checked_pair(_parse_messages(record, names))
-    if has(record, sharegpt.messages):
-        chat: RecordFormat = "llava" if has(record, "image") else "sharegpt"
-        return _checked_pair(_parse_conversations(record, column_map(chat, {})))
+    if (turns := _parse_any_turns(record, names)) is not None:
+        return _checked_pair(turns)
     caption = next((record[key] for key in names.text if has(record, key)), None)
     if isinstance(caption, list):
         caption = next((one for one in caption if isinstance(one, str) and one.strip()), "")
