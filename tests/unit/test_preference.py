@@ -121,7 +121,7 @@ def test_media_and_other_names() -> None:
             },
             "differ before",
         ),
-        ({"messages": ASK, "chosen": {"role": "user", "content": "I."}, "rejected": "You."}, "assistant says"),
+        ({"messages": ASK, "chosen": {"role": "user", "content": "I."}, "rejected": "You."}, "text of the assistant"),
         ({"messages": ASK, "rejected_response": "You."}, "has to end with the better answer"),
         ({"messages": "Who?", "rejected_response": "You."}, "has to end with the better answer"),
         ({"query": "Who?", "rejected_response": "You."}, "no better answer"),

@@ -23,7 +23,8 @@ from tessera.data.media.files import limits_of
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.data.order.packed_rows import COUNTS, hole
 from tessera.data.sources.container import RecordError, bad_sample_error, reason_of
-from tessera.data.sources.formats import RecordSchema, parse
+from tessera.data.sources.fields import RecordSchema
+from tessera.data.sources.formats import parse
 from tessera.data.workers.worker import time_limit
 from tessera.errors import TesseraError, first_line
 

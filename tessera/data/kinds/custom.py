@@ -21,8 +21,7 @@ from tessera.data.custom.items import Given, ImportedObject, ItemBatcher
 from tessera.data.custom.rows import ItemRows, LoaderRows, StreamRows
 from tessera.data.kinds import RowRequest
 from tessera.data.media.read import ChatProcessor
-from tessera.data.sources.fields import check_columns
-from tessera.data.sources.formats import RecordSchema
+from tessera.data.sources.fields import RecordSchema, check_columns
 from tessera.errors import TesseraError
 
 

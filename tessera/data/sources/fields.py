@@ -63,6 +63,12 @@ _PAIR_KEYS = ("chosen", "rejected", "completion")
 _TEXT_KEYS = ("text", "content")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
 COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "label", "text", "path", "references")
+_QUESTION_FORMATS: tuple[RecordFormat, ...] = (
+    "alpaca",
+    "query_response",
+    "question_answer",
+)  # one question and its answer
+WORSE_ANSWERS = ("rejected_response", "rejected_messages")
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,58 @@ def likely_columns(keys: Iterable[str]) -> str:
     if not set(columns) - {"images"}:
         columns = {"messages": "dialogue", "role_tag": "speaker"}
     return "{" + ", ".join(f"{ours}: {key}" for ours, key in columns.items()) + "}"
+
+
+class RecordSchema:
+    """Tell records of one format from another, under the key names that a data set uses."""
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.columns = dict(columns)
+        self.names = {one: column_map(one, columns) for one in FORMATS}
+        self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
+
+    def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
+        """Return the format of a record; None when its keys fit several (a conversation without media) or none."""
+        key = self.names["messages"].messages
+        # `columns` may give both kinds of conversation one name: the key of the speaker tells them apart.
+        if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
+            return "messages"
+        if self.is_conversation(record):
+            for record_format in ("llava", "sharegpt"):
+                if any(has(record, key) for keys in self.names[record_format].media.values() for key in keys):
+                    return "sharegpt" if self._media_named else record_format
+            return None
+        return next(
+            (record_format for record_format in (*_QUESTION_FORMATS, "text") if self.fits(record, record_format)), None
+        )
+
+    def is_conversation(self, record: Mapping[str, Any]) -> bool:
+        return has(record, self.names["sharegpt"].messages)
+
+    def fits(self, record: Mapping[str, Any], record_format: RecordFormat) -> bool:
+        """Return whether a record has the keys of a format that the recipe names, whatever else it has."""
+        names = self.names[record_format]
+        if record_format == "preference":
+            pair = has(record, names.chosen) and has(record, names.rejected)
+            return pair or has_worse_answer(record)
+        if record_format == "unpaired_preference":
+            return any(has(record, key) for key in names.label)
+        if record_format == "generation":  # whatever is missing is a fault of that record alone
+            return True
+        if record_format == "text":
+            return any(has(record, key) for key in names.text)
+        if record_format in _QUESTION_FORMATS:
+            return has(record, names.prompt) and has(record, names.response)
+        return "messages" in self.columns and has(record, names.messages)
+
+    def _speaks(self, turns: Any) -> bool:
+        first = turns[0] if isinstance(turns, list) and turns else None
+        return isinstance(first, dict) and self.names["sharegpt"].role in first
+
+
+def has_worse_answer(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has a worse answer beside a full conversation."""
+    return any(has(record, key) for key in WORSE_ANSWERS)
 
 
 # ---------------------------------------------------------------------------------------------- media of a record

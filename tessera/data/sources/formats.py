@@ -35,13 +35,14 @@ from tessera.core.sample import PLAIN, Message, Part
 from tessera.data.media.stored import StoredSample
 from tessera.data.sources.features import FEATURES
 from tessera.data.sources.fields import (
-    FORMATS,
     MEDIA,
+    WORSE_ANSWERS,
     ColumnMap,
     RecordMedia,
     column_map,
     fail,
     has,
+    has_worse_answer,
     media_kind,
     text_of,
     value_of,
@@ -52,52 +53,6 @@ from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tool
 CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample, or of a rated answer
 _PROMPT = "prompt"
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
-_ASKED: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")  # one question and its answer
-
-
-class RecordSchema:
-    """Tell records of one format from another, under the key names that a data set uses."""
-
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        self.columns = dict(columns)
-        self.names = {one: column_map(one, columns) for one in FORMATS}
-        self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
-
-    def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
-        """Return the format of a record; None when its keys fit several (a conversation without media) or none."""
-        key = self.names["messages"].messages
-        # `columns` may give both kinds of conversation one name: the key of the speaker tells them apart.
-        if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
-            return "messages"
-        if self.is_conversation(record):
-            for record_format in ("llava", "sharegpt"):
-                if any(has(record, key) for keys in self.names[record_format].media.values() for key in keys):
-                    return "sharegpt" if self._media_named else record_format
-            return None
-        return next((record_format for record_format in (*_ASKED, "text") if self.fits(record, record_format)), None)
-
-    def is_conversation(self, record: Mapping[str, Any]) -> bool:
-        return has(record, self.names["sharegpt"].messages)
-
-    def fits(self, record: Mapping[str, Any], record_format: RecordFormat) -> bool:
-        """Return whether a record has the keys of a format that the recipe names, whatever else it has."""
-        names = self.names[record_format]
-        if record_format == "preference":
-            pair = has(record, names.chosen) and has(record, names.rejected)
-            return pair or _has_worse_answer(record)
-        if record_format == "unpaired_preference":
-            return any(has(record, key) for key in names.label)
-        if record_format == "generation":  # whatever is missing is a fault of that record alone
-            return True
-        if record_format == "text":
-            return any(has(record, key) for key in names.text)
-        if record_format in _ASKED:
-            return has(record, names.prompt) and has(record, names.response)
-        return "messages" in self.columns and has(record, names.messages)
-
-    def _speaks(self, turns: Any) -> bool:
-        first = turns[0] if isinstance(turns, list) and turns else None
-        return isinstance(first, dict) and self.names["sharegpt"].role in first
 
 
 def parse(record: Mapping[str, Any], record_format: RecordFormat, names: ColumnMap) -> tuple[Message, ...]:
@@ -178,7 +133,7 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     """Return the question, then the better answer and the worse one under roles of their own."""
     _check_one_worse_answer(record, names)
-    if not has(record, names.chosen) and _has_worse_answer(record):
+    if not has(record, names.chosen) and has_worse_answer(record):
         record = _with_both_answers(record, names)
     elif not has(record, names.chosen) and not has(record, names.rejected):
         fail(f"no worse answer: give 'rejected_response', or {names.chosen!r} and {names.rejected!r}")
@@ -409,17 +364,9 @@ def _checked(work: Callable[[Any], str], value: Any) -> str:
 # ---------------------------------------------------------------------------------------------- worse answers
 
 
-_WORSE = ("rejected_response", "rejected_messages")
-
-
-def _has_worse_answer(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has a worse answer beside a full conversation."""
-    return any(has(record, key) for key in _WORSE)
-
-
 def _check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
     """Raise if a record has a worse answer under several keys: which one counts is not defined."""
-    keys = [key for key in dict.fromkeys((names.rejected, *_WORSE)) if has(record, key)]
+    keys = [key for key in dict.fromkeys((names.rejected, *WORSE_ANSWERS)) if has(record, key)]
     if len(keys) > 1:
         fail(f"a pair has one worse answer, and this record has {' and '.join(keys)}: keep one of them")
 
@@ -430,7 +377,7 @@ def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str,
     What comes before the last turn of the assistant is the question. The worse answer is a text or a turn, or it is a
     conversation: as a whole, or from the turn on that differs.
     """
-    key = next(key for key in _WORSE if has(record, key))
+    key = next(key for key in WORSE_ANSWERS if has(record, key))
     worse = record[key]
     if isinstance(worse, list) and len(worse) == 1 and isinstance(worse[0], str):
         worse = worse[0]  # a list of worse answers, of which there is one
@@ -438,7 +385,7 @@ def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str,
         fail(f"{key} has {len(worse)} answers, and a pair has one: write a record for each of them")
     if has(record, "rejected_images"):
         fail("rejected_images: both answers of a pair are about the same images, those under 'images'")
-    rest = {record_format: value for record_format, value in record.items() if record_format not in _WORSE}
+    rest = {record_format: value for record_format, value in record.items() if record_format not in WORSE_ANSWERS}
     if has(record, names.messages):
         turns = record[names.messages]
         last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None

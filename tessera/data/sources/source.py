@@ -17,7 +17,7 @@ from tessera.data.media.urls import is_url
 from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
 from tessera.data.sources.container import Container, Joined, NothingUsable, RawRecord, RecordError
 from tessera.data.sources.features import MANIFEST, FeatureFolder
-from tessera.data.sources.fields import check_columns, likely_columns, media_kind, suffix_of
+from tessera.data.sources.fields import RecordSchema, check_columns, likely_columns, media_kind, suffix_of
 from tessera.data.sources.file_groups import (
     METADATA,
     Metadata,
@@ -26,7 +26,7 @@ from tessera.data.sources.file_groups import (
     open_tar,
     walk,
 )
-from tessera.data.sources.formats import RecordSchema, parse
+from tessera.data.sources.formats import parse
 from tessera.data.sources.parquet import open_parquet
 from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError, nearest
