@@ -11,6 +11,7 @@ import torch
 from tessera.core.batch import Batch
 from tessera.core.row_source import RowSource
 from tessera.core.spec import ModelSpec
+from tessera.diffusion.family import family_of
 
 TEXT = 512  # tokens of a caption
 
@@ -20,16 +21,16 @@ class OneSample(RowSource):
 
     def __init__(self, spec: ModelSpec, config: Any, grid: tuple[int, int, int]) -> None:
         assert spec.example is not None
-        assert spec.generation is not None
-        form, tokens = spec.generation(config), grid[0] * grid[1] * grid[2]
-        made = spec.example(config, tokens + TEXT if form.joint else tokens)
+        family, tokens = family_of(spec, config), grid[0] * grid[1] * grid[2]
+        assert family is not None
+        made = spec.example(config, tokens + TEXT if family.joint else tokens)
         generator = torch.Generator().manual_seed(0)
         tensors = {
             name: torch.randn(tensor.shape, generator=generator).bfloat16() if tensor.is_floating_point() else tensor
             for name, tensor in made.tensors.items()
             if name not in ("timesteps", "latents", "guidance")
         }
-        tensors["clean"] = torch.randn(tokens, form.patch_values, generator=generator).bfloat16()
+        tensors["clean"] = torch.randn(tokens, family.patch_values, generator=generator).bfloat16()
         tensors["trained"] = torch.arange(tokens)
         self.made = Batch(tensors, made.segments, shapes={"latents": (grid,)})
         self.flops = spec.flops(config, made) if spec.flops is not None else 0.0

@@ -25,7 +25,8 @@ import torch
 import tessera
 from tessera.config.reader import parse_overrides
 from tessera.config.run_config import load_config
-from tessera.diffusion.pipeline_parts import Autoencoder, PipelineFolder
+from tessera.diffusion.autoencoders import Autoencoder
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.sampling.files import Generated
 from tessera.tools.data_features import write_features
 

@@ -181,8 +181,6 @@ class ModelSpec:
     # (config, tokens) -> a micro-batch of so many tokens, made up: input of forecasts and dry runs.
     example: Callable[[Any, int], Batch] | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # (config) -> how a family that generates images or videos reads latents and captions.
-    generation: Callable[[Any], Any] | None = None
     # Of classes of another library, which continue prompts by themselves: (module, batch, *, max_new_tokens,
     # stop_tokens, choose: logits [rows, vocabulary] -> tokens [rows], greedy, on_token) -> the new tokens of each row.
     generate: Callable[..., list[list[int]]] | None = None

@@ -10,16 +10,29 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.sample import EncodedMedia
-from tessera.diffusion.forms import GenerationForm, sample_positions
-from tessera.diffusion.sample_encoders import IMAGE_EMBEDS, id_names
+from tessera.diffusion.family import GenerationFamily
 
+IMAGE_EMBEDS = "image_embeds"
+# Features of a sample with an empty caption of its own: its embeddings from the row `empty_starts` on. Those before are
+# the first ones of the caption.
+EMPTY_TEXT, EMPTY_STARTS = "empty_text", "empty_starts"
 _LATENTS = "latents"
 
 
-def pack(form: GenerationForm, items: Sequence[EncodedMedia]) -> Batch:
-    """Return samples as one packed batch, a segment each. One without a grid is padding, or could not be read: its
-    elements are latents that nobody trains on."""
-    joint = form.joint
+def latent_lengths(batch: Batch, family: GenerationFamily) -> list[int]:
+    """Return the latent tokens of each segment of the main sequence, in which joint families also have conditions."""
+    lengths = batch.segments[_LATENTS].lengths
+    if not family.joint:
+        return list(lengths)
+    texts = batch.segments["text"].lengths
+    embeds = batch.segments[IMAGE_EMBEDS].lengths if IMAGE_EMBEDS in batch.segments else [0] * len(texts)
+    return [whole - text - more for whole, text, more in zip(lengths, texts, embeds, strict=True)]
+
+
+def pack(family: GenerationFamily, items: Sequence[EncodedMedia]) -> Batch:
+    """Return samples as one packed batch, a segment each. A sample without a grid is padding, or could not be read: its
+    elements are latents without a loss."""
+    joint = family.joint
     positions, text_index, embeds_index, latent_index, trained, reference_index = [], [], [], [], [], []
     shapes: dict[str, list[tuple[int, ...]]] = {
         _LATENTS: [],
@@ -34,15 +47,13 @@ def pack(form: GenerationForm, items: Sequence[EncodedMedia]) -> Batch:
         before = text + embeds
         blank = math.prod(item.grid) == 0
         grids = [(1, 1, item.length)] if blank else [item.grid, *item.reference_grids]
-        positions.append(
-            torch.zeros(3, item.length, dtype=torch.int64) if blank else sample_positions(form, before, grids)
-        )
+        positions.append(torch.zeros(3, item.length, dtype=torch.int64) if blank else family.positions(before, grids))
         text_index.append(torch.arange(at, at + text))
         embeds_index.append(torch.arange(at + text, at + before))
         latent_index.append(torch.arange(at + before, at + item.length))
-        own = math.prod(grids[0])
-        trained.append(torch.arange(latents, latents + (0 if blank else own)))
-        reference_index.append(torch.arange(latents + own, latents + item.length - before))
+        count = math.prod(grids[0])
+        trained.append(torch.arange(latents, latents + (0 if blank else count)))
+        reference_index.append(torch.arange(latents + count, latents + item.length - before))
         shapes[_LATENTS].append(grids[0])
         frames = item.tensors.get("frames")
         shapes["frames"].append((0, 0, 0) if frames is None else tuple(frames.shape[:3]))
@@ -59,46 +70,46 @@ def pack(form: GenerationForm, items: Sequence[EncodedMedia]) -> Batch:
     bounds["text"] = Segments.of([item.text for item in items])
     if joint:
         tensors |= {"text_index": torch.cat(text_index), "latent_index": torch.cat(latent_index)}
-    if joint and form.image_embeds:
+    if family.embeds_in_sequence:
         tensors[f"{IMAGE_EMBEDS}_index"] = torch.cat(embeds_index)
         bounds[IMAGE_EMBEDS] = Segments.of([item.embeds for item in items])
     if reference_sample:
         images = [image.reshape(-1, 3) for item in items for image in item.references]
         tensors |= {"references": torch.cat(images), "reference_index": torch.cat(reference_index)}
         tensors["reference_sample"] = torch.tensor(reference_sample)
-    _join(form, items, tensors, bounds)
+    _join(family, items, tensors, bounds)
     counts: dict[str, int] = {}
     for item in items:
         for name, count in item.counts.items():
             counts[name] = counts.get(name, 0) + count
-    known = {name: tuple(some) for name, some in shapes.items() if some}
-    return Batch(tensors, bounds, known, counts=counts)
+    return Batch(tensors, bounds, {name: tuple(sizes) for name, sizes in shapes.items() if sizes}, counts=counts)
 
 
 def _join(
-    form: GenerationForm, items: Sequence[EncodedMedia], tensors: dict[str, Tensor], bounds: dict[str, Segments]
+    family: GenerationFamily, items: Sequence[EncodedMedia], tensors: dict[str, Tensor], bounds: dict[str, Segments]
 ) -> None:
-    """Add what was read of the samples: pixels and token ids, or features."""
+    """Add the tensors of the samples: pixels and token ids, or features."""
     names = dict.fromkeys(name for item in items for name in item.tensors)
     if not names:  # no sample of the batch could be read
         tensors["frames"] = torch.empty(0, 3, dtype=torch.uint8)
-        for name in id_names(form):
+        for name in family.id_names:
             tensors[name], bounds[name] = torch.empty(0, dtype=torch.int64), Segments.of([0] * len(items))
-    sizes = [item.length - (item.text + item.embeds if form.joint else 0) for item in items]
+    sizes = [item.length - (item.text + item.embeds if family.joint else 0) for item in items]
     for name in names:
         parts = [item.tensors.get(name) for item in items]
-        some = [part for part in parts if part is not None]
+        present = [part for part in parts if part is not None]
         if name == "frames":
-            tensors[name] = torch.cat([part.reshape(-1, 3) for part in some])
+            tensors[name] = torch.cat([part.reshape(-1, 3) for part in present])
         elif name in ("clean", "condition"):
-            like = some[0]
-            whole = [
-                part if part is not None else like.new_zeros(n, like.shape[1])
-                for part, n in zip(parts, sizes, strict=True)
-            ]
-            tensors[name] = torch.cat(whole)
+            like = present[0]
+            tensors[name] = torch.cat(
+                [
+                    part if part is not None else like.new_zeros(n, like.shape[1])
+                    for part, n in zip(parts, sizes, strict=True)
+                ]
+            )
         elif name == "pooled":
-            tensors[name] = torch.cat([torch.zeros_like(some[0]) if part is None else part for part in parts])
+            tensors[name] = torch.cat([torch.zeros_like(present[0]) if part is None else part for part in parts])
         else:
-            tensors[name] = torch.cat(some)
+            tensors[name] = torch.cat(present)
             bounds[name] = Segments.of([0 if part is None else len(part) for part in parts])

@@ -1,49 +1,350 @@
-"""Captions as token ids of the text encoders that a generation model reads."""
+"""Read captions with the text encoders of a pipeline: templates, token ids, padding, and the embeddings that follow.
+
+`Captions` describes one text encoder of a family. Its subclasses differ in what follows a short caption, and in whether
+the encoder also reads a frame.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import html
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from tessera.data.tokenizer import load_tokenizer
-from tessera.diffusion.forms import TextForm
+from tessera.diffusion.frame_encoder import FrameForm, prepared, read_frame_form
 from tessera.errors import TesseraError, first_line
 
-MAX_CHARACTERS = 100_000  # of a caption; what is longer is no caption
+MAX_CHARACTERS = 100_000  # of a caption; anything longer is refused
+TEXT_ENCODERS = (
+    *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "LlavaForConditionalGeneration"),
+)
 
 
 @dataclass(frozen=True)
-class CaptionEncoder:
-    """Turn captions into the ids that one text encoder is given: with its template and its own first and last words,
-    cut to the length that the family reads, without padding."""
+class TextEmbedding:
+    """Hold the embeddings of a caption by one text encoder, or by all of them. None: the family does not read it."""
 
-    form: TextForm
+    tokens: Tensor | None  # [L, D]
+    pooled: Tensor | None  # [D]
+
+    def resized(self, count: int) -> TextEmbedding:
+        """Return `count` token embeddings: the last ones are cut off, or zeros follow."""
+        return self if self.tokens is None else TextEmbedding(cut_or_padded(self.tokens, count), self.pooled)
+
+    def blank(self) -> TextEmbedding:
+        """Return the embedding of a sample without a caption: no tokens, and zeros for the pooled one."""
+        tokens = None if self.tokens is None else self.tokens[:0]
+        return TextEmbedding(tokens, None if self.pooled is None else torch.zeros_like(self.pooled))
+
+
+def cut_or_padded(rows: Tensor, count: int) -> Tensor:
+    """Return the first `count` rows; zeros follow where there are fewer."""
+    return torch.cat([rows[:count], rows.new_zeros(max(0, count - len(rows)), rows.shape[1])])
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Describe how a family reads captions with one of its text encoders. Here, nothing follows a short caption."""
+
+    # Transformers classes that a folder may name as this encoder: a file must not choose what is imported.
+    encoder_classes: ClassVar[tuple[str, ...]] = TEXT_ENCODERS
+    padding: ClassVar[str] = "none"  # the name of the padding in feature files
+
+    encoder: str = "text_encoder"  # a component of a diffusers folder, as is the tokenizer
+    tokenizer: str = "tokenizer"
+    length: int = 512  # the most tokens of a caption, without the first `skip`; longer captions are cut
+    template: str = "{}"  # the text to tokenize: the caption replaces {}
+    blank: str = ""  # replaces an empty caption
+    tidy: bool = False  # resolve HTML entities and runs of spaces in captions
+    skip: int = 0  # embeddings to leave out at the beginning: those of the template
+    pad: int | None = None  # the id of padding tokens; None: `pad_token_id` of the encoder's config.json
+    masked: bool = True  # whether the encoder gets an attention mask
+    layer: int = -1  # the hidden states to read; -1: the encoder's output
+    tokens: bool = True  # whether the model reads the embeddings of tokens
+    pooled: bool = False  # whether the model reads the pooled embedding
+    beside: bool = False  # whether these embeddings are further features of those of the encoder before
+
+    @property
+    def reads_frames(self) -> bool:
+        """Return whether the encoder also reads the first frame of a video."""
+        return False
+
+    @property
+    def zeros_to(self) -> int:
+        """Return the number of embeddings up to which zeros follow a caption; 0: none do."""
+        return 0
+
+    def embeddings(self, ids: int) -> int:
+        """Return the number of embeddings of a caption with this many token ids, its template included."""
+        return max(0, min(ids, self.length + self.skip) - self.skip) if self.tokens else 0
+
+    def encoder_length(self, longest: int) -> int:
+        """Return the number of tokens that the encoder computes for captions of at most `longest` ids."""
+        return max(longest, 1)
+
+    def read(self, states: Tensor, ids: int) -> Tensor:
+        """Return the embeddings of a caption of `ids` tokens from the states [encoder_length, D] of the encoder."""
+        return states[self.skip : ids]
+
+    def prompt(self, caption: str, template: str | None = None) -> str:
+        """Return the text to tokenize for a caption. `template`: replaces `self.template`."""
+        if self.tidy:
+            caption = " ".join(html.unescape(html.unescape(caption)).split())
+        return (self.template if template is None else template).replace("{}", caption or self.blank, 1)
+
+    def module(self, encoder: nn.Module, folder: Path, pad: int) -> TextEncoder:
+        """Return the encoder of a diffusers folder behind the interface of `TextEncoder`."""
+        return TextEncoder(encoder, self, pad)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what features depend on, as JSON. Features of earlier releases have the same keys."""
+        fields = asdict(self) | {"padding": self.padding, "image": ""}
+        if not self.blank:
+            del fields["blank"]
+        return fields
+
+
+class ZeroPaddedCaptions(Captions):
+    """Let zeros follow a short caption up to `length`; the model attends to them."""
+
+    padding = "zeros"
+
+    @property
+    def zeros_to(self) -> int:
+        return self.length
+
+    def embeddings(self, ids: int) -> int:
+        return self.length if self.tokens else 0
+
+    def read(self, states: Tensor, ids: int) -> Tensor:
+        return cut_or_padded(super().read(states, ids), self.length)
+
+
+class EncodedPaddingCaptions(Captions):
+    """Let the states of padding tokens follow a short caption up to `length`; the model attends to them."""
+
+    padding = "encoded"
+
+    def embeddings(self, ids: int) -> int:
+        return self.length if self.tokens else 0
+
+    def encoder_length(self, longest: int) -> int:
+        return self.length + self.skip
+
+    def read(self, states: Tensor, ids: int) -> Tensor:
+        return states[self.skip :]
+
+
+class PaddedInputCaptions(Captions):
+    """Pad the input of the encoder up to `length`; the model reads the states of the caption only."""
+
+    padding = "read"
+
+    def encoder_length(self, longest: int) -> int:
+        return self.length + self.skip
+
+
+@dataclass(frozen=True)
+class FrameCaptions(Captions):
+    """Describe an encoder that also reads the first frame of a video. The model reads some states of the frame, then
+    those of the caption without the words that ask for an answer."""
+
+    word: str = "<image>"  # stands for the frame in the template
+    every: int = 1  # of the states of the frame, read the first of this many
+    mark: str = ""  # the word that ends the request for an answer
+    closing: int = 4  # the number of words to leave out, up to the last mark
+    frame_tokens: int = 576  # tokens of a frame in the encoder
+    negative_every: int = 2  # `every` for a negative prompt, which is read with a black image
+
+    @property
+    def reads_frames(self) -> bool:
+        return True
+
+    def frame_states(self, every: int) -> int:
+        """Return the number of states of the frame that the model reads."""
+        return -(-self.frame_tokens // every)
+
+    def embeddings(self, ids: int) -> int:
+        return self.frame_states(self.every) + max(0, super().embeddings(ids) - self.closing)
+
+    def module(self, encoder: nn.Module, folder: Path, pad: int) -> TextEncoder:
+        vision: Any = encoder.config.vision_config  # type: ignore[union-attr]
+        frames = read_frame_form(folder, "", vision)
+        if (frames.size // vision.patch_size) ** 2 != self.frame_tokens:
+            raise TesseraError(
+                f"frames of {frames.size} x {frames.size} pixels in patches of {vision.patch_size} are not the "
+                f"{self.frame_tokens} tokens that this family reads",
+                where=str(folder / self.encoder),
+            )
+        tokenizer = folder / self.tokenizer
+        mark = load_tokenizer(tokenizer).token_to_id(self.mark) if tokenizer.is_dir() else None
+        return FrameTextEncoder(encoder, self, pad, frames, -1 if mark is None else mark)
+
+    def facts(self) -> dict[str, Any]:
+        fields = super().facts()
+        names = {"word": "word", "every": "every", "mark": "mark", "closing": "closing", "frame_tokens": "tokens"}
+        names["negative_every"] = "negative_every"
+        return fields | {"shown": {stored: fields.pop(name) for name, stored in names.items()}}
+
+
+# ---------------------------------------------------------------------------------------------- text encoders
+
+
+class TextEncoder(nn.Module):
+    """Turn captions, as token ids, into the embeddings that a family reads."""
+
+    def __init__(self, encoder: nn.Module, captions: Captions, pad: int = 0) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.captions = captions
+        self.pad = pad
+        # These classes return logits beside hidden states, and no `last_hidden_state`.
+        self._returns_logits = type(encoder).__name__.endswith("ForConditionalGeneration")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.encoder.parameters()).dtype
+
+    @property
+    def image_token(self) -> int:
+        """Return the id that stands for an image in the captions of an encoder that reads images."""
+        token: int = self.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
+        return token
+
+    def encode(
+        self, captions: Sequence[Tensor], frames: Sequence[Tensor] = (), *, negative: bool = False
+    ) -> list[TextEmbedding]:
+        """Return the embeddings of captions, each [ids] with its template and without padding.
+
+        `frames`: the first frame of each sample, for an encoder that reads it: uint8 [H, W, 3], or prepared floats
+        [3, H, W]. `negative`: whether these are negative prompts.
+        """
+        if not captions:
+            return []
+        reader = self.captions
+        cut = [ids[: reader.length + reader.skip] for ids in captions]
+        ids, mask = self.padded(cut, reader.encoder_length(max(len(caption) for caption in cut)))
+        tokens, pooled = self(ids, mask if reader.masked else None)
+        return [
+            TextEmbedding(
+                None if tokens is None else reader.read(tokens[n], len(caption)), None if pooled is None else pooled[n]
+            )
+            for n, caption in enumerate(cut)
+        ]
+
+    def padded(self, captions: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:
+        """Return ids and attention mask [captions, length]."""
+        ids = captions[0].new_full((len(captions), length), self.pad)
+        for row, caption in zip(ids, captions, strict=True):
+            row[: len(caption)] = caption
+        counts = torch.tensor([len(caption) for caption in captions], device=ids.device)
+        return ids, (torch.arange(length, device=ids.device) < counts[:, None]).long()
+
+    def forward(self, ids: Tensor, mask: Tensor | None, **images: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return the embeddings of tokens [B, L, D] and the pooled ones [B, D]. `images`: inputs of an encoder that
+        reads images in captions."""
+        reader = self.captions
+        hidden = (reader.tokens and reader.layer != -1) or self._returns_logits
+        outputs = self.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=hidden, **images)
+        pooled = None
+        if reader.pooled:
+            pooled = outputs.text_embeds if "text_embeds" in outputs else outputs.pooler_output
+        if not reader.tokens:
+            return None, pooled
+        return outputs.hidden_states[reader.layer] if hidden else outputs.last_hidden_state, pooled
+
+
+class FrameTextEncoder(TextEncoder):
+    """Read a frame with each caption: it replaces one word of the template by many tokens."""
+
+    def __init__(self, encoder: nn.Module, captions: FrameCaptions, pad: int, frames: FrameForm, mark: int) -> None:
+        """`frames`: how frames are prepared. `mark`: the id of `FrameCaptions.mark`."""
+        super().__init__(encoder, captions, pad)
+        self.captions: FrameCaptions = captions
+        self.frames = frames
+        self.mark = mark
+
+    def encode(
+        self, captions: Sequence[Tensor], frames: Sequence[Tensor] = (), *, negative: bool = False
+    ) -> list[TextEmbedding]:
+        reader = self.captions
+        cut = [ids[: reader.length + reader.skip] for ids in captions]
+        places = [int((ids == self.image_token).nonzero()[0]) for ids in cut]
+        more = reader.frame_tokens - 1
+        long = [
+            torch.cat([caption[:at], caption[at].expand(reader.frame_tokens), caption[at + 1 :]])
+            for caption, at in zip(cut, places, strict=True)
+        ]
+        ids, mask = self.padded(long, max(map(len, long)))
+        ready = [frame if frame.is_floating_point() else prepared(frame, self.frames) for frame in frames]
+        pixels = torch.stack(ready).to(self.dtype)
+        states, _ = self(ids, mask, pixel_values=pixels, logits_to_keep=1, use_cache=False)
+        assert states is not None, "the model reads the states of tokens"
+        every = reader.negative_every if negative else reader.every
+        embeddings = []
+        for state, caption, at in zip(states, cut, places, strict=True):
+            marks = (caption == self.mark).nonzero().flatten().tolist()
+            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # the end of a long caption is cut off
+            text = state[more:]  # behind the frame: numbered as the caption is
+            parts = [text[reader.skip : last + 1 - reader.closing], text[last + 1 : len(caption)]]
+            frame = state[at : at + reader.frame_tokens : every]
+            embeddings.append(TextEmbedding(torch.cat([frame, *parts]), None))
+        return embeddings
+
+
+def joined(readers: Sequence[Captions], embeddings: Sequence[TextEmbedding]) -> TextEmbedding:
+    """Join the embeddings of one caption by all encoders: tokens follow each other, or are further features of those
+    before. Narrow embeddings are padded with zeros."""
+    rows: list[Tensor] = []
+    for reader, embedding in zip(readers, embeddings, strict=True):
+        if embedding.tokens is not None:
+            if reader.beside:
+                rows[-1] = torch.cat([rows[-1], embedding.tokens.to(rows[-1])], -1)
+            else:
+                rows.append(embedding.tokens)
+    pooled = [embedding.pooled for embedding in embeddings if embedding.pooled is not None]
+    width = max((tokens.shape[1] for tokens in rows), default=0)
+    wide = [nn.functional.pad(tokens, (0, width - tokens.shape[1])) for tokens in rows]
+    return TextEmbedding(torch.cat(wide) if wide else None, torch.cat(pooled) if pooled else None)
+
+
+# ---------------------------------------------------------------------------------------------- token ids
+
+
+@dataclass(frozen=True)
+class CaptionTokenizer:
+    """Turn captions into the token ids of one text encoder: with its template and special tokens, without padding."""
+
+    captions: Captions
     json: str  # of the tokenizer
 
     @staticmethod
-    def load(folder: Path, form: TextForm) -> CaptionEncoder:
-        """Return the encoder of a diffusers folder. A folder with no more than the files of an older tokenizer class
-        is read by transformers."""
-        own = folder / form.tokenizer
-        if not own.is_dir():
+    def load(folder: Path, captions: Captions) -> CaptionTokenizer:
+        """Read the tokenizer of a diffusers folder. transformers converts one that has no tokenizer.json."""
+        place = folder / captions.tokenizer
+        if not place.is_dir():
             raise TesseraError(
-                f"no folder {form.tokenizer} in {folder}",
+                f"no folder {captions.tokenizer} in {folder}",
                 where="model.path or model.tokenizer",
                 fix="name the folder of a diffusers pipeline, which has its tokenizers",
             )
-        tokenizer = load_tokenizer(own) if (own / "tokenizer.json").is_file() else _converted(own)
-        return CaptionEncoder(form, tokenizer.to_str())
+        tokenizer = load_tokenizer(place) if (place / "tokenizer.json").is_file() else _converted(place)
+        return CaptionTokenizer(captions, tokenizer.to_str())
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        found = Tokenizer.from_str(self.json)
-        found.no_truncation()
-        found.no_padding()
-        return found
+        tokenizer = Tokenizer.from_str(self.json)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @cached_property
     def _control_words(self) -> tuple[str, ...]:
@@ -51,16 +352,20 @@ class CaptionEncoder:
         return tuple(token.content for token in added if token.special and token.content)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"form": self.form, "json": self.json}
+        return {"captions": self.captions, "json": self.json}
 
     def id_of(self, word: str) -> int | None:
-        """Return the id of a word of the tokenizer's own; None if it has no such word."""
-        found: int | None = self._tokenizer.token_to_id(word)
-        return found
+        """Return the id of a token; None if the tokenizer has no such token."""
+        number: int | None = self._tokenizer.token_to_id(word)
+        return number
+
+    def empty(self) -> list[int]:
+        """Return the ids of the empty caption."""
+        return list(self._tokenizer.encode(self.captions.prompt("")).ids)
 
     def ids(self, caption: str, *, may_be_empty: bool = False, template: str | None = None) -> list[int]:
-        """Return the ids of a caption, all of them. `may_be_empty`: as a prompt may, of which nothing is learned.
-        `template`: another one than the form's own."""
+        """Return all ids of a caption. `may_be_empty`: accept an empty one, as of a prompt. `template`: replaces that
+        of the family."""
         if len(caption) > MAX_CHARACTERS:
             raise TesseraError(
                 f"a caption of {len(caption):,} characters; {MAX_CHARACTERS:,} are the most", fix="shorten the caption"
@@ -69,13 +374,13 @@ class CaptionEncoder:
             raise TesseraError("the caption is empty")
         word = next((word for word in self._control_words if word in caption), None)
         if word is not None:
-            raise TesseraError(f"the caption contains {word}, which {self.form.tokenizer} takes for a control word")
-        return list(self._tokenizer.encode(self.form.prompt(caption, template)).ids)
+            raise TesseraError(f"the caption contains {word}, a control word of {self.captions.tokenizer}")
+        return list(self._tokenizer.encode(self.captions.prompt(caption, template)).ids)
 
     def cut(self, ids: list[int]) -> list[int]:
-        """Return no more ids than the family reads. A tokenizer that ends every text with a word of its own keeps it,
-        as truncation by transformers does."""
-        most = self.form.length + self.form.skip
+        """Return the ids that the family reads. The token by which the tokenizer ends every text stays last, as with
+        truncation by transformers."""
+        most = self.captions.length + self.captions.skip
         if len(ids) <= most:
             return ids
         ends = self._tokenizer.encode("").ids
@@ -93,9 +398,9 @@ def _converted(folder: Path) -> Tokenizer:
     try:
         slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return Tokenizer.from_str(slow.backend_tokenizer.to_str())
-    except Exception as error:  # what a foreign folder makes of this is listed nowhere
+    except Exception as error:  # errors of tokenizers in foreign folders have no common class
         raise TesseraError(
-            f"no tokenizer can be read from {folder}: {first_line(error)}",
+            f"cannot read a tokenizer from {folder}: {first_line(error)}",
             where=str(folder),
             fix="put a tokenizer.json there",
         ) from None

@@ -1,4 +1,4 @@
-"""Embed given frames with the vision model of a diffusers folder, as models read them that continue images."""
+"""Embed given frames with the vision model of a diffusers folder."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tessera.weights.layouts import CONFIG_FILE
 
 IMAGE_ENCODER = "image_encoder"
 SIGLIP = "SiglipVisionModel"
+IMAGE_ENCODERS = ("CLIPVisionModel", "CLIPVisionModelWithProjection", SIGLIP)
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # mean and deviation of images
 _HALF = (0.5, 0.5, 0.5)
 
@@ -24,8 +25,8 @@ _HALF = (0.5, 0.5, 0.5)
 class FrameForm:
     """Describe how frames are prepared for a vision model, and which of its states are the embeddings.
 
-    SigLIP is shown a frame that is stretched to a square, and its output is read. CLIP is shown the middle of a frame,
-    and the states before its last layer are read.
+    SigLIP reads a frame that is stretched to a square; its output is the embeddings. CLIP reads the center of a frame;
+    the states before its last layer are the embeddings.
     """
 
     size: int  # of both sides, in pixels
@@ -35,29 +36,29 @@ class FrameForm:
 
 
 def image_processor_name(encoder: str) -> str:
-    """Return the part of a diffusers folder that says how images are prepared for a class of vision models."""
+    """Return the component of a diffusers folder with the image processor for a class of vision models."""
     return "feature_extractor" if encoder == SIGLIP else "image_processor"
 
 
 def read_frame_form(folder: Path, encoder: str, config: Any) -> FrameForm:
-    """Return how frames are prepared for the vision model of a diffusers folder, of this class and configuration."""
+    """Read how frames are prepared for the vision model of a diffusers folder, of this class and configuration."""
     file = folder / image_processor_name(encoder) / "preprocessor_config.json"
-    known = read_json_mapping(file) if file.is_file() else {}
-    usual = (_HALF, _HALF) if encoder == SIGLIP else _CLIP
+    settings = read_json_mapping(file) if file.is_file() else {}
+    defaults = (_HALF, _HALF) if encoder == SIGLIP else _CLIP
     with foreign_values(str(file)):
-        size: Any = known.get("size" if encoder == SIGLIP else "crop_size") or config.image_size
+        size: Any = settings.get("size" if encoder == SIGLIP else "crop_size") or config.image_size
         side = int(size["height"] if isinstance(size, Mapping) else size)
-        keys = zip(("image_mean", "image_std"), usual, strict=True)
-        mean, std = (tuple(float(one) for one in known.get(key) or plain) for key, plain in keys)
+        keys = zip(("image_mean", "image_std"), defaults, strict=True)
+        mean, std = (tuple(float(value) for value in settings.get(key) or default) for key, default in keys)
     return FrameForm(side, mean, std, encoder == SIGLIP)
 
 
 def frame_embeddings(folder: Path | None) -> int:
-    """Return how many embeddings the SigLIP model of a diffusers folder makes of a frame: one for each patch."""
+    """Return the number of embeddings of a frame by the SigLIP model of a diffusers folder: one for each patch."""
     file = None if folder is None else folder / IMAGE_ENCODER / CONFIG_FILE
     if file is None or not file.is_file():
         raise TesseraError(
-            "this model reads embeddings of the first frame, and no image encoder lies beside it",
+            "this model reads embeddings of the first frame, and its folder has no image encoder",
             where="model.path" if file is None else str(file),
             fix="name the folder of a diffusers pipeline as model.path, or train on features (tessera data features)",
         )
@@ -67,7 +68,7 @@ def frame_embeddings(folder: Path | None) -> int:
 
 
 class FrameEncoder(nn.Module):
-    """Embed given frames, as models read them that continue images."""
+    """Embed given frames."""
 
     def __init__(self, encoder: nn.Module, form: FrameForm) -> None:
         super().__init__()
@@ -75,22 +76,21 @@ class FrameEncoder(nn.Module):
         self.form = form
 
     def encode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """Return the embeddings [M, D] of frames, uint8 [H, W, 3] each."""
+        """Return the embeddings [M, D] of frames: uint8 [H, W, 3], or prepared floats [3, H, W]."""
         if not frames:
             return []
-        dtype = next(self.encoder.parameters()).dtype
-        pixels = torch.stack([prepared(frame, self.form) for frame in frames]).to(dtype)
-        return list(self(pixels).unbind())
+        ready = [frame if frame.is_floating_point() else prepared(frame, self.form) for frame in frames]
+        return list(self(torch.stack(ready).to(next(self.encoder.parameters()).dtype)).unbind())
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the embeddings [B, M, D] of prepared pixels [B, 3, H, W]."""
-        found = self.encoder(pixels, output_hidden_states=not self.form.stretched)
-        states: Tensor = found.last_hidden_state if self.form.stretched else found.hidden_states[-2]
+        outputs = self.encoder(pixels, output_hidden_states=not self.form.stretched)
+        states: Tensor = outputs.last_hidden_state if self.form.stretched else outputs.hidden_states[-2]
         return states
 
 
 def prepared(frame: Tensor, form: FrameForm) -> Tensor:
-    """Return a frame, uint8 [H, W, 3], resized, cropped around its middle where it is not stretched, and normalised."""
+    """Return a frame, uint8 [H, W, 3], resized, cropped around its center unless it is stretched, and normalized."""
     tall = wide = side = form.size
     if not form.stretched:
         height, width = frame.shape[:2]
@@ -98,7 +98,7 @@ def prepared(frame: Tensor, form: FrameForm) -> Tensor:
         tall, wide = max(side, int(height * scale)), max(side, int(width * scale))
     image = frame.permute(2, 0, 1)[None].float()
     image = nn.functional.interpolate(image, (tall, wide), mode="bicubic", antialias=True)
-    top, left = (tall - side) // 2, (wide - side) // 2
-    image = image[0, :, top : top + side, left : left + side].round().clamp(0, 255) / 255
-    mean, std = (torch.tensor(some, device=frame.device).view(3, 1, 1) for some in (form.mean, form.std))
+    top, start = (tall - side) // 2, (wide - side) // 2
+    image = image[0, :, top : top + side, start : start + side].round().clamp(0, 255) / 255
+    mean, std = (torch.tensor(values, device=frame.device).view(3, 1, 1) for values in (form.mean, form.std))
     return (image - mean) / std

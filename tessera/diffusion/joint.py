@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil, sqrt
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
-from tessera.core.spec import FULL, ModelSpec, Training
+from tessera.core.spec import FULL, Training
 from tessera.diffusion.config import DiffusersConfig
-from tessera.diffusion.family import generation_family
-from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.cross import BOTH
+from tessera.diffusion.family import GenerationSpec
+from tessera.diffusion.spec import generation_family
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
 from tessera.nn.stage_carry import CARRY
@@ -34,7 +34,6 @@ JOINT_STREAM = Stream(
 )
 EXAMPLE_TEXT = 512
 PATCH = 2  # rows and columns of latents in a token, where patches are made before the model
-_BOTH = "{weight,bias}"
 
 
 class JointConfig(DiffusersConfig, ABC):
@@ -44,10 +43,6 @@ class JointConfig(DiffusersConfig, ABC):
     @abstractmethod
     def shape(self) -> TransformerShape:
         """Return the sizes and options of the transformer."""
-
-    @abstractmethod
-    def generation(self) -> GenerationForm:
-        """Return how latents and captions are read."""
 
     @staticmethod
     def check_rope(axes: Sequence[int], head_dim: int) -> None:
@@ -62,12 +57,12 @@ def joint_family(
     presets: Mapping[str, Mapping[str, Any]],
     weights: Callable[[Any], WeightMap],
     original: Callable[[Any], WeightMap] | None = None,
-) -> ModelSpec:
-    """Return the specification of a family. `weights`: names and shapes in diffusers folders, `original`: in the files
-    of its makers."""
-    parts: dict[str, Any] = {"build": _build, "plan": _plan, "weights": weights, "example": _example}
-    others = {} if original is None else {"original": original}
-    return generation_family(name, config, presets, costs=(_flops, _work), other_weights=others, **parts)
+    **parts: Any,
+) -> GenerationSpec:
+    """Return the specification of a family. `weights`, `original`: names and shapes in diffusers folders and in the
+    original checkpoint. `parts`: those of `generation_family` that differ from a plain `JointTransformer`."""
+    plain = {"build": _build, "plan": _plan, "work": _work, "measures": batch_measures, "example": joint_example}
+    return generation_family(name, config, presets, weights=weights, original=original, **{**plain, **parts})
 
 
 def _build(config: JointConfig) -> JointTransformer:
@@ -78,22 +73,15 @@ def _plan(config: JointConfig) -> ModelPlan:
     return joint_plan(config.shape)
 
 
-def _flops(config: JointConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
-    return joint_flops(config.shape, batch, training)
-
-
-def _work(config: JointConfig, measures: Measures, training: Training = MappingProxyType({})) -> dict[str, np.ndarray]:
+def _work(config: JointConfig, measures: Measures, training: Training) -> np.ndarray:
     return joint_work(config.shape, measures, training)
-
-
-def _example(config: JointConfig, tokens: int) -> Batch:
-    return joint_example(config.shape, tokens)
 
 
 # ---------------------------------------------------------------------------------------------- plan
 
 
 def joint_plan(shape: TransformerShape) -> ModelPlan:
+    """Return how the transformer may be split over devices."""
     block, carry = shape.block, StageActivation(CARRY, shape.block.hidden)
     layer = 2 * _layer_weights(shape)  # of a double block
     embed = (shape.latent_values + shape.text_width) * block.hidden
@@ -129,15 +117,15 @@ def joint_styles(shape: TransformerShape) -> dict[str, TensorStyle]:
     """Return the tensor-parallel style of every parameter."""
     conditions = [name for name, has in (("guidance", shape.guidance), ("pooled", shape.pooled_width)) if has]
     styles: dict[str, TensorStyle] = {
-        f"embed.{{latents,text}}.{_BOTH}": "replicate",
-        f"embed.{{{','.join(['time', *conditions])}}}.{{up,down}}.{_BOTH}": "replicate",
-        f"head.{{modulation,proj}}.{_BOTH}": "replicate",
+        f"embed.{{latents,text}}.{BOTH}": "replicate",
+        f"embed.{{{','.join(['time', *conditions])}}}.{{up,down}}.{BOTH}": "replicate",
+        f"head.{{modulation,proj}}.{BOTH}": "replicate",
     }
     tables = {"table": shape.table, "text_norm": shape.text_norm, "kind": shape.sample_kinds}
     styles |= {f"embed.{name}.weight": "replicate" for name, has in tables.items() if has}
     norm = shape.block.qk_norm
     if shape.double:
-        styles[f"blocks.{{*}}.{{latent_modulation,text_modulation}}.{_BOTH}"] = "replicate"
+        styles[f"blocks.{{*}}.{{latent_modulation,text_modulation}}.{BOTH}"] = "replicate"
         styles |= _mlp_styles("blocks.{*}.{latent_mlp,text_mlp}")
         styles |= _attention_styles("blocks.{*}.attn", "{latent,text}", "{latent_norm,text_norm}", norm)
         styles |= _out_styles("blocks.{*}.attn.{latent_out,text_out}")
@@ -145,7 +133,7 @@ def joint_styles(shape: TransformerShape) -> dict[str, TensorStyle]:
         styles |= _attention_styles("blocks.{*}.attn2", "latent", "latent_norm", norm)
         styles |= _out_styles("blocks.{*}.attn2.latent_out")
     if shape.single:
-        styles[f"single_blocks.{{*}}.modulation.{_BOTH}"] = "replicate"
+        styles[f"single_blocks.{{*}}.modulation.{BOTH}"] = "replicate"
         styles |= _attention_styles("single_blocks.{*}", "proj", "norm", norm, "{q,k,v,up}")
         styles |= _out_styles("single_blocks.{*}.out")
     return styles
@@ -154,12 +142,12 @@ def joint_styles(shape: TransformerShape) -> dict[str, TensorStyle]:
 def _attention_styles(
     path: str, projections: str, norms: str, norm: bool, names: str = "{q,k,v}"
 ) -> dict[str, TensorStyle]:
-    styles: dict[str, TensorStyle] = {f"{path}.{projections}.{names}.{_BOTH}": "column"}
+    styles: dict[str, TensorStyle] = {f"{path}.{projections}.{names}.{BOTH}": "column"}
     return styles | {f"{path}.{norms}.{{q,k}}.weight": "heads"} if norm else styles
 
 
 def _mlp_styles(path: str) -> dict[str, TensorStyle]:
-    return {f"{path}.up.{_BOTH}": "column", **_out_styles(f"{path}.down")}
+    return {f"{path}.up.{BOTH}": "column", **_out_styles(f"{path}.down")}
 
 
 def _out_styles(path: str) -> dict[str, TensorStyle]:
@@ -215,9 +203,9 @@ def single_rules(shape: TransformerShape) -> list[Rule]:
 
 
 def idle_layers(shape: TransformerShape) -> tuple[str, ...]:
-    """Return the layers that nothing is computed with: those for text that nobody reads."""
-    kept = [number for number in range(shape.double) if shape.rest(number) == "kept"]
-    return tuple(f"blocks.{n}.{name}" for n in kept for name in ("attn.text_out", "text_mlp.up", "text_mlp.down"))
+    """Return the layers without effect: those that compute text behind the last attention to it."""
+    idle = [number for number in range(shape.double) if shape.rest(number) == "kept"]
+    return tuple(f"blocks.{n}.{name}" for n in idle for name in ("attn.text_out", "text_mlp.up", "text_mlp.down"))
 
 
 def plain_rules(pairs: tuple[tuple[str, str], ...]) -> list[Rule]:
@@ -227,7 +215,7 @@ def plain_rules(pairs: tuple[tuple[str, str], ...]) -> list[Rule]:
 # ---------------------------------------------------------------------------------------------- costs
 
 
-def joint_work(shape: TransformerShape, measures: Measures, training: Training) -> dict[str, np.ndarray]:
+def joint_work(shape: TransformerShape, measures: Measures, training: Training) -> np.ndarray:
     """Return the FLOPs of one forward and backward pass for each sample."""
     double, single, first, last = (training.get(part, FULL) for part in ("blocks", "single_blocks", "embed", "head"))
     tokens, text, samples = (measures[name].astype(np.float64) for name in ("tokens", "text", "samples"))
@@ -253,12 +241,7 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
         + first.weights * 2 * conditions * squares * size**2
         + last.weights * 2 * size * (latents * shape.out_values + conditions * 2 * size)
     )
-    return {"latents": total}
-
-
-def joint_flops(shape: TransformerShape, batch: Batch, training: Training) -> float:
-    """Return the FLOPs of a whole batch, which is still on the host."""
-    return float(joint_work(shape, batch_measures(batch), training)["latents"].sum())
+    return total
 
 
 def batch_measures(batch: Batch, conditions: Sequence[str] = ("text",)) -> dict[str, np.ndarray]:
@@ -273,8 +256,9 @@ def _layer_weights(shape: TransformerShape) -> int:
     return shape.block.hidden * (4 * shape.block.hidden + 2 * shape.block.intermediate)
 
 
-def joint_example(shape: TransformerShape, tokens: int) -> Batch:
+def joint_example(config: JointConfig, tokens: int) -> Batch:
     """Return a batch of one sample with `tokens` tokens, all zero, of which text has a quarter at most."""
+    shape = config.shape
     text = min(EXAMPLE_TEXT, tokens // 4)
     latents = tokens - text
     side = min(shape.table, ceil(sqrt(latents))) or ceil(sqrt(latents))

@@ -1,4 +1,4 @@
-"""Draw the noise level of a sample, and say what a model learns there.
+"""Draw the noise level of a sample, and compute what a model learns there.
 
 A level mixes a clean sample with noise: noisy = clean_share * clean + noise_share * noise. Flow matching moves on the
 straight line between both; DDPM keeps the variance. Tables are those of diffusers' schedulers.
@@ -17,9 +17,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.config.reader import Section
-from tessera.diffusion.forms import Objective
 
 TIMES = 1000  # the time of pure noise, as every model reads it
+# What the model predicts from noisy latents: the velocity from data to noise, the noise, or v.
+Objective = Literal["flow", "epsilon", "v"]
 
 
 class ShiftByTokens(Section):
@@ -40,8 +41,8 @@ class ShiftByTokens(Section):
     def shift(self, tokens: int) -> float:
         """Return the shift of a sample of so many latent tokens."""
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
-        found = self.base_shift + slope * (tokens - self.base_tokens)
-        return math.exp(found) if self.law == "exponential" else max(found, 1e-6)
+        shift = self.base_shift + slope * (tokens - self.base_tokens)
+        return math.exp(shift) if self.law == "exponential" else max(shift, 1e-6)
 
 
 class Betas(Section):
@@ -55,16 +56,16 @@ class Betas(Section):
     )
     zero_snr: bool = Field(False, description="the last step is pure noise")
 
-    def kept(self, steps: int) -> Tensor:
+    def signal_shares(self, steps: int) -> Tensor:
         """Return the share of variance that is signal after each step, [steps] float64 (`alphas_cumprod`)."""
         power = 0.5 if self.schedule == "scaled_linear" else 1.0
         betas = torch.linspace(self.start**power, self.end**power, steps, dtype=torch.float64) ** (1 / power)
-        kept = torch.cumprod(1 - betas, 0)
-        kept = kept / (self.snr_shift + (1 - self.snr_shift) * kept)
+        shares = torch.cumprod(1 - betas, 0)
+        shares = shares / (self.snr_shift + (1 - self.snr_shift) * shares)
         if self.zero_snr:
-            root = kept.sqrt()
-            kept = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
-        return kept
+            root = shares.sqrt()
+            shares = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
+        return shares
 
 
 class TimeOptions(Section):
@@ -117,7 +118,7 @@ class NoiseLevels:
 
     def __init__(self, options: TimeOptions, objective: Objective) -> None:
         self._options, self._objective = options, objective
-        self._kept = [] if objective == "flow" else options.betas.kept(options.steps or TIMES).tolist()
+        self._signal = [] if objective == "flow" else options.betas.signal_shares(options.steps or TIMES).tolist()
 
     def draw(self, chance: Random, tokens: int) -> NoiseLevel:
         """Return a level for a sample of so many latent tokens."""
@@ -158,18 +159,18 @@ class NoiseLevels:
         return NoiseLevel(sigma * TIMES, 1 - sigma, sigma, weight)
 
     def _ddpm(self, position: float) -> NoiseLevel:
-        options, steps = self._options, len(self._kept)
+        options, steps = self._options, len(self._signal)
         low, high = (round(end * steps) for end in options.boundaries)
         number = min(max(high - 1 - int(position * (high - low)), low), high - 1)
-        kept = self._kept[number]
+        signal = self._signal[number]
         weight = 1.0
         if options.weighting == "min_snr":
-            snr = kept / max(1 - kept, 1e-12)
+            snr = signal / max(1 - signal, 1e-12)
             if self._objective == "v":
                 weight = min(snr, options.snr_gamma) / (snr + 1)
             else:
                 weight = min(1.0, options.snr_gamma / max(snr, 1e-12))
-        return NoiseLevel(number * TIMES / steps, math.sqrt(kept), math.sqrt(1 - kept), weight)
+        return NoiseLevel(number * TIMES / steps, math.sqrt(signal), math.sqrt(1 - signal), weight)
 
 
 def _bell(sigma: float) -> float:
@@ -178,7 +179,7 @@ def _bell(sigma: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
-    """Return what makes the least weight of a schedule 0 and the mean of all 1, as the trainers of Wan weigh levels."""
+    """Return the least weight of a schedule, and the mean of all weights above it, as trainers of Wan weigh levels."""
     bases = [1 - number / steps for number in range(steps)]
     heights = [_bell(shift * base / (1 + (shift - 1) * base)) for base in bases]
     lowest = min(heights)

@@ -1,8 +1,8 @@
-"""Processor of generation families: images and videos with captions, or features of them, as packed batches.
+"""Process samples of generation families: images and videos with captions, or features of them, as packed batches.
 
-A sample asks for something (a caption, perhaps with images to edit) and has the image or video that answers it. Media
-are resized to cover their target size and cropped around their middle; sizes follow from headers alone. A row is packed
-by elements of the main sequence: latents, and in joint families the text before them.
+A sample is a caption, perhaps with images to edit, and the image or video to generate. Media are resized to cover their
+target size and cropped around their middle; sizes follow from headers. A row is packed by elements of the main
+sequence: latents, and in joint families the text before them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from tessera.core.sample import EncodedMedia, MediaSize, PartKind, Sample
 from tessera.data.media.images import to_rgb
 from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
-from tessera.diffusion.batches import pack
-from tessera.diffusion.captions import CaptionEncoder
+from tessera.diffusion.autoencoders import VAE
+from tessera.diffusion.batches import IMAGE_EMBEDS, pack
+from tessera.diffusion.captions import CaptionTokenizer, cut_or_padded
 from tessera.diffusion.edit_images import (
     EMPTY_IDS,
     SHOWN,
     SHOWN_GRIDS,
     EditImages,
     EditReader,
-    edit_form,
+    edit_of_folder,
     reference_size,
     resized,
 )
+from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.feature_facts import check_made_for
-from tessera.diffusion.forms import GenerationForm, Grid, sample_positions
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER, frame_embeddings
-from tessera.diffusion.pipeline_parts import VAE, VaeForm
-from tessera.diffusion.sample_encoders import IMAGE_EMBEDS, id_names
+from tessera.diffusion.given_images import Grid
 from tessera.diffusion.samples import CaptionedSample, GenerationOptions
 from tessera.errors import TesseraError
 from tessera.models.files.side_files import copy_side_files
@@ -57,38 +57,38 @@ from tessera.weights.layouts import pipeline_folder
 class GenerationProcessor:
     """Turn captions and media into batches of a generation model."""
 
-    version: ClassVar[str] = "generation 1"  # raised when the same options give other batches than before
+    version: ClassVar[str] = "generation 2"  # raised when the same options give other batches than before
 
-    form: GenerationForm
+    family: GenerationFamily
     options: GenerationOptions
     stride: tuple[int, int] | None  # of the VAE, along time and along space; None: unknown, which features do not need
-    encoders: tuple[CaptionEncoder, ...]  # one for each of `form.text`; none where a folder has no tokenizers
-    folder: Path | None = None  # where all this was read from
+    tokenizers: tuple[CaptionTokenizer, ...]  # one for each text encoder; none where a folder has no tokenizers
+    folder: Path | None = None  # with the files of tokenizers and VAE
     images_only: bool = False  # whether the VAE encodes no videos
     edit: EditReader | None = None  # of a pipeline whose text encoder reads the images to edit: every sample has some
-    embeds: int | None = None  # of a given frame, elements of the main sequence; None: unknown, unless features say it
+    embeds: int | None = None  # of a given frame, elements of the main sequence; None: unknown, unless features have it
 
     @classmethod
-    def load(cls, form: GenerationForm, folder: Path | None, **options: Any) -> Self:
+    def load(cls, family: GenerationFamily, folder: Path | None, **options: Any) -> Self:
         """Return the processor of a diffusers folder. A folder of the transformer alone serves training on features."""
         options.pop("train_on", None)  # of conversations
         chosen = build(GenerationOptions, options, "data.processor")
         folder = None if folder is None else pipeline_folder(folder) or folder
-        stride, encoders, images_only = chosen.vae_stride, [], False
+        stride, images_only, edit, embeds = chosen.vae_stride, False, None, None
+        tokenizers: tuple[CaptionTokenizer, ...] = ()
         if folder is not None and stride is None and (folder / VAE / "config.json").is_file():
             config = folder / VAE / "config.json"
-            vae = VaeForm.of(read_json_mapping(config), str(config))
+            vae = family.vae_form(read_json_mapping(config), str(config))
             stride, images_only = (vae.time_stride, vae.space_stride), vae.images_only
-        if folder is not None and any((folder / text.tokenizer).is_dir() for text in form.text):
-            encoders = [CaptionEncoder.load(folder, text) for text in form.text]
-        published = edit_form(folder, form) if encoders else None
-        edit = None
-        if published is not None and folder is not None:
-            images = EditImages.load(folder, published, chosen.reference_pixels)
-            edit = EditReader(images, CaptionEncoder(published.text, encoders[0].json))
-        known = form.joint and form.image_embeds and folder is not None and (folder / IMAGE_ENCODER).is_dir()
-        embeds = frame_embeddings(folder) if known else None
-        processor = cls(form, chosen, stride, tuple(encoders), folder, images_only, edit, embeds)
+        if folder is not None and any((folder / reader.tokenizer).is_dir() for reader in family.captions):
+            tokenizers = tuple(CaptionTokenizer.load(folder, reader) for reader in family.captions)
+            published = edit_of_folder(folder, family.edits)
+            if published is not None:
+                images = EditImages.load(folder, published, chosen.reference_pixels)
+                edit = EditReader(images, CaptionTokenizer(published.captions, tokenizers[0].json))
+        if folder is not None and family.embeds_in_sequence and (folder / IMAGE_ENCODER).is_dir():
+            embeds = frame_embeddings(folder)
+        processor = cls(family, chosen, stride, tokenizers, folder, images_only, edit, embeds)
         if stride is not None and chosen.height is not None and chosen.width is not None:
             processor.fit(chosen.width, chosen.height)  # raises where these are no sizes of the model
         return processor
@@ -105,7 +105,7 @@ class GenerationProcessor:
     def _strides(self) -> tuple[int, int]:
         if self.stride is None:
             raise TesseraError(
-                "how many pixels a latent stands for is not known: no VAE lies beside the model",
+                "the pixels of one latent are unknown: the model's folder has no VAE",
                 where="model.path",
                 fix="name the folder of a diffusers pipeline; or set data.processor.vae_stride=[4,8]; or train on "
                 "features (tessera data features)",
@@ -116,7 +116,7 @@ class GenerationProcessor:
     def _unit(self) -> tuple[int, int]:
         """Return the height and width in pixels of one patch."""
         space = self._strides[1]
-        return space * self.form.patch[1], space * self.form.patch[2]
+        return space * self.family.patch[1], space * self.family.patch[2]
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height that an image or frame of this size is resized and cropped to."""
@@ -134,13 +134,13 @@ class GenerationProcessor:
                 )
             return options.width, options.height
         scale = min(1.0, math.sqrt(options.max_pixels / (width * height)))
-        found = int(width * scale + 1e-6) // wide * wide, int(height * scale + 1e-6) // tall * tall
-        if 0 in found:
+        size = int(width * scale + 1e-6) // wide * wide, int(height * scale + 1e-6) // tall * tall
+        if 0 in size:
             raise TesseraError(
                 f"{width}x{height} pixels are less than one patch of {wide}x{tall}",
                 fix="leave such media out, or set data.processor.height and width, which enlarge it",
             )
-        return found
+        return size
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int]:
         width, height = self.fit(size.width, size.height)
@@ -149,7 +149,7 @@ class GenerationProcessor:
 
     def frames(self, taken: int) -> int:
         """Return how many of the frames taken from a video are used: those that fill whole patches of latents."""
-        time, patch = self._strides[0], self.form.patch[0]
+        time, patch = self._strides[0], self.family.patch[0]
         latents = ((taken - 1) // time + 1) // patch * patch
         if latents == 0:
             raise TesseraError(f"{taken} frames are less than one patch, which is of {patch} latent frames")
@@ -160,40 +160,38 @@ class GenerationProcessor:
         width, height = self.fit(size.width, size.height)
         tall, wide = self._unit
         latents = (self.frames(size.frames) - 1) // self._strides[0] + 1
-        return latents // self.form.patch[0], height // tall, width // wide
+        return latents // self.family.patch[0], height // tall, width // wide
 
     @cached_property
     def fingerprint(self) -> str:
-        facts: list[Any] = [self.version, asdict(self.form), self.options.model_dump(), self.stride, self.images_only]
-        if self.embeds is not None:
-            facts.append(self.embeds)
+        facts: list[Any] = [self.version, self.family.fingerprint_fields(), self.options.model_dump(), self.stride]
+        facts += [self.images_only, self.embeds, [tokenizer.json for tokenizer in self.tokenizers]]
         if self.edit is not None:
-            facts += [asdict(self.edit.images.form), asdict(self.edit.images.patches)]
-        text = json.dumps([*facts, [one.json for one in self.encoders]], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+            facts += [self.edit.images.edit.facts(), asdict(self.edit.images.patches)]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     # ------------------------------------------------------------------------------------------ one sample
 
     def tokenize(self, caption: str) -> tuple[list[list[int]], bool]:
         """Return the ids of a caption for each text encoder, and whether the first had to be cut."""
-        if not self.encoders:
-            names = ", ".join(text.tokenizer for text in self.form.text)
+        if not self.tokenizers:
+            names = ", ".join(reader.tokenizer for reader in self.family.captions)
             raise TesseraError(
                 f"captions cannot be read without {names}",
                 where="model.path or model.tokenizer",
                 fix="name the folder of a diffusers pipeline, which has its tokenizers",
             )
-        whole = [encoder.ids(caption) for encoder in self.encoders]
-        kept = [encoder.cut(ids) for encoder, ids in zip(self.encoders, whole, strict=True)]
-        # Where several encoders read a caption, the longest of them says how much the model can read.
-        main = max(range(len(self.form.text)), key=lambda number: self.form.text[number].length)
-        too_long = len(kept[main]) < len(whole[main])
+        full = [tokenizer.ids(caption) for tokenizer in self.tokenizers]
+        cut = [tokenizer.cut(ids) for tokenizer, ids in zip(self.tokenizers, full, strict=True)]
+        # Where several encoders read a caption, the one that reads most decides whether it is too long.
+        main = max(range(len(cut)), key=lambda number: self.family.captions[number].length)
+        too_long = len(cut[main]) < len(full[main])
         if too_long and self.options.long_captions == "leave_out":
             raise TesseraError(
-                f"a caption of {len(whole[main])} tokens; the model reads {len(kept[main])}",
+                f"a caption of {len(full[main])} tokens; the model reads {len(cut[main])}",
                 fix="shorten the caption, or set data.processor.long_captions=cut",
             )
-        return kept, too_long
+        return cut, too_long
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
         request = CaptionedSample.of(sample)
@@ -210,8 +208,8 @@ class GenerationProcessor:
             raise TesseraError("a video: this model makes images, and its VAE encodes no videos")
         if kind == "video" and self.frames(size.frames) < self.options.min_frames:
             raise TesseraError(
-                f"a video of {size.total} frames gives {self.frames(size.frames)}, and {self.options.min_frames} are "
-                "asked for",
+                f"a video of {size.total} frames gives {self.frames(size.frames)}, fewer than min_frames "
+                f"{self.options.min_frames}",
                 fix="lower data.processor.min_frames, or raise fps",
             )
         grids = self._grids(request, sizes)
@@ -221,13 +219,13 @@ class GenerationProcessor:
 
     def _embeds(self) -> int:
         """Return how many embeddings of a given frame are elements of the main sequence."""
-        if not (self.form.joint and self.form.image_embeds):
+        if not self.family.embeds_in_sequence:
             return 0
         return self.embeds if self.embeds is not None else frame_embeddings(self.folder)
 
     def _sequence_counts(self, text: int, grids: Sequence[Grid], embeds: int) -> dict[str, int]:
         latents = sum(math.prod(grid) for grid in grids)
-        tokens = latents + (text + embeds if self.form.joint else 0)
+        tokens = latents + (text + embeds if self.family.joint else 0)
         return {
             "samples": 1,
             "tokens": tokens,
@@ -238,23 +236,22 @@ class GenerationProcessor:
 
     def _with_pairs(self, counts: Mapping[str, int], too_long: bool = False) -> dict[str, int]:
         """Add what attention costs: pairs of elements, and of elements with text that is not among them."""
-        tokens, text = counts["tokens"], 0 if self.form.joint else counts["text"]
+        tokens, text = counts["tokens"], 0 if self.family.joint else counts["text"]
         return {**counts, "token_pairs": tokens**2, "text_pairs": tokens * text, "cut_captions": int(too_long)}
 
     def _grids(self, request: CaptionedSample, sizes: Sequence[MediaSize]) -> list[Grid]:
         """Return the grid of what is made, and those of the images to edit."""
         references = [sizes[index] for index in request.references]
-        if references and not self.form.joint:
+        if references and not self.family.joint:
             raise TesseraError(f"this model edits no images, and the sample has {len(references)} to edit")
-        if references and self.form.edit and self.edit is None:
-            names = ", ".join(one.pipeline for one in self.form.edit)
+        if references and self.family.edits and self.edit is None:
+            names = ", ".join(edit.pipeline for edit in self.family.edits)
             raise TesseraError(
-                "the text encoder reads the images to edit, too, and the model's folder does not say how",
+                "the text encoder also reads the images to edit, and the model's folder is of another pipeline",
                 fix=f"name the folder of a {names} as model.path",
             )
         grids = [self.grid(sizes[-1]), *(self._reference_grid(size) for size in references)]
-        if self.form.positions == "table":
-            sample_positions(self.form, 0, grids)  # raises where an image is larger than the table
+        self.family.check_grids(grids)
         return grids
 
     def _reference_size(self, size: MediaSize) -> tuple[int, int]:
@@ -281,18 +278,17 @@ class GenerationProcessor:
         """Return the ids of a caption for each text encoder, with images that it reads, and whether it was cut."""
         if self.edit is None:
             return self.tokenize(request.caption)
-        return [self.edit.ids(request.caption, self._shown(request, sizes))], False
+        return [self.edit.ids(request.caption, self._image_sizes(request, sizes))], False
 
     @staticmethod
-    def _shown(request: CaptionedSample, sizes: Sequence[MediaSize]) -> list[tuple[int, int]]:
+    def _image_sizes(request: CaptionedSample, sizes: Sequence[MediaSize]) -> list[tuple[int, int]]:
         return [(sizes[index].width, sizes[index].height) for index in request.references]
 
     def _text(self, ids: Sequence[Sequence[int]]) -> int:
         """Return how many embeddings of text the model reads."""
         if self.edit is not None:
-            return max(0, len(ids[0]) - self.edit.images.form.text.skip)
-        counted = zip(self.form.text, ids, strict=True)
-        return sum(form.embeddings(len(some)) for form, some in counted if not form.beside)
+            return self.edit.images.embeddings(len(ids[0]))
+        return self.family.text_length([len(numbers) for numbers in ids])
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> EncodedMedia:
         request = CaptionedSample.of(sample)
@@ -303,15 +299,16 @@ class GenerationProcessor:
         counts = self._counts(request, ids, sizes)
         grids = self._grids(request, sizes)
         tensors = {
-            name: torch.tensor(some, dtype=torch.int64) for name, some in zip(id_names(self.form), ids, strict=True)
+            name: torch.tensor(numbers, dtype=torch.int64)
+            for name, numbers in zip(self.family.id_names, ids, strict=True)
         }
         tensors["frames"] = self._frames(media[-1], request.wanted.kind, sizes[-1])
         images = [self._reference(media[index], sizes[index]) for index in request.references]
         if self.edit is not None:
-            shown, reader = self._shown(request, sizes), self.edit.images
+            image_sizes, reader = self._image_sizes(request, sizes), self.edit.images
             tensors[SHOWN] = torch.cat([reader.cut(to_rgb(media[index])) for index in request.references])
-            tensors[SHOWN_GRIDS] = torch.tensor([reader.grid(*size) for size in shown])
-            tensors[EMPTY_IDS] = torch.tensor(self.edit.ids("", shown, may_be_empty=True), dtype=torch.int64)
+            tensors[SHOWN_GRIDS] = torch.tensor([reader.grid(*size) for size in image_sizes])
+            tensors[EMPTY_IDS] = torch.tensor(self.edit.ids("", image_sizes, may_be_empty=True), dtype=torch.int64)
         more = (tuple(grids[1:]), counts, tuple(images), self._embeds())
         return EncodedMedia(sample.id, counts["tokens"], grids[0], counts["text"], tensors, *more)
 
@@ -327,54 +324,46 @@ class GenerationProcessor:
         cover = self.target(kind, size)
         images = [to_rgb(media)] if isinstance(media, Image.Image) else list(map(Image.fromarray, media))
         images = images[: self.frames(len(images))]
-        left, top = (cover[0] - width) // 2, (cover[1] - height) // 2
+        start, top = (cover[0] - width) // 2, (cover[1] - height) // 2
         frames = np.empty((len(images), height, width, 3), dtype=np.uint8)
         for into, image in zip(frames, images, strict=True):
-            whole = image if image.size == cover else image.resize(cover, Image.Resampling.BICUBIC)
-            into[:] = np.asarray(whole)[top : top + height, left : left + width]
+            covering = image if image.size == cover else image.resize(cover, Image.Resampling.BICUBIC)
+            into[:] = np.asarray(covering)[top : top + height, start : start + width]
         return torch.from_numpy(frames)
 
     # ------------------------------------------------------------------------------------------ features
 
     def _stored_counts(self, stored: StoredSample) -> dict[str, int]:
         clean, text = stored.shape("clean"), stored.shape("text")
-        latents = sum(math.prod(grid) for grid in stored.grids)
-        if clean != (latents, self.form.patch_values) or text is None:
+        latents, values = sum(math.prod(grid) for grid in stored.grids), self.family.patch_values
+        if clean != (latents, values) or text is None:
             raise TesseraError(
                 f"features in {stored.file.name} have latents of {clean}, and the model reads {latents} tokens of "
-                f"{self.form.patch_values} numbers: {self.form.channels} channels in patches of {self.form.patch}",
+                f"{values} numbers: {self.family.channels} channels in patches of {self.family.patch}",
                 fix="make the features with the VAE of this model: tessera data features",
             )
-        whole = max(text[0], self.form.zeros_to)
-        return {**self._sequence_counts(whole, stored.grids, self._stored_embeds(stored)), "images": 0, "frames": 0}
+        length = max(text[0], self.family.zeros_to)
+        return {**self._sequence_counts(length, stored.grids, self._stored_embeds(stored)), "images": 0, "frames": 0}
 
     def _stored_embeds(self, stored: StoredSample) -> int:
         """Return how many embeddings of a given frame are among features, as elements of the main sequence."""
-        found = stored.shape(IMAGE_EMBEDS) if self.form.joint and self.form.image_embeds else (0,)
-        if found is None:
+        shape = stored.shape(IMAGE_EMBEDS) if self.family.embeds_in_sequence else (0,)
+        if shape is None:
             raise TesseraError(
                 f"features in {stored.file.name} have no embeddings of the first frame, which this model reads",
                 fix="make the features with train.task_options.given=first: tessera data features",
             )
-        return found[0]
+        return shape[0]
 
-    def _encode_stored(self, id: str, stored: StoredSample, found: Mapping[str, Tensor]) -> EncodedMedia:
-        counts, text = self._stored_counts(stored), found["text"]
-        found = {**found, "text": torch.cat([text, text.new_zeros(counts["text"] - len(text), text.shape[1])])}
-        return EncodedMedia(
-            id,
-            counts["tokens"],
-            stored.grids[0],
-            counts["text"],
-            dict(found),
-            stored.grids[1:],
-            counts,
-            embeds=self._stored_embeds(stored),
-        )
+    def _encode_stored(self, id: str, stored: StoredSample, features: Mapping[str, Tensor]) -> EncodedMedia:
+        counts, grids = self._stored_counts(stored), stored.grids
+        tensors = {**features, "text": cut_or_padded(features["text"], counts["text"])}
+        more = (grids[1:], counts, (), self._stored_embeds(stored))
+        return EncodedMedia(id, counts["tokens"], grids[0], counts["text"], tensors, *more)
 
     def check_features(self, facts: Mapping[str, Any], where: str) -> None:
-        edit = None if self.edit is None else self.edit.images.form
-        check_made_for(self.form, edit, self.folder, facts, where, knows_pipeline=bool(self.encoders))
+        edit = None if self.edit is None else self.edit.images.edit
+        check_made_for(self.family, edit, self.folder, facts, where, knows_pipeline=bool(self.tokenizers))
 
     # ------------------------------------------------------------------------------------------ batches
 
@@ -388,22 +377,22 @@ class GenerationProcessor:
 
     def pack(self, items: Sequence[EncodedMedia]) -> Batch:
         """Return samples as one packed batch, a segment each."""
-        return pack(self.form, items)
+        return pack(self.family, items)
 
     # ------------------------------------------------------------------------------------------ files
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizers and what is known of VAE and image encoder, as a diffusers folder has them."""
-        for encoder in self.encoders:
-            own = folder / encoder.form.tokenizer
-            if self.folder is not None and (self.folder / encoder.form.tokenizer).is_dir():
-                copy_side_files(self.folder / encoder.form.tokenizer, own)
-            own.mkdir(parents=True, exist_ok=True)
-            (own / "tokenizer.json").write_text(encoder.json, encoding="utf-8")
+        """Write the tokenizers and the configurations of VAE and image encoder as a diffusers folder has them."""
+        for tokenizer in self.tokenizers:
+            name = tokenizer.captions.tokenizer
+            if self.folder is not None and (self.folder / name).is_dir():
+                copy_side_files(self.folder / name, folder / name)
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
         if self.edit is not None and self.folder is not None:
             self.edit.images.save(self.folder, folder)
         for part in (VAE, *([] if self.embeds is None else [IMAGE_ENCODER])):
-            config, own = None if self.folder is None else self.folder / part / "config.json", folder / part
-            if config is not None and config.is_file() and config.resolve() != (own / "config.json").resolve():
-                own.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(config, own / "config.json")
+            config, target = None if self.folder is None else self.folder / part / "config.json", folder / part
+            if config is not None and config.is_file() and config.resolve() != (target / "config.json").resolve():
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(config, target / "config.json")

@@ -1,4 +1,4 @@
-"""What a run says about the samples of a generation model, and what one of them asks for."""
+"""Declare the options of a generation model's samples, and read the parts of a sample."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GenerationOptions(Section):
 
 @dataclass(frozen=True)
 class CaptionedSample:
-    """Hold the parts of a sample: a caption, images to edit, and what to make of them."""
+    """Hold the parts of a sample: a caption, images to edit, and the image or video to generate."""
 
     caption: str
     references: tuple[int, ...]  # indices into the sample's media
@@ -62,10 +62,11 @@ class CaptionedSample:
 
     @staticmethod
     def of(sample: Sample) -> CaptionedSample:
+        """Return the parts of a sample; raise if it is of another kind."""
         if any(message.role == CHOSEN for message in sample.messages):
             raise TesseraError("a pair of images or videos: data.kind=generation_preference reads these")
         media = sample.media()
         if any(part.kind != "image" for part in media[:-1]):
             raise TesseraError("images can be edited, and this sample has something else before what is to be made")
-        said = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]
-        return CaptionedSample("".join(said).strip(), tuple(range(len(media) - 1)), media[-1])
+        texts = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]
+        return CaptionedSample("".join(texts).strip(), tuple(range(len(media) - 1)), media[-1])

@@ -23,7 +23,7 @@ from tessera.config.trust import Trust, check_trusted, find_code, model_code
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.data.media.files import Limits, limits_of
-from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.family import GenerationFamily, family_of
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.errors import TesseraError, few_names, nearest
 from tessera.hub.config import local_model
@@ -180,8 +180,8 @@ def load(
         module = allocated(whole, where, kind, spec.main.plan(config).float32)
     else:
         plan = spec.main.plan(config)
-        form = None if spec.generation is None else spec.generation(config)
-        module, run = _over_ranks(whole, with_adapters(plan) if own else plan, parallel, where, kind, form)
+        family = family_of(spec, config)
+        module, run = _over_ranks(whole, with_adapters(plan) if own else plan, parallel, where, kind, family)
     tensors = model_tensors(module)
     if origin == "adapters":
         assert section.path is not None
@@ -315,10 +315,10 @@ def _over_ranks(
     parallel: Mapping[str, Any],
     device: torch.device,
     dtype: torch.dtype,
-    form: GenerationForm | None,
+    family: GenerationFamily | None,
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return this rank's part of a model, allocated and not yet filled, and what is called instead of it. `form`: of a
-    model that generates images or videos."""
+    """Return this rank's part of a model, allocated and not yet filled, and what is called instead of it. `family`: of
+    a model that generates images or videos."""
     if not dist.is_initialized():
         raise TesseraError(
             "a layout over several ranks needs a process group",
@@ -338,14 +338,14 @@ def _over_ranks(
         precision=PrecisionSection(weights=str(dtype).removeprefix("torch.")),
         workload=work,
     )
-    if plan.axes.size(CONTEXT) > 1 and form is None:
+    if plan.axes.size(CONTEXT) > 1 and family is None:
         raise TesseraError(
             "ranks cannot share the rows of a prompt, which grow by a token at a time", where="parallel.cp", allowed=[1]
         )
     mesh = Mesh(plan.axes, device)
     part = parallelize(module, plan, mesh, device).eval()
-    if form is not None:
-        return part, ModelOverRanks(part, form, plan, mesh, device)
+    if family is not None:
+        return part, ModelOverRanks(part, family, plan, mesh, device)
     if isinstance(part, LocalStages):
         return part, PipelinedModel(part, plan, mesh, device)
     return part, part

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tessera.config.trust import Trust
+from tessera.diffusion.family import GenerationSpec, family_of
 from tessera.diffusion.sampling.files import (
     Generated,
     Record,
@@ -34,7 +35,7 @@ from tessera.weights.layouts import DiffusersFolder, pipeline_folder
 
 def generates_media(path: Path, trust: Trust = False) -> bool:
     """Return whether the model at a path makes images or videos, and not text. Weights are not read."""
-    return resolve(find_model(local_model(path), None, trust).section)[0].generation is not None
+    return isinstance(resolve(find_model(local_model(path), None, trust).section)[0], GenerationSpec)
 
 
 def load_pipeline(
@@ -62,7 +63,8 @@ def load_pipeline(
     folder = local_model(path)
     found = find_model(folder, dtype, trust, None if base is None else Path(base))
     spec, config = resolve(found.section)
-    if spec.generation is None:
+    family = family_of(spec, config)
+    if family is None:
         raise TesseraError(
             f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
         )
@@ -73,7 +75,7 @@ def load_pipeline(
         if adapters_2 is not None:
             raise TesseraError("this model has one expert", where="adapters_2", fix="give them as adapters")
         model, _ = load(folder, device, found.dtype, adapters=adapters, **how)
-        return Pipeline([(model, 0.0)], spec.generation(config), home, model.device, found.dtype, model.passes)
+        return Pipeline([(model, 0.0)], family, home, model.device, found.dtype, model.passes)
     second = part_of(found.section.path) == SECOND
     first_merged, second_merged = _by_expert(adapter_strengths(adapters), adapter_strengths(adapters_2))
     own, others = (second_merged, first_merged) if second else (first_merged, second_merged)
@@ -82,7 +84,7 @@ def load_pipeline(
         home / (FIRST if second else SECOND), device, found.dtype, adapters=others, parallel=parallel, trust=trust
     )
     experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
-    return Pipeline(experts, spec.generation(config), home, model.device, found.dtype, model.passes)
+    return Pipeline(experts, family, home, model.device, found.dtype, model.passes)
 
 
 def _by_expert(

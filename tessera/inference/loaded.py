@@ -18,6 +18,7 @@ from tessera.core.sample import Sample
 from tessera.core.spec import LanguageProcessor, ModelSpec, Processor
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
+from tessera.diffusion.family import GenerationSpec
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
 from tessera.errors import TesseraError
 from tessera.inference.chat import Chat
@@ -167,7 +168,7 @@ class LoadedModel(nn.Module):
                 self.spec.main.weight_map(self.config),
                 forms=["peft"],
                 base="" if self.base is None else str(self.base),
-                language=self.spec.generation is None,
+                language=not isinstance(self.spec, GenerationSpec),
                 reward=self.spec.gives(REWARDS),
                 saved=self.trained_whole,
                 overwrite=overwrite,

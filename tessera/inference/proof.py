@@ -30,8 +30,8 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
 from tessera.diffusion.batches import pack
 from tessera.diffusion.config import DiffusersConfig
-from tessera.diffusion.forms import GenerationForm
-from tessera.diffusion.sample_encoders import from_tokens, patchify
+from tessera.diffusion.family import GenerationFamily, GenerationSpec
+from tessera.diffusion.given_images import from_tokens
 from tessera.errors import TesseraError, few_names, first_line, nearest
 from tessera.inference.load import allocated
 from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference, UnreadableError
@@ -111,24 +111,22 @@ def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
 
 def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     """Compare what both sides predict for one small sample of random latents and embeddings."""
-    form = config.generation()
-    batch = _generation_batch(spec, config, form)
-    latents = from_tokens(batch["latents"], form.patch, config.proof_grid())
+    family = config.generation()
+    batch = _generation_batch(spec, config, family)
+    latents = from_tokens(batch["latents"], family.patch, config.proof_grid())
     found, moved = _Ours(folder, spec, config).results(batch)
     stock = DiffusersModel(folder)
     if stock.missing:  # diffusers leaves them on the meta device
         return Proof("compared with diffusers", (f"diffusers finds no tensor for {few_names(stock.missing)}",))
-    expected = stock.predict(config.diffusers_inputs(batch, latents))
-    if expected.ndim > 2:
-        expected = expected[:, None] if expected.ndim == 3 else expected
-        expected = patchify(expected.transpose(0, 1) if form.sampling.frames_first else expected, form.patch)
+    expected = config.diffusers_tokens(stock.predict(config.diffusers_inputs(batch, latents)))
     return _judged("diffusers", "latents", stock, (found, moved, expected), f"{len(found)} tokens")
 
 
-def _generation_batch(spec: ModelSpec, config: Any, form: GenerationForm) -> Batch:
+def _generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> Batch:
     """Return one sample of random numbers, as large as what the family reads."""
     assert spec.example is not None
-    grid, words = config.proof_grid(), max(one.embeddings(one.skip + _TOKENS) for one in form.text)
+    grid = config.proof_grid()
+    words = max(reader.embeddings(reader.skip + _TOKENS) for reader in family.captions)
     example = spec.example(config, _TOKENS).tensors
     lengths = {"text": words, "latents": prod(grid)}
     chance = torch.Generator().manual_seed(0)
@@ -137,8 +135,8 @@ def _generation_batch(spec: ModelSpec, config: Any, form: GenerationForm) -> Bat
         for name in ("text", "pooled", "image_embeds", "latents")
         if name in example
     }
-    latents, text = drawn.pop("latents"), words if form.joint else 0
-    batch = pack(form, [EncodedMedia("proof", len(latents) + text, grid, text, drawn)])
+    latents, text = drawn.pop("latents"), words if family.joint else 0
+    batch = pack(family, [EncodedMedia("proof", len(latents) + text, grid, text, drawn)])
     more = {name: example[name] + value for name, value in _SCALARS.items() if name in example}
     return batch.with_tensors(latents=latents, timesteps=torch.tensor([_TIME]), **more)
 
@@ -217,7 +215,7 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
 
 def _no_diffusers(folder: Path, spec: ModelSpec) -> str | None:
     """Return why a folder of diffusers cannot be compared at all."""
-    if spec.generation is None or spec.example is None or not issubclass(spec.config, DiffusersConfig):
+    if not isinstance(spec, GenerationSpec) or spec.example is None or not issubclass(spec.config, DiffusersConfig):
         return f"the family {spec.name} has no model of its own for this folder"
     if importlib.util.find_spec("diffusers") is None:
         return "it is not installed (pip install tessera-mm[hf])"
@@ -298,7 +296,7 @@ class _Ours:
         return found, self._forward(module, batch)
 
     def _forward(self, module: nn.Module, batch: Batch) -> Tensor:
-        if self._spec.generation is not None:
+        if isinstance(self._spec, GenerationSpec):
             latents: Tensor = module(batch)[LATENTS]
             return latents
         logits: Tensor = module(batch)[LOGITS][0] if "input_ids" in batch else module(batch, logits=True)[LOGITS]

@@ -81,7 +81,7 @@ def families_with_layers(layers: Collection[str]) -> list[str]:
     found: list[str] = []
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
-        if spec.generation is None or "quickstart" not in spec.presets:
+        if spec.task != "diffusion" or "quickstart" not in spec.presets:
             continue
         hub = spec.main.weight_map(resolve(ModelSection(family=name, preset="quickstart"))[1])
         tables = [] if hub is None else [hub, *hub.others.values()]

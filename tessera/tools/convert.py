@@ -19,6 +19,7 @@ from tessera.checkpoint.publish import made_from
 from tessera.config.run_config import AdapterForm
 from tessera.config.trust import Trust
 from tessera.core.outputs import REWARDS
+from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError, nearest
 from tessera.hub.config import local_model
 from tessera.inference.adapters import load_adapters
@@ -175,7 +176,7 @@ def _write_adapters(
         found.weight_map,
         forms=[form],
         base="" if found.base is None else str(found.base),
-        language=found.spec.generation is None,
+        language=not isinstance(found.spec, GenerationSpec),
         reward=found.spec.gives(REWARDS),
         saved=found.saved,
         origin=made_from("adapters", source),

@@ -15,6 +15,7 @@ from tessera.config.reader import Section
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec
 from tessera.data.tokenizer import UnknownConversationError
+from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.inference.export import FolderTarget, main_dtype
 from tessera.models import is_original
@@ -62,7 +63,7 @@ def hf_target(
 
 def _has_processor(spec: ModelSpec, folder: Path) -> bool:
     """Return whether a folder has what its processor is made of: a model may come without a tokenizer."""
-    return spec.generation is not None or any((folder / name).exists() for name in _TOKENIZERS)
+    return isinstance(spec, GenerationSpec) or any((folder / name).exists() for name in _TOKENIZERS)
 
 
 def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

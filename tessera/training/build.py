@@ -28,8 +28,11 @@ from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.order.step_order import StepSize
 from tessera.data.workers.servers import start_early
+from tessera.diffusion.family import family_of
+from tessera.diffusion.previews import Previews
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.errors import TesseraError
+from tessera.inference.load import parts_folder
 from tessera.lora.select import is_factor
 from tessera.models.files.exported_config import keep_base_config
 from tessera.models.files.side_files import seal_side_files, side_folder, write_side_files
@@ -59,7 +62,6 @@ from tessera.training.held_out import GenerationEval, HeldOut, generating_model
 from tessera.training.init_weights import fill_copy, frozen_source, initial_weights
 from tessera.training.metrics import Meter
 from tessera.training.out_of_memory import MemoryAdvice
-from tessera.training.previews import Previews
 from tessera.training.records import Ledger, Quarantine
 from tessera.training.setup import NONE, ModelSetup, Objects
 from tessera.training.signals import StopOnSignal
@@ -132,9 +134,10 @@ def build_trainer(
     )
     callbacks = _callbacks(config, setup, processor, quarantine, ema)
     if config.train.generate_every:
-        if setup.spec.generation is not None:
-            form = setup.spec.generation(setup.config)
-            callbacks.append(Previews(config, ModelOverRanks(module, form, plan, mesh, world.device)))
+        family = family_of(setup.spec, setup.config)
+        if family is not None:
+            over_ranks = ModelOverRanks(module, family, plan, mesh, world.device)
+            callbacks.append(Previews(config, parts_folder(config), over_ranks))
         else:
             model = generating_model(setup.spec, module, plan, mesh, world.device)
             callbacks.append(GenerationEval(config, processor, model))

@@ -12,6 +12,7 @@ from tessera.checkpoint.state import model_tensors
 from tessera.core.callback import Callback, TrainerHandle
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec, Processor
+from tessera.diffusion.family import GenerationSpec
 from tessera.inference.export import export_folder
 from tessera.lora.export import save_adapters
 from tessera.lora.select import Adapters
@@ -63,7 +64,7 @@ class Export(Callback):
                 forms=section.lora.forms,
                 base="" if section.path is None else str(section.path),
                 dropout=section.lora.dropout,
-                language=spec.generation is None,
+                language=not isinstance(spec, GenerationSpec),
                 reward=spec.gives(REWARDS),
                 saved=self._saved,
                 origin=made_from("adapters", folder),

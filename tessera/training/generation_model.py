@@ -25,9 +25,10 @@ from tessera.core.batch import Batch
 from tessera.core.sample import EncodedMedia, Message, Part, Sample
 from tessera.core.spec import ModelSpec, Residence
 from tessera.core.task import FrozenModule
+from tessera.diffusion.family import generation_family_of
+from tessera.diffusion.given_images import patchify
 from tessera.diffusion.objectives.diffusion import DiffusionTask
 from tessera.diffusion.processor import GenerationProcessor
-from tessera.diffusion.sample_encoders import id_names, patchify
 from tessera.errors import TesseraError
 from tessera.inference.load import load
 from tessera.runtime.distributed import World
@@ -35,8 +36,8 @@ from tessera.weights.layouts import pipeline_folder
 
 
 class GenerationModel(nn.Module):
-    """Hold a generation model whole. `predictor` is trained; VAE and text encoders are frozen, and no part of the
-    state."""
+    """Hold all parts of a generation model. `predictor` is trained; VAE and text encoders are frozen and not part of
+    the state."""
 
     def __init__(
         self,
@@ -50,8 +51,7 @@ class GenerationModel(nn.Module):
         """Make the model. `folder`: the diffusers folder of VAE, text encoders and tokenizers; without it, batches have
         latents and embeddings. `options`: those of `train.task: diffusion`."""
         super().__init__()
-        if spec.generation is None:
-            raise TesseraError(f"family {spec.name} generates no images or videos", where="GenerationModel")
+        generation_family_of(spec, config, "GenerationModel")
         self.predictor = predictor
         self.spec, self.family_config = spec, config
         self.device = torch.device(device)
@@ -66,7 +66,7 @@ class GenerationModel(nn.Module):
             options["encoders"] = {"folder": str(folder), **chosen}
         self.task = DiffusionTask(**options)
         self.task.bind(spec, config)
-        self.processor = GenerationProcessor.load(self.task.form, folder)
+        self.processor = GenerationProcessor.load(self.task.family, folder)
         recipe = load_config({"name": "model", "model": {"family": spec.name}, "train": {"steps": 1}})
         self._frozen = {}
         for name, part in self.task.components(recipe, spec).items():
@@ -85,9 +85,9 @@ class GenerationModel(nn.Module):
         **options: Any,
     ) -> GenerationModel:
         """Return the model of a diffusers folder, a run or a checkpoint, ready to be trained."""
-        found, _ = load(path, device, dtype)
-        module = found.module.train().requires_grad_(True)
-        return cls(module, found.spec, found.config, pipeline_folder(Path(path)), found.device, **options)
+        loaded, _ = load(path, device, dtype)
+        module = loaded.module.train().requires_grad_(True)
+        return cls(module, loaded.spec, loaded.config, pipeline_folder(Path(path)), loaded.device, **options)
 
     # ------------------------------------------------------------------------------------------ batches
 
@@ -102,38 +102,39 @@ class GenerationModel(nn.Module):
         """Return a batch of images or videos (PIL images, or uint8 frames [F, H, W, 3]) with their captions, and with
         the images to edit of each."""
         items = []
-        given = [()] * len(videos) if references is None else references
-        for number, (video, caption, images) in enumerate(zip(videos, captions, given, strict=True)):
-            shown = video if not isinstance(video, Tensor) else video.cpu().numpy()
-            wanted = Part("video" if isinstance(shown, np.ndarray) else "image", shown)
+        edits = [()] * len(videos) if references is None else references
+        for number, (video, caption, images) in enumerate(zip(videos, captions, edits, strict=True)):
+            media = video if not isinstance(video, Tensor) else video.cpu().numpy()
+            wanted = Part("video" if isinstance(media, np.ndarray) else "image", media)
             edited = [Part("image", image) for image in images]
-            asked = (Message("user", (*edited, Part("text", caption))), Message("assistant", (wanted,)))
-            items.append(self.processor.encode(Sample(str(number), asked), [*images, shown]))
+            messages = (Message("user", (*edited, Part("text", caption))), Message("assistant", (wanted,)))
+            items.append(self.processor.encode(Sample(str(number), messages), [*images, media]))
         return self.packed(items, seed)
 
     def batch_of_ids(self, frames: Sequence[Tensor], ids: Sequence[Sequence[Sequence[int]]], seed: int = 0) -> Batch:
         """Return a batch of frames, uint8 [F, H, W, 3], with token ids of their captions: one list for each text
         encoder."""
         return self.packed(
-            [self._item(n, one, some) for n, (one, some) in enumerate(zip(frames, ids, strict=True))], seed
+            [self._item(n, video, numbers) for n, (video, numbers) in enumerate(zip(frames, ids, strict=True))], seed
         )
 
     def batch_of_features(
         self, latents: Sequence[Tensor], text: Sequence[Tensor], pooled: Tensor | None = None, seed: int = 0
     ) -> Batch:
         """Return a batch of latents [C, f, h, w], scaled as the model reads them, and embeddings [L, D] of captions."""
-        form, items = self.task.form, []
-        for number, (one, rows) in enumerate(zip(latents, text, strict=True)):
-            if one.dim() != 4 or one.shape[0] != form.channels:
+        family, items = self.task.family, []
+        for number, (values, rows) in enumerate(zip(latents, text, strict=True)):
+            if values.dim() != 4 or values.shape[0] != family.channels:
                 raise TesseraError(
-                    f"latents of shape {list(one.shape)}: the model reads [{form.channels}, frames, rows, columns]",
+                    f"latents of shape {list(values.shape)}: the model reads [{family.channels}, frames, rows, "
+                    "columns]",
                     where="GenerationModel",
                 )
-            self._check_patches(one.shape[1:])
-            tensors = {"clean": patchify(one, form.patch), "text": rows}
+            self._check_patches(values.shape[1:])
+            tensors = {"clean": patchify(values, family.patch), "text": rows}
             if pooled is not None:
                 tensors["pooled"] = pooled[number : number + 1]
-            items.append(self._encoded(number, tuple(one.shape[1:]), len(rows), tensors))
+            items.append(self._encoded(number, tuple(values.shape[1:]), len(rows), tensors))
         return self.packed(items, seed)
 
     def packed(self, items: Sequence[EncodedMedia], seed: int = 0) -> Batch:
@@ -141,30 +142,29 @@ class GenerationModel(nn.Module):
         return replace(self.processor.pack(items), seeds=(seed,)).to(self.device)
 
     def _item(self, number: int, frames: Tensor, ids: Sequence[Sequence[int]]) -> EncodedMedia:
-        forms, stride = self.task.form.text, self.processor.stride
-        if stride is None or len(ids) != len(forms):
+        family, stride = self.task.family, self.processor.stride
+        if stride is None or len(ids) != len(family.captions):
             raise TesseraError(
-                f"{len(ids)} lists of token ids, and the model has {len(forms)} text encoders"
+                f"{len(ids)} lists of token ids, and the model has {len(family.captions)} text encoders"
                 if stride is not None
-                else "nothing says how large latents of frames are: no folder with a VAE was named",
+                else "the size of latents is unknown: no folder with a VAE was named",
                 where="GenerationModel",
             )
-        counted = zip(forms, ids, strict=True)
-        text = sum(form.embeddings(len(some)) for form, some in counted if not form.beside)
-        tensors = {name: torch.tensor(some) for name, some in zip(id_names(self.task.form), ids, strict=True)}
+        text = family.text_length([len(numbers) for numbers in ids])
+        tensors = {name: torch.tensor(numbers) for name, numbers in zip(family.id_names, ids, strict=True)}
         time, space = stride
         shape = ((len(frames) - 1) // time + 1, frames.shape[1] // space, frames.shape[2] // space)
         return self._encoded(number, shape, text, {**tensors, "frames": frames})
 
     def _encoded(self, number: int, shape: Sequence[int], text: int, tensors: dict[str, Tensor]) -> EncodedMedia:
-        form = self.task.form
+        family = self.task.family
         self._check_patches(shape)
-        grid = tuple(size // step for size, step in zip(shape, form.patch, strict=True))
-        tokens = prod(grid) + (text if form.joint else 0)
+        grid = tuple(size // step for size, step in zip(shape, family.patch, strict=True))
+        tokens = prod(grid) + (text if family.joint else 0)
         return EncodedMedia(str(number), tokens, (grid[0], grid[1], grid[2]), text, tensors)
 
     def _check_patches(self, shape: Sequence[int]) -> None:
-        patch = self.task.form.patch
+        patch = self.task.family.patch
         if any(size % step or not size for size, step in zip(shape, patch, strict=True)):
             raise TesseraError(
                 f"latents of {tuple(shape)} frames, rows and columns are no whole patches of {patch}",
@@ -177,9 +177,9 @@ class GenerationModel(nn.Module):
         """Return the mean loss over the trained latents of a batch."""
         with torch.no_grad():
             inputs = self.task.inputs(*self.task.encode([batch]))
-        found = self.task.losses(self.task.forward(self.predictor, inputs), inputs)
+        losses = self.task.losses(self.task.forward(self.predictor, inputs), inputs)
         counts: Mapping[str, int | Tensor] = self.task.counts(batch)
-        total = sum(term.weight * term.sum / counts[term.count] for term in found.terms)
+        total = sum(term.weight * term.sum / counts[term.count] for term in losses.terms)
         assert isinstance(total, Tensor), "an objective has a term"
         return total
 

@@ -19,6 +19,7 @@ from tessera.config.run_length import check_batch
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import Component, ModelSpec, Training
 from tessera.core.task import Task, check_reads
+from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.lora.export import check_forms
 from tessera.lora.modules import add_adapters, find_adapters, trained_whole, with_adapters
@@ -221,7 +222,7 @@ def _add_adapters(
     with for_family(spec):
         names = [name for name, _ in module.named_parameters()]
         lora = settled(lora, names, weight_map, part_of(config.model.path))
-    check_forms(lora.forms, weight_map, spec.generation is None, "model.lora.forms")
+    check_forms(lora.forms, weight_map, not isinstance(spec, GenerationSpec), "model.lora.forms")
     adapters = find_adapters(lora, module, spec.main.plan(model_config), origin)
     add_adapters(module, adapters, lora.dropout, lora.quantize, trained_whole(lora, module, adapters))
     return spelled_out(lora, adapters), adapters

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.config.run_config import ModelSection
+from tessera.diffusion.family import generation_family_of
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.tools.data_features import Features, write_features
@@ -54,11 +55,9 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
             fix="name the parts of a whole diffusers folder; of the transformer its configuration is enough",
         )
     spec, config = resolve(ModelSection(path=Path(pipeline)))
-    if spec.generation is None:
-        raise TesseraError(f"{spec.name} generates no images or videos", where=pipeline)
-    form = spec.generation(config)
+    family = generation_family_of(spec, config, pipeline)
     section = nested(data.section)
-    section["length"] = row_length(data, form, strides_of(spec.name, form, pipeline), sources["data"])
+    section["length"] = row_length(data, family, strides_of(spec.name, family, pipeline), sources["data"])
     section["workers"] = args.num_workers
     model.encoders.pop("steps", None)  # features are encoded as many at a time as fit
     options = {**model.options, "encoders": {"folder": pipeline, **nested(model.encoders)}}

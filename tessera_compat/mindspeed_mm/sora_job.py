@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.config.run_config import ModelSection
-from tessera.diffusion.forms import GenerationForm
-from tessera.diffusion.pipeline_parts import VaeForm
+from tessera.diffusion.family import GenerationFamily, family_of
 from tessera.errors import TesseraError, nearest
 from tessera.models import resolve
 from tessera.runtime.files import read_json_mapping
@@ -114,14 +113,14 @@ def set_model_and_data(
     recipe: dict[str, Any], args: Any, model: GenerationFile, data: GenerationData, sources: tuple[str, str]
 ) -> None:
     """Set the sections of the model and of its data, and the options of the task. `sources`: files of both."""
-    form = _set_model(recipe, args, model, data, sources[0])
-    recipe["data"] = _data_section(args, model, data, form, sources[1])
+    family = _set_model(recipe, args, model, data, sources[0])
+    recipe["data"] = _data_section(args, model, data, family, sources[1])
     recipe.setdefault("train", {})["task_options"] = _task_options(recipe, model, data, sources[0])
 
 
 def _set_model(
     recipe: dict[str, Any], args: Any, model: GenerationFile, data: GenerationData, source: str
-) -> GenerationForm:
+) -> GenerationFamily:
     """Set the section of the model, and return how the family reads latents and text."""
     section: dict[str, Any] = recipe.setdefault("model", {})
     base = args.load_base_model or args.load or model.weights
@@ -138,7 +137,8 @@ def _set_model(
             )
     described = ModelSection(family=model.family, config=model.config)
     spec, config = resolve(described)
-    assert spec.generation is not None, "generation families alone are read"
+    family = family_of(spec, config)
+    assert family is not None, "only generation families are read"
     if base is None:
         section |= {"family": model.family, "config": dict(model.config)}
     else:
@@ -152,8 +152,7 @@ def _set_model(
         section["lora"] = lora_section(args, lora_targets(args.lora_target_modules, str(model.family)))
     else:
         refuse_lora_flags(args)
-    form: GenerationForm = spec.generation(config)
-    return form
+    return family
 
 
 def pipeline_of(model: GenerationFile, data: GenerationData | None, source: str) -> str | None:
@@ -189,33 +188,34 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
                 where=source,
                 fix="describe the model that the weights belong to",
             )
-    assert spec.generation is not None
-    stated["token_times"] = spec.generation(config).token_times
+    family = family_of(spec, config)
+    assert family is not None
+    stated["token_times"] = family.token_times
     return {key: value for key, value in chosen.items() if value != stated[key]}
 
 
 def _data_section(
-    args: Any, model: GenerationFile, data: GenerationData, form: GenerationForm, source: str
+    args: Any, model: GenerationFile, data: GenerationData, family: GenerationFamily, source: str
 ) -> dict[str, Any]:
     section = nested(data.section)
     section["workers"] = args.num_workers
-    strides = strides_of(str(model.family), form, pipeline_of(model, data, source))
-    section["length"] = row_length(data, form, strides, source)
+    strides = strides_of(str(model.family), family, pipeline_of(model, data, source))
+    section["length"] = row_length(data, family, strides, source)
     if model.pairs:  # a row holds both videos of a pair
         section |= {"kind": "generation_preference", "length": 2 * section["length"]}
         section["train"] = [{**one, "columns": dict(PAIR_COLUMNS)} for one in section["train"]]
     return section
 
 
-def strides_of(family: str, form: GenerationForm, pipeline: str | None) -> tuple[int, int]:
+def strides_of(name: str, family: GenerationFamily, pipeline: str | None) -> tuple[int, int]:
     """Return the frames and pixels that a latent stands for: as the VAE of a folder says, or as the family's has it."""
     if pipeline is not None and (Path(pipeline) / "vae" / CONFIG_FILE).is_file():
-        vae = VaeForm.of(read_json_mapping(Path(pipeline) / "vae" / CONFIG_FILE), pipeline)
+        vae = family.vae_form(read_json_mapping(Path(pipeline) / "vae" / CONFIG_FILE), pipeline)
         return vae.time_stride, vae.space_stride
-    return _WIDE_STRIDES.get(form.channels, STRIDES[family])
+    return _WIDE_STRIDES.get(family.channels, STRIDES[name])
 
 
-def row_length(data: GenerationData, form: GenerationForm, strides: tuple[int, int], source: str) -> int:
+def row_length(data: GenerationData, family: GenerationFamily, strides: tuple[int, int], source: str) -> int:
     """Return the elements of the largest sample: its latent tokens, and those of text in joint families."""
     sizes = data.sizes
     pixels = sizes["height"] * sizes["width"] if "height" in sizes else sizes.get("max_pixels")
@@ -227,9 +227,9 @@ def row_length(data: GenerationData, form: GenerationForm, strides: tuple[int, i
             fix="give num_frames, max_height and max_width; of features, those that they were made with",
         )
     time, space = strides
-    latent_frames = ceil(((frames - 1) // time + 1) / form.patch[0])
-    tokens: int = latent_frames * (pixels // (space * space * form.patch[1] * form.patch[2]))
-    text = sum(one.length for one in form.text if one.tokens) if form.joint else 0
+    latent_frames = ceil(((frames - 1) // time + 1) / family.patch[0])
+    tokens: int = latent_frames * (pixels // (space * space * family.patch[1] * family.patch[2]))
+    text = sum(reader.length for reader in family.captions if reader.tokens) if family.joint else 0
     return max(1, tokens + text)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.spec import ModelSpec
+from tessera.diffusion.family import family_of
 
 Grid = tuple[int, int, int]  # frames, rows and columns of a sample, in patches
 
@@ -32,8 +33,9 @@ class GenerationFamily(ABC):
     @property
     def joint(self) -> bool:
         """Whether text and latents are one sequence."""
-        assert self.spec.generation is not None
-        return self.spec.generation(self.config(next(iter(self.configs)))).joint
+        family = family_of(self.spec, self.config(next(iter(self.configs))))
+        assert family is not None
+        return family.joint
 
     def config(self, name: str) -> Any:
         return self.spec.config.from_hf(self.configs[name])  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
 from tessera.diffusion.flux import SPEC as FLUX
-from tessera.diffusion.forms import sample_positions
 from tessera.diffusion.qwen_image import SPEC as QWEN_IMAGE
 from tessera.diffusion.sd3 import SPEC as SD3
 
@@ -33,7 +32,8 @@ class JointFamily(GenerationFamily):
         shape, images = config.shape, self.images(config)
         latents = [sum(map(prod, grids)) for grids in images]
         both = [(text, count) for text, count in zip(self.text, latents, strict=True)] + [(0, PADDING)]
-        places = [sample_positions(config.generation(), *one) for one in zip(self.text, images, strict=True)]
+        family = config.generation()
+        places = [family.positions(*sample) for sample in zip(self.text, images, strict=True)]
         is_text = torch.cat([torch.tensor([1] * text + [0] * count) for text, count in both]).bool()
         samples = len(both)
         tensors = {

@@ -14,14 +14,16 @@ from PIL import Image
 
 import tessera
 from tessera.core.task import FrozenModule
-from tessera.diffusion.captions import CaptionEncoder
-from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.autoencoders import VAE
+from tessera.diffusion.batches import latent_lengths
+from tessera.diffusion.captions import CaptionTokenizer, FrameCaptions
+from tessera.diffusion.encoders import Encoders, without_captions
+from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER, frame_embeddings, prepared
 from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
 from tessera.diffusion.hunyuan_video_1_5.config import HunyuanVideo15Config
-from tessera.diffusion.pipeline_parts import VAE, PipelineFolder
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.processor import GenerationProcessor
-from tessera.diffusion.sample_encoders import SampleEncoders, latent_lengths, without_captions
 from tessera.errors import TesseraError
 from tessera.tools.data_features import write_features
 from tests.close import assert_as_close, distance
@@ -29,7 +31,7 @@ from tests.toys.generation_set import rows_of, write_image, write_jsonl, write_v
 from tests.toys.sampling_folders import write_hunyuan_video_1_5_i2v, write_hunyuan_video_i2v
 
 CPU = torch.device("cpu")
-FORM = HunyuanVideo15Config(in_channels=9, out_channels=4).generation()
+FAMILY = HunyuanVideo15Config(in_channels=9, out_channels=4).generation()
 LENGTH = 700  # of which the template of a caption is most
 CAPTIONS = ("a red kite", "the blue dog moving left", "cat")
 
@@ -68,18 +70,18 @@ def test_a_first_frame_is_embedded_as_diffusers_does(world: tuple[Path, Any]) ->
 
 def test_embeddings_have_their_place_between_text_and_latents(world: tuple[Path, Any]) -> None:
     folder = world[0] / "model"
-    processor = GenerationProcessor.load(FORM, folder, num_frames=13)
+    processor = GenerationProcessor.load(FAMILY, folder, num_frames=13)
     rows = rows_of(processor, str(world[0] / "videos.jsonl"), length=LENGTH, shuffle=False, pack=False)
     assert rows.bad_samples == ()
     batch = rows.batch(range(len(rows)))
     parts = PipelineFolder(folder)
     modules = {
         VAE: parts.autoencoder(),
-        "text_encoder": parts.text_encoder(FORM.text[0]),
+        "text_encoder": parts.text_encoder(FAMILY.captions[0]),
         IMAGE_ENCODER: parts.frame_encoder(),
     }
     frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
-    made = SampleEncoders(FORM, frozen, "first").encode(batch, ())
+    made = Encoders(FAMILY, frozen, parts, "first").encode(batch, ())
     texts, embeds = (made.segments[name].lengths for name in ("text", "image_embeds"))
     assert [one for one in embeds if one] == [4, 4, 4]
     assert len(made["image_embeds"]) == len(made["image_embeds_index"]) == 12
@@ -88,7 +90,7 @@ def test_embeddings_have_their_place_between_text_and_latents(world: tuple[Path,
     own = [
         whole - text - more for whole, text, more in zip(made.segments["latents"].lengths, texts, embeds, strict=True)
     ]
-    assert latent_lengths(made, FORM) == own
+    assert latent_lengths(made, FAMILY) == own
     assert len(made["clean"]) == len(made["latent_index"]) == sum(own)
     assert not made["positions"][:, made["image_embeds_index"]].any(), "they are not rotated"
     trained = made["condition"][made["trained"]]
@@ -151,7 +153,7 @@ def test_what_such_a_model_needs_is_asked_for(world: tuple[Path, Any], tmp_path:
 CONDITIONS = ["token_replace", pytest.param("latent_concat", marks=pytest.mark.slow)]
 
 
-def first_form(condition: Any) -> GenerationForm:
+def first_family(condition: Any) -> GenerationFamily:
     channels = 9 if condition == "latent_concat" else 4
     return HunyuanVideoConfig(in_channels=channels, out_channels=4, image_condition_type=condition).generation()
 
@@ -161,22 +163,24 @@ def first_form(condition: Any) -> GenerationForm:
 def test_captions_are_read_with_the_first_frame_as_diffusers_does(tmp_path: Path, condition: str) -> None:
     from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video_image2video as published
 
-    pipeline, form = write_hunyuan_video_i2v(tmp_path, condition), first_form(condition).text[0]
+    pipeline, reader = write_hunyuan_video_i2v(tmp_path, condition), first_family(condition).captions[0]
     template = published.DEFAULT_PROMPT_TEMPLATE
-    assert form.template == template["template"]
-    assert form.shown is not None
+    assert isinstance(reader, FrameCaptions)
+    assert reader.template == template["template"]
     shown = Image.fromarray(np.random.default_rng(0).integers(0, 255, (336, 336, 3), dtype=np.uint8))
-    captions, frame = CaptionEncoder.load(tmp_path, form), torch.from_numpy(np.array(shown))
-    narrow, wide = (PipelineFolder(tmp_path).text_encoder(form, dtype=one) for one in (torch.float32, torch.float64))
+    captions, frame = CaptionTokenizer.load(tmp_path, reader), torch.from_numpy(np.array(shown))
+    narrow, wide = (
+        PipelineFolder(tmp_path).text_encoder(reader, dtype=dtype) for dtype in (torch.float32, torch.float64)
+    )
     for caption in ("a red kite moving left", "kite " * 400):  # the second one is cut
         ids = torch.tensor(captions.cut(captions.ids(caption)))
         (ours,), (exact,) = (encoder.encode([ids], [frame]) for encoder in (narrow, wide))
-        every = form.shown.every
+        every = reader.every
         states, mask = pipeline._get_llama_prompt_embeds(shown, caption, template, image_embed_interleave=every)
         peer = states[0][mask[0].bool()]
         assert ours.tokens is not None
         assert exact.tokens is not None
-        assert len(ours.tokens) == form.embeddings(len(ids))
+        assert len(ours.tokens) == reader.embeddings(len(ids))
         assert distance(peer, exact.tokens) < 1e-5 * distance(exact.tokens, torch.zeros_like(exact.tokens))
         assert_as_close(ours.tokens, peer, exact.tokens)
 
@@ -205,14 +209,15 @@ def test_the_empty_caption_of_a_sample_is_read_with_its_own_frame(tmp_path: Path
         write_image(tmp_path / f"{number}.png", (32, 32), 60 * number)
     data = [{"id": f"s{number}", "path": f"{number}.png", "cap": CAPTIONS[number]} for number in range(3)]
     media = str(write_jsonl(tmp_path / "images.jsonl", data))
-    form, parts = first_form("token_replace"), PipelineFolder(tmp_path)
-    rows = rows_of(GenerationProcessor.load(form, tmp_path), media, length=LENGTH)
+    family, parts = first_family("token_replace"), PipelineFolder(tmp_path)
+    rows = rows_of(GenerationProcessor.load(family, tmp_path), media, length=LENGTH)
     batch = rows.batch(range(len(rows)))
     made = []
     for dtype in (torch.float32, torch.float64):
-        modules = {VAE: parts.autoencoder()} | {one.encoder: parts.text_encoder(one, dtype=dtype) for one in form.text}
+        modules: dict[str, torch.nn.Module] = {VAE: parts.autoencoder()}
+        modules |= {reader.encoder: parts.text_encoder(reader, dtype=dtype) for reader in family.captions}
         frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
-        encoders = SampleEncoders(form, frozen, "first", parts.empty_caption(form), stores_empty=True)
+        encoders = Encoders(family, frozen, parts, "first", stores_empty=True)
         everyone = range(len(batch.segments["text"].lengths))
         made.append((encoders.encode(batch, ()), encoders.encode(batch, everyone)))
     (stored, online), (_, exact) = made

@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 import tessera
 from tessera.core.task import FrozenModule
 from tessera.data.order.packed_rows import PackedRows
-from tessera.diffusion.edit_images import EditImages, edit_form
-from tessera.diffusion.pipeline_parts import VAE, PipelineFolder
+from tessera.diffusion.autoencoders import VAE
+from tessera.diffusion.encoders import Encoders, without_captions
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.diffusion.qwen_image.config import QwenImageConfig
-from tessera.diffusion.sample_encoders import SampleEncoders, without_captions
-from tessera.diffusion.sampling.prompts import PromptEncoder
 from tessera.errors import TesseraError
 from tessera.tools.data_features import write_features
 from tests.close import assert_as_close, assert_within_rounding, move_by_a_rounding
@@ -30,7 +29,7 @@ from tests.toys.generation_set import rows_of, write_jsonl
 from tests.toys.sampling_folders import write_qwen_image
 
 CPU = torch.device("cpu")
-FORM = QwenImageConfig(in_channels=16, out_channels=4).generation()
+FAMILY = QwenImageConfig(in_channels=16, out_channels=4).generation()
 OPTIONS: dict[str, Any] = {"max_pixels": 1024, "reference_pixels": 64 * 64}
 CAPTIONS = ("a red kite", "the blue dog moving left", "cat", "the kite")
 
@@ -60,16 +59,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, write_qwen_image(folder / "model", edit=True)
 
 
-def encoders_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> SampleEncoders:
-    parts, form = PipelineFolder(folder), edit_form(folder, FORM)
-    assert form is not None
-    modules = {VAE: parts.autoencoder(), "text_encoder": parts.text_encoder(FORM.text[0], dtype=dtype)}
+def encoders_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Encoders:
+    parts = PipelineFolder(folder)
+    modules = {VAE: parts.autoencoder(), "text_encoder": parts.text_encoder(FAMILY.captions[0], dtype=dtype)}
     frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
-    return SampleEncoders(FORM, frozen, edit=EditImages.load(folder, form), **options)
+    return Encoders(FAMILY, frozen, parts, **options)
 
 
 def processor_of(folder: Path) -> GenerationProcessor:
-    return GenerationProcessor.load(FORM, folder, **OPTIONS)
+    return GenerationProcessor.load(FAMILY, folder, **OPTIONS)
 
 
 @torch.no_grad()
@@ -129,18 +127,16 @@ def test_training_reads_captions_with_several_images_as_diffusers_does(tmp_path:
 @torch.no_grad()
 def test_training_and_sampling_encode_alike(world: tuple[Path, Any]) -> None:
     folder = world[0] / "model"
-    form = edit_form(folder, FORM)
-    assert form is not None
     rows = rows_of(processor_of(folder), str(world[0] / "edits.jsonl"), length=400, pack=False, shuffle=False)
     at = next(number for number in range(len(rows)) if rows.batch([number]).sample_ids == ("s1",))
     trained = encoders_of(folder).encode(rows.batch([at]), ())["text"]
     reference = Image.open(world[0] / "1-0.png")
     sampled = []
     for dtype in (torch.float32, torch.float64):
-        prompts = PromptEncoder(PipelineFolder(folder), FORM.text, CPU, dtype)
-        (found,) = prompts.encode_with_images(form, [CAPTIONS[1]], [reference], OPTIONS["reference_pixels"])
-        assert found.tokens is not None
-        sampled.append(found.tokens)
+        encoders, pixels = encoders_of(folder, dtype), OPTIONS["reference_pixels"]
+        (embedding,) = encoders.edit_prompts([CAPTIONS[1]], [reference], pixels, CPU)
+        assert embedding.tokens is not None
+        sampled.append(embedding.tokens)
     assert_as_close(trained, *sampled, what="in training, beside in sampling")
 
 
@@ -184,7 +180,7 @@ def test_rows_that_cannot_be_edits_are_left_out_with_the_reason(world: tuple[Pat
 def test_a_folder_that_edits_nothing_refuses_images_to_edit(tmp_path: Path) -> None:
     data = write_set(tmp_path)
     write_qwen_image(tmp_path / "model")
-    with pytest.raises(TesseraError, match="the model's folder does not say how"):
+    with pytest.raises(TesseraError, match="the model's folder is of another pipeline"):
         rows_of(processor_of(tmp_path / "model"), str(data), length=400)
 
 

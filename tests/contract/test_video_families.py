@@ -14,7 +14,8 @@ from ltx_generation import LTXVideo
 from parity import from_foreign, randomize
 from video_generation import CogVideoX, HunyuanVideo, HunyuanVideo15
 
-from tessera.diffusion.sampling.pack import SampleConditions, packed
+from tessera.diffusion.encoders import SampleConditions
+from tessera.diffusion.sampling.pack import packed
 from tessera.errors import TesseraError
 from tessera.nn.joint_transformer import JointTransformer
 from tests.close import rounding
@@ -59,27 +60,29 @@ def test_a_video_of_another_size_than_stored_positions_is_refused() -> None:
 
 
 def test_templates_of_captions_are_those_of_the_published_pipelines() -> None:
-    (form, pooled) = HunyuanVideo().config("plain").generation().text
-    assert form.template == DEFAULT_PROMPT_TEMPLATE["template"]
-    assert form.skip == DEFAULT_PROMPT_TEMPLATE["crop_start"]
+    (captions, pooled) = HunyuanVideo().config("plain").generation().captions
+    assert captions.template == DEFAULT_PROMPT_TEMPLATE["template"]
+    assert captions.skip == DEFAULT_PROMPT_TEMPLATE["crop_start"]
     assert pooled.pooled
-    (form,) = HunyuanVideo15().config("image").generation().text
+    (captions,) = HunyuanVideo15().config("image").generation().captions
     published = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
-    assert f"<|im_start|>system\n{published['system_message'].default}<|im_end|>" in form.template
-    assert form.skip == published["crop_start"].default
-    assert form.length == published["tokenizer_max_length"].default
-    assert form.layer == -(published["num_hidden_layers_to_skip"].default + 1)
+    assert f"<|im_start|>system\n{published['system_message'].default}<|im_end|>" in captions.template
+    assert captions.skip == published["crop_start"].default
+    assert captions.length == published["tokenizer_max_length"].default
+    assert captions.layer == -(published["num_hidden_layers_to_skip"].default + 1)
 
 
 def test_a_first_frame_in_place_is_sampled_at_the_times_of_samples_alone() -> None:
     """HunyuanVideo gives first frames the time 0 by itself: a further time would belong to no sample."""
     family = HunyuanVideo()
     config = family.config("first frame in place")
-    model, form = family.spec.main.build(config), config.generation()
+    model, generation = family.spec.main.build(config), config.generation()
     randomize(model, seed=2)
     chance = torch.Generator().manual_seed(1)
-    text, pooled, first = (torch.randn(*size, generator=chance) for size in ((5, 12), (6,), (4, form.patch_values)))
-    inputs = packed([SampleConditions(text, pooled, first=first)] * 2, form, (3, 2, 2), 6.0, torch.float32)
+    text, pooled, first = (
+        torch.randn(*size, generator=chance) for size in ((5, 12), (6,), (4, generation.patch_values))
+    )
+    inputs = packed([SampleConditions(text, pooled, first=first)] * 2, generation, (3, 2, 2), 6.0, torch.float32)
     assert "time_index" not in inputs.batch
     assert inputs.generated.tolist() == [*range(4, 12), *range(16, 24)]
     assert model(inputs.batch.with_tensors(timesteps=torch.tensor([500.0, 500.0])))["latents"].shape == (24, 16)

@@ -17,6 +17,7 @@ import tessera
 from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
+from tessera.diffusion.family import family_of
 from tessera.diffusion.wan import SPEC
 from tessera.errors import TesseraError
 from tessera.models import resolve
@@ -156,8 +157,9 @@ def test_names_of_both_forms_differ_wherever_a_folder_is_told_by_them() -> None:
 def test_the_length_of_captions_is_the_recipes_and_in_no_file() -> None:
     section = ModelSection(family="wan", preset="2.1-t2v-1.3b", config={"text_length": 8})
     spec, config = resolve(section)
-    assert spec.generation is not None
-    assert [text.length for text in spec.generation(config).text] == [8]
+    family = family_of(spec, config)
+    assert family is not None
+    assert [reader.length for reader in family.captions] == [8]
     assert "text_length" not in config.to_hf()
 
 

@@ -11,13 +11,13 @@ import torch
 from tessera.config.run_config import ParallelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import Component, Residence
+from tessera.core.spec import Residence
 from tessera.core.task import FrozenModule
-from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages, edit_form
-from tessera.diffusion.forms import TextForm
-from tessera.diffusion.pipeline_parts import PipelineFolder
+from tessera.diffusion.captions import Captions
+from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages
+from tessera.diffusion.encoders import Encoders
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.qwen_image.config import QwenImageConfig
-from tessera.diffusion.sample_encoders import SampleEncoders
 from tessera.parallel.frozen import frozen_bytes, place_frozen
 from tessera.parallel.mesh import Mesh, make_axes
 from tessera.runtime.modules import local_shard
@@ -31,10 +31,9 @@ CAPTIONS = [[3, 4, 5, 1], [6, 1]]
 def embed(rank: int, world: int, folder: Path, residence: Residence) -> dict[str, Any]:
     cpu = torch.device("cpu")
     axes = make_axes(ParallelSection(), ModelPlan((), {}), world)
-    parts, form = PipelineFolder(folder), TextForm(length=6)
-    component = Component(lambda _: parts.text_encoder(form, meta=True), residence=residence, stage="first")
-    planned = frozen_bytes(component.build(None), component, axes, None)
-    module = place_frozen(parts.text_encoder(form), residence, Mesh(axes, cpu), cpu)
+    parts, reader = PipelineFolder(folder), Captions(length=6)
+    planned = frozen_bytes(parts.text_encoder(reader, meta=True), residence, axes)
+    module = place_frozen(parts.text_encoder(reader), residence, Mesh(axes, cpu), cpu)
     frozen = FrozenModule(module, cpu, residence)
     with frozen.use() as encoder:
         tokens = [one.tokens.tolist() for one in encoder.encode([torch.tensor(ids) for ids in CAPTIONS])]  # type: ignore[operator]
@@ -46,7 +45,7 @@ def embed(rank: int, world: int, folder: Path, residence: Residence) -> dict[str
 def test_a_shared_text_encoder_embeds_as_a_whole_one(tmp_path: Path) -> None:
     folder = write_pipeline_folder(tmp_path / "pipeline")
     with torch.no_grad():
-        whole = PipelineFolder(folder).text_encoder(TextForm(length=6))
+        whole = PipelineFolder(folder).text_encoder(Captions(length=6))
         wanted = [one.tokens for one in whole.encode([torch.tensor(ids) for ids in CAPTIONS])]
     size = sum(p.numel() * p.element_size() for p in whole.parameters())
     for residence, share in (("sharded", 2), ("device", 1), ("offloaded", 1)):
@@ -60,11 +59,9 @@ def test_a_shared_text_encoder_embeds_as_a_whole_one(tmp_path: Path) -> None:
 
 def embed_with_image(rank: int, world: int, folder: Path) -> list[list[float]]:
     """Embed a caption with an image on the first rank, and nothing on the others, which have padding alone."""
-    cpu, form = torch.device("cpu"), QwenImageConfig(in_channels=16, out_channels=4).generation()
-    read = edit_form(folder, form)
-    assert read is not None
-    images = EditImages.load(folder, read)
-    module = PipelineFolder(folder).text_encoder(form.text[0])
+    cpu, family = torch.device("cpu"), QwenImageConfig(in_channels=16, out_channels=4).generation()
+    images = EditImages.load(folder, family.edits[0])
+    module = PipelineFolder(folder).text_encoder(family.captions[0])
     word: int = module.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
     axes = make_axes(ParallelSection(), ModelPlan((), {}), world)
     frozen = FrozenModule(place_frozen(module, "sharded", Mesh(axes, cpu), cpu), cpu, "sharded")
@@ -75,9 +72,9 @@ def embed_with_image(rank: int, world: int, folder: Path) -> list[list[float]]:
         patches = torch.arange(4 * images.patches.width).remainder(251).view(4, -1).to(torch.uint8)
         tensors |= {EMPTY_IDS: ids, SHOWN: patches, SHOWN_GRIDS: torch.tensor([[1, 2, 2]])}
         segments[EMPTY_IDS] = segments["text_ids"]
-    encoders = SampleEncoders(form, {"text_encoder": frozen}, edit=images)
-    text: list[list[float]] = encoders._with_text([Batch(tensors, segments)], [()])[0]["text"].tolist()
-    return text
+    encoders = Encoders(family, {"text_encoder": frozen}, PipelineFolder(folder))
+    rows: list[list[float]] = encoders._with_text([Batch(tensors, segments)], [()])[0]["text"].tolist()
+    return rows
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.joint import JointConfig, joint_family
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import JointTransformer, TransformerShape
@@ -43,8 +43,8 @@ class DrawnConfig(JointConfig):
             reference_time=self.reference_time,
         )
 
-    def generation(self) -> GenerationForm:
-        return GenerationForm(CHANNELS, (1, 2, 2), joint=True)
+    def generation(self) -> GenerationFamily:
+        return GenerationFamily(CHANNELS, (1, 2, 2), joint=True)
 
 
 class DrawnTransformer(JointTransformer):

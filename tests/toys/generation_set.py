@@ -17,12 +17,13 @@ from tessera.config.reader import build as build_section
 from tessera.config.run_config import DataSection
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
-from tessera.diffusion.forms import GenerationForm, TextForm
+from tessera.diffusion.captions import Captions
+from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.processor import GenerationProcessor
 
 WORDS = ("a", "red", "green", "blue", "square", "moving", "left", "right", "up", "down")
-CROSS = GenerationForm(channels=4, patch=(1, 2, 2), text=(TextForm(length=8),))
-JOINT = GenerationForm(channels=4, patch=(1, 2, 2), joint=True, text=(TextForm(length=8),))
+CROSS = GenerationFamily(channels=4, patch=(1, 2, 2), captions=(Captions(length=8),))
+JOINT = GenerationFamily(channels=4, patch=(1, 2, 2), joint=True, captions=(Captions(length=8),))
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -94,8 +95,8 @@ def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def processor_of(folder: Path, form: GenerationForm = CROSS, **options: Any) -> GenerationProcessor:
-    return GenerationProcessor.load(form, folder, **options)
+def processor_of(folder: Path, family: GenerationFamily = CROSS, **options: Any) -> GenerationProcessor:
+    return GenerationProcessor.load(family, folder, **options)
 
 
 def rows_of(processor: GenerationProcessor, train: Any, cache: Path | None = None, **data: Any) -> PackedRows:

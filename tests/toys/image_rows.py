@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -12,9 +13,11 @@ from tessera.core.batch import Batch
 from tessera.core.row_source import RowSource
 from tessera.core.sample import EncodedMedia
 from tessera.data.kinds import RowRequest
-from tessera.diffusion.forms import GenerationForm, PositionStyle
+from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.qwen_image.config import QwenImageFamily
 from tessera.diffusion.samples import GenerationOptions
+from tessera.diffusion.sd3.config import SD3Family
 from tessera.runtime.rng import derive, generator
 
 ROWS = 64
@@ -25,11 +28,12 @@ POOLED_WIDTH = 6
 
 
 class ImageRows(RowSource):
-    def __init__(self, length: int, seed: int, positions: PositionStyle) -> None:
+    def __init__(self, length: int, seed: int, positions: str) -> None:
         self.length = length
         self.seed = seed
-        form = GenerationForm(CHANNELS, (1, 2, 2), joint=True, positions=positions, table=8)
-        self.processor = GenerationProcessor(form, GenerationOptions(), None, ())
+        shape = {"channels": CHANNELS, "patch": (1, 2, 2), "joint": True}
+        families = {"grid": GenerationFamily, "centered": QwenImageFamily, "table": partial(SD3Family, table=8)}
+        self.processor = GenerationProcessor(families[positions](**shape), GenerationOptions(), None, ())
 
     def __len__(self) -> int:
         return ROWS

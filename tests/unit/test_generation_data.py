@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,11 @@ from tessera.core.sample import EncodedMedia, MediaSize, Sample
 from tessera.core.spec import Processor
 from tessera.data.media.read import ChatProcessor, MediaProcessor
 from tessera.data.media.video_frames import VideoSampling
-from tessera.diffusion.forms import EditForm, GenerationForm, TextForm, sample_positions
+from tessera.diffusion.captions import Captions, EncodedPaddingCaptions
+from tessera.diffusion.edit_images import EditPipeline
+from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.sd3.config import SD3Family
 from tessera.errors import TesseraError
 from tessera.models import FAMILIES
 from tests.toys.generation_set import (
@@ -35,6 +37,12 @@ from tests.toys.generation_set import (
     write_tokenizer,
     write_video,
 )
+
+
+class Editing(GenerationFamily):
+    @property
+    def edits(self) -> tuple[EditPipeline, ...]:
+        return (EditPipeline("Editor", Captions()),)
 
 
 @pytest.fixture
@@ -110,7 +118,7 @@ def test_images_to_edit_come_from_a_key_or_from_the_turn_of_the_user(tmp_path: P
     with pytest.raises(TesseraError, match="edits no images, and the sample has 2 to edit"):
         rows_of(processor_of(pipeline), path)
     with pytest.raises(TesseraError, match="reads the images to edit, too, and the model's folder does not say how"):
-        rows_of(processor_of(pipeline, replace(JOINT, edit=(EditForm("Editor", TextForm()),))), path)
+        rows_of(processor_of(pipeline, Editing(4, (1, 2, 2), joint=True, captions=(Captions(length=8),))), path)
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "json", "parquet", "folder", "metadata", "tar"])
@@ -182,8 +190,8 @@ def test_frames_are_one_and_a_multiple_of_the_stride(taken: int, used: int) -> N
 
 
 def test_patches_over_time_are_whole() -> None:
-    form = GenerationForm(channels=4, patch=(2, 2, 2))
-    processor = GenerationProcessor.load(form, None, vae_stride=(4, 8))
+    family = GenerationFamily(channels=4, patch=(2, 2, 2))
+    processor = GenerationProcessor.load(family, None, vae_stride=(4, 8))
     assert processor.grid(MediaSize(32, 32, 9)) == (1, 2, 2)  # 3 frames of latents, of which 2 fill a patch
     assert processor.frames(9) == 5
     with pytest.raises(TesseraError, match="less than one patch"):
@@ -229,7 +237,7 @@ def items(processor: GenerationProcessor) -> list[EncodedMedia]:
             "text_ids": torch.arange(words),
             "frames": torch.full((frames, 32, 32, 3), number + 1, dtype=torch.uint8),
         }
-        text = words if processor.form.joint else 0
+        text = words if processor.family.joint else 0
         count = int(np.prod(grid)) + text
         found.append(EncodedMedia(f"s{number}", count, grid, words, tensors, (), {"samples": 1, "tokens": count}))
     return found
@@ -248,7 +256,7 @@ def test_a_batch_of_latents_that_attend_to_text(pipeline: Path) -> None:
     assert batch["frames"].shape == (7 * 32 * 32, 3)
     assert batch["frames"][:, 0].unique_consecutive().tolist() == [1, 2]
     assert batch["positions"].shape == (3, 32)
-    assert torch.equal(batch["positions"][:, :8], sample_positions(CROSS, 0, [(2, 2, 2)]))
+    assert torch.equal(batch["positions"][:, :8], CROSS.positions(0, [(2, 2, 2)]))
     assert "latent_index" not in batch
     assert batch.counts == {"samples": 3, "tokens": 16}
 
@@ -261,7 +269,7 @@ def test_a_batch_of_text_and_latents_in_one_sequence(pipeline: Path) -> None:
     assert batch["text_index"].tolist() == [0, 1, 2, 11, 12]
     assert batch["latent_index"].tolist() == [*range(3, 11), *range(13, 20)]
     assert batch["trained"].tolist() == list(range(12))  # among latents, of which the last three are padding
-    assert torch.equal(batch["positions"][:, :11], sample_positions(JOINT, 3, [(2, 2, 2)]))
+    assert torch.equal(batch["positions"][:, :11], JOINT.positions(3, [(2, 2, 2)]))
     assert batch.segments["text"].lengths == (3, 2, 0)
 
 
@@ -277,15 +285,15 @@ def test_images_to_edit_are_latents_that_are_not_trained_on(tmp_path: Path, pipe
     assert batch["trained"].tolist() == [0, 1, 2, 3]
     assert batch["reference_index"].tolist() == [4, 5]
     assert batch["references"].shape == (16 * 32, 3)
-    assert torch.equal(batch["positions"][:, :8], sample_positions(JOINT, 2, [(1, 2, 2), (1, 1, 2)]))
+    assert torch.equal(batch["positions"][:, :8], JOINT.positions(2, [(1, 2, 2), (1, 1, 2)]))
 
 
 def test_an_image_beyond_the_table_of_positions_is_left_out(tmp_path: Path, pipeline: Path) -> None:
     write_image(tmp_path / "small.png", (32, 32))
     write_image(tmp_path / "large.png", (64, 32))
     rows = [{"path": f"{name}.png", "cap": "red", "id": name} for name in ("small", "large")]
-    form = GenerationForm(channels=4, patch=(1, 2, 2), joint=True, positions="table", table=3)
-    made = rows_of(processor_of(pipeline, form), str(write_jsonl(tmp_path / "s.jsonl", rows)))
+    family = SD3Family(channels=4, patch=(1, 2, 2), joint=True, table=3)
+    made = rows_of(processor_of(pipeline, family), str(write_jsonl(tmp_path / "s.jsonl", rows)))
     assert made.bad_samples == (("large", "an image of 2 x 4 tokens: the model has positions for 3 x 3"),)
 
 
@@ -324,17 +332,17 @@ def test_captions_are_cut_or_left_out(tmp_path: Path, pipeline: Path, caplog: py
 def test_several_text_encoders(tmp_path: Path) -> None:
     for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
         write_tokenizer(tmp_path / name)
-    form = GenerationForm(
+    family = GenerationFamily(
         channels=4,
         patch=(1, 2, 2),
         joint=True,
-        text=(
-            TextForm(tokenizer="tokenizer", length=4, tokens=False, pooled=True),
-            TextForm(tokenizer="tokenizer_2", length=6, padding="encoded", template="a {} up", skip=1),
-            TextForm(tokenizer="tokenizer_3", length=5, beside=True),
+        captions=(
+            Captions(tokenizer="tokenizer", length=4, tokens=False, pooled=True),
+            EncodedPaddingCaptions(tokenizer="tokenizer_2", length=6, template="a {} up", skip=1),
+            Captions(tokenizer="tokenizer_3", length=5, beside=True),
         ),
     )
-    processor = GenerationProcessor.load(form, tmp_path, vae_stride=(4, 8))
+    processor = GenerationProcessor.load(family, tmp_path, vae_stride=(4, 8))
     ids, cut = processor.tokenize("red blue green left down")
     assert [len(some) for some in ids] == [4, 7, 5]
     assert cut  # by the one that reads most
@@ -352,8 +360,8 @@ def test_a_tokenizer_of_the_older_class_is_converted(tmp_path: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
     (folder / "merges.txt").write_text("#version: 0.2\nr e\nre d</w>\n")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CLIPTokenizer"}))
-    form = GenerationForm(channels=4, patch=(1, 2, 2), text=(TextForm(length=77),))
-    ids, _ = GenerationProcessor.load(form, tmp_path).tokenize("Red  box")
+    family = GenerationFamily(channels=4, patch=(1, 2, 2), captions=(Captions(length=77),))
+    ids, _ = GenerationProcessor.load(family, tmp_path).tokenize("Red  box")
     assert ids[0] == CLIPTokenizer.from_pretrained(folder)("Red  box").input_ids
     assert ids[0][1] == words.index("red</w>")
 

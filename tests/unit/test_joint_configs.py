@@ -9,7 +9,8 @@ import pytest
 
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
-from tessera.diffusion.qwen_image.config import QwenImageConfig
+from tessera.diffusion.family import family_of
+from tessera.diffusion.qwen_image.config import QwenImageConfig, QwenImageLayeredFamily
 from tessera.errors import TesseraError
 from tessera.models import resolve
 
@@ -43,28 +44,25 @@ def test_a_field_that_published_files_have_without_use_is_passed_over() -> None:
 
 
 def test_what_a_model_reads_and_predicts_follows_from_its_configuration() -> None:
-    def form(family: str, preset: str) -> Any:
-        spec, config = resolve(ModelSection(family=family, preset=preset))
-        assert spec.generation is not None
-        return spec.generation(config)
+    def family(name: str, preset: str) -> Any:
+        return family_of(*resolve(ModelSection(family=name, preset=preset)))
 
-    dev, control, medium = form("flux", "dev"), form("flux", "control"), form("sd3", "3.5-medium")
-    assert (dev.channels, dev.patch, dev.guidance, dev.condition) == (16, (1, 2, 2), True, "none")
-    assert (control.channels, control.condition) == (16, "channels")
-    assert [text.embeddings(20) for text in dev.text] == [0, 512]
-    assert (medium.channels, medium.positions, medium.table) == (16, "table", 384)
-    assert [text.embeddings(20) for text in medium.text] == [77, 77, 256]
-    edit = form("qwen_image", "20b")
-    assert edit.positions == "centered"
-    one, several = (edit.edit_of(f"QwenImage{name}Pipeline") for name in ("Edit", "EditPlus"))
-    assert one.template(1).count("<|image_pad|>") == 1
+    dev, control, medium = family("flux", "dev"), family("flux", "control"), family("sd3", "3.5-medium")
+    assert (dev.channels, dev.patch, dev.guidance_input, dev.images.choices) == (16, (1, 2, 2), True, ("none",))
+    assert (control.channels, control.images.choices) == (16, ("first",))
+    assert [reader.embeddings(20) for reader in dev.captions] == [0, 512]
+    assert (medium.channels, medium.table) == (16, 384)
+    assert [reader.embeddings(20) for reader in medium.captions] == [77, 77, 256]
+    edit = family("qwen_image", "20b")
+    single, several = (edit.edit(f"QwenImage{name}Pipeline") for name in ("Edit", "EditPlus"))
+    assert single.template(1).count("<|image_pad|>") == 1
     assert "user\nPicture 1: <|vision_start|><|image_pad|><|vision_end|>Picture 2: " in several.template(2)
     with pytest.raises(TesseraError, match="2 images to edit: this model edits 1"):
-        one.template(2)
+        single.template(2)
     with pytest.raises(TesseraError, match="no images to edit: this model edits one or more"):
         several.template(0)
-    assert edit.edit_of("QwenImagePipeline") is None
-    assert form("qwen_image", "layered-20b").positions == "layered"
+    assert edit.edit("QwenImagePipeline") is None
+    assert type(family("qwen_image", "layered-20b")) is QwenImageLayeredFamily
 
 
 def test_work_of_samples_adds_up_to_that_of_their_batch_and_a_token_more_costs_little() -> None:

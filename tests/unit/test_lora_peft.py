@@ -22,6 +22,7 @@ from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import LoraSection, ModelSection
 from tessera.data.tokenizer import train_tokenizer
+from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.inference.weight_source import fill_from
@@ -140,7 +141,7 @@ def test_what_we_write_peft_loads(family: str, rslora: bool, tmp_path: Path) -> 
         adapters_of(module),
         table,
         base=str(tmp_path / "base"),
-        language=spec.generation is None,
+        language=not isinstance(spec, GenerationSpec),
     )
     loaded = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     there = {name for name, part in loaded.named_modules() if hasattr(part, "lora_A")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,16 @@ from torch import nn
 
 from tessera.core.spec import Component
 from tessera.core.task import FrozenModule
-from tessera.diffusion.forms import TextForm
-from tessera.diffusion.pipeline_parts import (
-    VAES,
-    Autoencoder,
-    PipelineFolder,
+from tessera.diffusion.autoencoders import VAES, Autoencoder
+from tessera.diffusion.captions import (
+    Captions,
+    EncodedPaddingCaptions,
     TextEmbedding,
     TextEncoder,
-    VaeForm,
+    ZeroPaddedCaptions,
     joined,
 )
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.errors import TesseraError
 from tessera.parallel.frozen import frozen_bytes
 from tessera.parallel.mesh import Axes
@@ -64,7 +65,7 @@ def tiny(name: str) -> tuple[nn.Module, Autoencoder]:
     if name == "AutoencoderKLLTXVideo":
         vae.latents_mean.fill_(0.3)
         vae.latents_std.fill_(1.7)
-    return vae, Autoencoder(vae, VaeForm.of({**vae.config, "_class_name": name}, name))
+    return vae, VAES[name](vae, VAES[name].form_of(vae.config))
 
 
 def published(name: str, vae: Any, raw: torch.Tensor) -> torch.Tensor:
@@ -79,19 +80,19 @@ def published(name: str, vae: Any, raw: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("name", sorted(VAES))
 def test_latents_are_scaled_as_published_and_decoded_back(name: str) -> None:
     vae, coder = tiny(name)
     form = coder.form
     frames = 1 if form.images_only else 1 + 2 * form.time_stride
     videos = [torch.randint(0, 256, (frames, 32, 64 - 32 * n, 3), dtype=torch.uint8) for n in (0, 1, 0)]
     latents = coder.encode(videos)
-    for video, latent in zip(videos, latents, strict=True):
-        assert tuple(latent.shape) == (form.channels, *form.latent_shape(*video.shape[:3]))
+    for video, values in zip(videos, latents, strict=True):
+        assert tuple(values.shape) == (form.channels, *form.latent_shape(*video.shape[:3]))
         pixels = (video.permute(3, 0, 1, 2).float() / 127.5 - 1)[None]
         raw = vae.encode(pixels[:, :, 0] if form.images_only else pixels).latent_dist.mode()  # type: ignore[operator]
         wanted = published(name, vae, raw)
-        assert torch.allclose(latent, (wanted.unsqueeze(2) if form.images_only else wanted)[0], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(values, (wanted.unsqueeze(2) if form.images_only else wanted)[0], rtol=1e-4, atol=1e-4)
     back = coder.decode(latents)
     assert [tuple(video.shape) for video in back] == [tuple(video.shape) for video in videos]
     assert all(video.dtype == torch.uint8 for video in back)
@@ -115,17 +116,17 @@ def test_parts_are_read_from_the_folder(folder: Path) -> None:
         assert name == other
         assert torch.equal(ours, theirs)
     assert parts.vae_form().mean == tuple(VAE_CONFIG["latents_mean"])
-    described = parts.text_encoder(TextForm(), meta=True)
+    described = parts.text_encoder(Captions(), meta=True)
     assert all(p.is_meta for p in described.parameters())
     assert [n for n, _ in described.named_parameters()] == [
-        n for n, _ in parts.text_encoder(TextForm()).named_parameters()
+        n for n, _ in parts.text_encoder(Captions()).named_parameters()
     ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_without_weights_take_as_many_bytes_as_parts_that_are_read(folder: Path, dtype: torch.dtype) -> None:
     parts = PipelineFolder(folder)
-    for make in (parts.autoencoder, partial(parts.text_encoder, TextForm())):
+    for make in (parts.autoencoder, partial(parts.text_encoder, Captions())):
         planned, read = (
             frozen_bytes(make(dtype=dtype, meta=meta), OFFLOADED, Axes({}, {}), None) for meta in (True, False)
         )
@@ -133,20 +134,20 @@ def test_parts_without_weights_take_as_many_bytes_as_parts_that_are_read(folder:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("padding", ["none", "zeros", "encoded"])
-def test_captions_are_embedded_alone_or_together(folder: Path, padding: Any) -> None:
-    form = TextForm(length=6, padding=padding, skip=1)
-    encoder = PipelineFolder(folder).text_encoder(form)
+@pytest.mark.parametrize("kind", [Captions, ZeroPaddedCaptions, EncodedPaddingCaptions])
+def test_captions_are_embedded_alone_or_together(folder: Path, kind: type[Captions]) -> None:
+    reader = kind(length=6, skip=1)
+    encoder = PipelineFolder(folder).text_encoder(reader)
     captions = [torch.tensor([3, 4, 5, 1]), torch.tensor([9, 1]), torch.arange(2, 20)]
-    together = [one.tokens for one in encoder.encode(captions)]
-    for caption, embedding in zip(captions, together, strict=True):
+    together = [embedding.tokens for embedding in encoder.encode(captions)]
+    for caption, tokens in zip(captions, together, strict=True):
         (alone,) = encoder.encode([caption])
-        assert embedding is not None
+        assert tokens is not None
         assert alone.tokens is not None
-        assert torch.allclose(embedding, alone.tokens, atol=1e-5)
-        assert embedding.shape == (form.embeddings(len(caption)), TEXT_SIZE)
+        assert torch.allclose(tokens, alone.tokens, atol=1e-5)
+        assert tokens.shape == (reader.embeddings(len(caption)), TEXT_SIZE)
     assert together[1] is not None
-    zeros = 0 if padding != "zeros" else 5
+    zeros = 5 if kind is ZeroPaddedCaptions else 0
     assert int((together[1] == 0).all(1).sum()) == zeros
     assert encoder.encode([]) == []
 
@@ -167,13 +168,13 @@ def test_two_clip_encoders_lie_beside_each_other_before_t5(folder: Path) -> None
         eos_token_id=1,
     )
     clip = CLIPTextModelWithProjection(config).eval()
-    first = TextForm(length=7, padding="encoded", masked=False, layer=-2, pooled=True, pad=1)
-    forms = (first, TextForm(**{**vars(first), "beside": True}), TextForm(length=4))
-    encoders = [TextEncoder(clip, forms[0], 1), TextEncoder(clip, forms[1], 1)]
+    first = EncodedPaddingCaptions(length=7, masked=False, layer=-2, pooled=True, pad=1)
+    readers = (first, replace(first, beside=True), Captions(length=4))
+    encoders = [TextEncoder(clip, reader, 1) for reader in readers[:2]]
     ids = torch.tensor([5, 6, 1])
     embeddings = [encoder.encode([ids])[0] for encoder in encoders]
     embeddings.append(TextEmbedding(torch.ones(4, TEXT_SIZE + 4), None))
-    whole = joined(forms, embeddings)
+    whole = joined(readers, embeddings)
     reference = clip(torch.tensor([[5, 6, 1, 1, 1, 1, 1]]), output_hidden_states=True)
     assert whole.tokens is not None
     assert whole.pooled is not None
@@ -197,7 +198,7 @@ def test_a_folder_chooses_no_class_and_no_pickle(folder: Path, tmp_path: Path) -
     (tmp_path / "text_encoder/config.json").write_text((folder / "text_encoder/config.json").read_text())
     (tmp_path / "text_encoder/pytorch_model.bin").write_bytes(b"not read")
     with pytest.raises(TesseraError, match="pickle"):
-        PipelineFolder(tmp_path).text_encoder(TextForm())
+        PipelineFolder(tmp_path).text_encoder(Captions())
 
 
 def test_an_offloaded_part_returns_to_the_host_unchanged() -> None:

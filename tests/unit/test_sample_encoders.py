@@ -15,15 +15,23 @@ import torch
 from tessera.config.run_config import load_config
 from tessera.core.batch import Batch, Segments
 from tessera.core.task import FrozenModule
-from tessera.diffusion.forms import GenerationForm, TextForm
+from tessera.diffusion.captions import Captions, ZeroPaddedCaptions
+from tessera.diffusion.family import GenerationFamily
+from tessera.diffusion.given_images import (
+    FirstFrameChannels,
+    Given,
+    GivenImages,
+    MarkedFrameChannels,
+    MaskedVideoChannels,
+    patchify,
+)
 from tessera.diffusion.objectives.diffusion import DiffusionTask
-from tessera.diffusion.pipeline_parts import PipelineFolder
-from tessera.diffusion.sample_encoders import Given, given_channels, patchify
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.errors import TesseraError
 from tests.toys.pipeline_folder import write_pipeline_folder
 from tests.unit.test_task_diffusion import spec_of
 
-FORM = GenerationForm(channels=4, patch=(1, 2, 2), text=(TextForm(length=5, padding="zeros"),))
+FAMILY = GenerationFamily(channels=4, patch=(1, 2, 2), captions=(ZeroPaddedCaptions(length=5),))
 CPU = torch.device("cpu")
 
 
@@ -32,11 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pipeline_folder(tmp_path_factory.mktemp("pipeline"))
 
 
-def online_task(folder: Path, form: GenerationForm, **options: Any) -> DiffusionTask:
+def online_task(folder: Path, family: GenerationFamily, **options: Any) -> DiffusionTask:
     task = DiffusionTask(encoders={"text": {"dtype": "float32"}}, **options)
-    task.bind(spec_of(form), None)
+    task.bind(spec_of(family), None)
     config = load_config({"name": "encoded", "model": {"path": str(folder)}, "train": {"steps": 1}})
-    parts = task.components(config, spec_of(form))
+    parts = task.components(config, spec_of(family))
     world: Any = SimpleNamespace(device=CPU)
     task.setup({name: FrozenModule(part.loaded(), CPU, part.residence) for name, part in parts.items()}, world)
     return task
@@ -46,13 +54,13 @@ def encoded_inputs(task: DiffusionTask, batch: Batch) -> Batch:
     return task.inputs(*task.encode([batch]))
 
 
-def media_batch(form: GenerationForm) -> tuple[Batch, list[torch.Tensor], list[torch.Tensor]]:
+def media_batch(family: GenerationFamily) -> tuple[Batch, list[torch.Tensor], list[torch.Tensor]]:
     """One row: a video of 5 frames, one that could not be read, an image with the size of its frames, and padding."""
     generator = torch.Generator().manual_seed(3)
     videos = [torch.randint(0, 256, (frames, 32, 32, 3), dtype=torch.uint8, generator=generator) for frames in (5, 1)]
     captions = [torch.tensor([3, 4, 5, 1]), torch.tensor([6, 1])]
-    text = [4, 0, 2, 0] if form.text[0].padding == "none" else [5, 0, 5, 0]
-    own = text if form.joint else [0] * 4
+    text = [4, 0, 2, 0] if family.captions[0].zeros_to == 0 else [5, 0, 5, 0]
+    own = text if family.joint else [0] * 4
     lengths = [8 + own[0], 3, 4 + own[2], 5]
     kinds = torch.cat([torch.arange(length) < words for length, words in zip(lengths, own, strict=True)])
     tensors = {
@@ -61,7 +69,7 @@ def media_batch(form: GenerationForm) -> tuple[Batch, list[torch.Tensor], list[t
         "sample_index": torch.repeat_interleave(torch.tensor(lengths)),
         "trained": torch.cat([torch.arange(8), torch.arange(11, 15)]),
     }
-    if form.joint:
+    if family.joint:
         tensors |= {"text_index": kinds.nonzero().flatten(), "latent_index": (~kinds).nonzero().flatten()}
     segments = {
         "latents": Segments.of(lengths),
@@ -76,20 +84,20 @@ def media_batch(form: GenerationForm) -> tuple[Batch, list[torch.Tensor], list[t
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("padding", ["none", "zeros"])
-def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool, padding: Any) -> None:
-    form = replace(FORM, joint=joint, text=(TextForm(length=5, padding=padding),))
-    batch, videos, captions = media_batch(form)
-    made = encoded_inputs(online_task(folder, form), batch)
+@pytest.mark.parametrize("kind", [Captions, ZeroPaddedCaptions])
+def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool, kind: type[Captions]) -> None:
+    family = replace(FAMILY, joint=joint, captions=(kind(length=5),))
+    batch, videos, captions = media_batch(family)
+    made = encoded_inputs(online_task(folder, family), batch)
     parts = PipelineFolder(folder)
     with torch.no_grad():
-        latents = [patchify(one, form.patch) for one in parts.autoencoder().encode(videos)]
-        texts = [one.tokens for one in parts.text_encoder(form.text[0]).encode(captions)]
-    clean = torch.zeros(20, form.patch_values)
+        latents = [patchify(values, family.patch) for values in parts.autoencoder().encode(videos)]
+        texts = [embedding.tokens for embedding in parts.text_encoder(family.captions[0]).encode(captions)]
+    clean = torch.zeros(20, family.patch_values)
     clean[:8], clean[11:15] = latents
     features = replace(batch.with_tensors(clean=clean, text=torch.cat([t for t in texts if t is not None])))
     task = DiffusionTask()
-    task.bind(spec_of(form), None)
+    task.bind(spec_of(family), None)
     wanted = task.inputs(features)
     for name in ("latents", "target", "text", "timesteps", "token_weights"):
         assert torch.allclose(made[name], wanted[name], atol=1e-5), name
@@ -97,10 +105,10 @@ def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool,
 
 
 def test_a_dropped_caption_is_the_empty_caption(folder: Path) -> None:
-    batch, _, _ = media_batch(FORM)
-    made = encoded_inputs(online_task(folder, FORM, caption_dropout=1.0), batch)
+    batch, _, _ = media_batch(FAMILY)
+    made = encoded_inputs(online_task(folder, FAMILY, caption_dropout=1.0), batch)
     with torch.no_grad():
-        (empty,) = PipelineFolder(folder).text_encoder(FORM.text[0]).encode([torch.tensor([1])])
+        (empty,) = PipelineFolder(folder).text_encoder(FAMILY.captions[0]).encode([torch.tensor([1])])
     assert empty.tokens is not None
     assert empty.tokens[0].any()
     for text in made["text"].split((5, 5)):
@@ -108,7 +116,7 @@ def test_a_dropped_caption_is_the_empty_caption(folder: Path) -> None:
 
 
 def test_images_to_edit_follow_what_is_made_of_them(folder: Path) -> None:
-    form = replace(FORM, joint=True, text=(TextForm(length=5),))
+    family = replace(FAMILY, joint=True, captions=(Captions(length=5),))
     image = torch.full((1, 32, 32, 3), 99, dtype=torch.uint8)
     tensors = {
         "frames": torch.zeros(32 * 32, 3, dtype=torch.uint8),
@@ -122,10 +130,10 @@ def test_images_to_edit_follow_what_is_made_of_them(folder: Path) -> None:
     }
     bounds = {"latents": Segments.of([10]), "text": Segments.of([2]), "text_ids": Segments.of([2])}
     shapes = {"latents": ((1, 2, 2),), "frames": ((1, 32, 32),), "references": ((1, 32, 32),)}
-    made = encoded_inputs(online_task(folder, form), Batch(tensors, bounds, shapes=shapes, seeds=(1,)))  # type: ignore[arg-type]
+    made = encoded_inputs(online_task(folder, family), Batch(tensors, bounds, shapes=shapes, seeds=(1,)))  # type: ignore[arg-type]
     with torch.no_grad():
         (wanted,) = PipelineFolder(folder).autoencoder().encode([image])
-    assert torch.allclose(made["latents"][4:], patchify(wanted, form.patch), atol=1e-5)
+    assert torch.allclose(made["latents"][4:], patchify(wanted, family.patch), atol=1e-5)
     assert made["trained_here"].tolist() == [True] * 4 + [False] * 4
 
 
@@ -134,7 +142,6 @@ def test_images_to_edit_follow_what_is_made_of_them(folder: Path) -> None:
 def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, given: Given) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 
-    form = replace(FORM, condition="mask_channels")
     coder = PipelineFolder(folder).autoencoder()
     pipeline = WanImageToVideoPipeline(
         tokenizer=None,
@@ -151,25 +158,30 @@ def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, gi
     _, condition = pipeline.prepare_latents(
         pixels[:1], 1, 4, 32, 32, 9, dtype=torch.float32, device=CPU, last_image=last
     )
-    found = given_channels(form, coder, video, (4, 3, 4, 4), given)
+
+    def channels(images: GivenImages, frames: Given) -> torch.Tensor:
+        values = images.channels(coder, video, (4, 3, 4, 4), frames)
+        assert values is not None
+        return values
+
     assert condition.shape == (1, 8, 3, 4, 4)
-    assert torch.allclose(found, patchify(condition[0], form.patch), atol=1e-4)
-    alone = given_channels(replace(FORM, condition="channels"), coder, video, (4, 3, 4, 4), "first")
+    assert torch.allclose(channels(MaskedVideoChannels(), given), condition[0], atol=1e-4)
+    alone = channels(FirstFrameChannels(), "first")
     (first,) = coder.encode([video[:1]])
-    assert torch.allclose(alone[:4], patchify(first, form.patch), atol=1e-5)
-    assert not alone[4:].any()
-    masked = given_channels(replace(FORM, condition="channels_mask"), coder, video, (4, 3, 4, 4), "first")
-    assert torch.equal(masked[:, :16], alone)
-    assert (masked[:4, 16:] == 1).all()  # one channel: the first latent frame is given
-    assert not masked[4:, 16:].any()
+    assert torch.allclose(alone[:, :1], first, atol=1e-5)
+    assert not alone[:, 1:].any()
+    masked = channels(MarkedFrameChannels(), "first")
+    assert torch.equal(masked[:4], alone)
+    assert (masked[4, 0] == 1).all()  # one channel: the first latent frame is given
+    assert not masked[4, 1:].any()
 
 
 def test_online_encoding_without_a_folder_is_refused() -> None:
     task = DiffusionTask(encoders={})
-    task.bind(spec_of(FORM), None)
+    task.bind(spec_of(FAMILY), None)
     config = load_config({"name": "encoded", "model": {"family": "wan"}, "train": {"steps": 1}})
     with pytest.raises(TesseraError, match="VAE and text encoders"):
-        task.components(config, spec_of(FORM))
+        task.components(config, spec_of(FAMILY))
 
 
 def write_image_encoder(pipeline: Path) -> Any:
@@ -193,11 +205,11 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
 
     pipeline = shutil.copytree(folder, tmp_path / "pipeline")
     model = write_image_encoder(pipeline)
-    form = replace(FORM, condition="mask_channels", image_embeds=True)
-    batch, videos, _ = media_batch(form)
-    made = encoded_inputs(online_task(pipeline, form, given="first_last"), batch)
+    family = replace(FAMILY, images=MaskedVideoChannels(required=True), image_embeds=True)
+    batch, videos, _ = media_batch(family)
+    made = encoded_inputs(online_task(pipeline, family, given="first_last"), batch)
     assert made.segments["image_embeds"].lengths == (10, 0, 10, 0)
-    assert made["latents"].shape[1] == form.patch_values + 4 * 8
+    assert made["latents"].shape[1] == family.patch_values + 4 * 8
     prepare = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     images = [Image.fromarray(video[at].numpy()) for video in videos for at in (0, -1)]
     with torch.no_grad():
@@ -207,18 +219,18 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
     # Two ways to resize round to values next to each other at most.
     assert float((made["image_embeds"] - wanted.flatten(0, 1)).abs().max()) <= 4 * float((moved - wanted).abs().max())
     features = DiffusionTask(given="first")
-    features.bind(spec_of(form), None)
+    features.bind(spec_of(family), None)
     with pytest.raises(TesseraError, match="embeddings of given frames"):
-        features.inputs(batch.with_tensors(clean=torch.zeros(20, form.patch_values)))
+        features.inputs(batch.with_tensors(clean=torch.zeros(20, family.patch_values)))
 
 
 def test_noise_on_given_images_is_that_of_the_sample_and_some_go_without(folder: Path) -> None:
-    form = replace(FORM, condition="channels")
-    batch, _, _ = media_batch(form)
+    family = replace(FAMILY, images=FirstFrameChannels(required=True))
+    batch, _, _ = media_batch(family)
 
     def given(**options: Any) -> torch.Tensor:
-        made = encoded_inputs(online_task(folder, form, given="first", **options), batch)
-        return made["latents"][:, form.patch_values :]
+        made = encoded_inputs(online_task(folder, family, given="first", **options), batch)
+        return made["latents"][:, family.patch_values :]
 
     plain, noisy = given(), given(given_noise={})
     assert torch.equal(noisy, given(given_noise={})), "the noise follows from the seed of the row"
@@ -226,4 +238,4 @@ def test_noise_on_given_images_is_that_of_the_sample_and_some_go_without(folder:
     assert 0 < (given(given_noise={"mean": -12.0, "std": 0.0}) - plain).norm() < 1e-2 * moved
     assert torch.equal(given(given_dropout=1.0), torch.zeros_like(plain))
     with pytest.raises(TesseraError, match="channels alone"):
-        online_task(folder, FORM, given_dropout=0.5)
+        online_task(folder, FAMILY, given_dropout=0.5)

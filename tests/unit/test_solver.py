@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tessera.diffusion.sampling.guidance import Guidance
+from tessera.diffusion.family import EvenLevels, GenerationFamily
+from tessera.diffusion.qwen_image.config import QwenImageFamily
+from tessera.diffusion.sampling.denoise import dynamic_scale
 from tessera.diffusion.sampling.solver import EULER, FlowEuler, make_solver, scheduler_config, with_shift, with_solver
 from tessera.errors import TesseraError
 
@@ -52,7 +54,13 @@ def test_trajectories_are_those_of_diffusers_step_by_step(name: str, steps: int)
         slope = (1.15 - 0.5) / (4096 - 256)
         options["mu"] = TOKENS * slope + 0.5 - slope * 256
     reference.set_timesteps(steps, **options)
-    solver = make_solver(config, steps, TOKENS, spaced_by_family=even, generator=torch.Generator().manual_seed(3))
+    solver = make_solver(
+        config,
+        steps,
+        TOKENS,
+        sigmas=EvenLevels().sigmas(steps) if even else None,
+        generator=torch.Generator().manual_seed(3),
+    )
     noise = torch.Generator().manual_seed(3)
     assert torch.allclose(solver.timesteps, reference.timesteps.float(), rtol=2e-7, atol=0)
     ours = theirs = torch.randn(1, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
@@ -72,13 +80,13 @@ def test_trajectories_are_those_of_diffusers_step_by_step(name: str, steps: int)
 def test_another_solver_keeps_the_noise_levels_of_the_model() -> None:
     wan = {"_class_name": "UniPCMultistepScheduler", **FLOW}
     euler = with_solver(wan, "euler")
-    assert isinstance(make_solver(euler, 4, TOKENS, spaced_by_family=True), FlowEuler)
+    assert isinstance(make_solver(euler, 4, TOKENS, sigmas=EvenLevels().sigmas(4)), FlowEuler)
     assert euler["shift"] == 3.0
     assert with_solver(wan, "unipc") == wan
     flux = {"_class_name": EULER, **DYNAMIC}
     for name in ("unipc", "dpm++"):
-        times = make_solver(with_solver(flux, name), 8, 4096, spaced_by_family=True).timesteps
-        first = make_solver(flux, 8, 4096, spaced_by_family=True).timesteps
+        times = make_solver(with_solver(flux, name), 8, 4096, sigmas=EvenLevels().sigmas(8)).timesteps
+        first = make_solver(flux, 8, 4096, sigmas=EvenLevels().sigmas(8)).timesteps
         assert (times - first).abs().max() < 130  # both are shifted by exp(1.15), and spaced in their own ways
         assert times[0] > 990
         assert (times.diff() < 0).all()
@@ -87,8 +95,8 @@ def test_another_solver_keeps_the_noise_levels_of_the_model() -> None:
 def test_a_given_shift_takes_the_place_of_the_folders() -> None:
     wan, flux = {"_class_name": "UniPCMultistepScheduler", **FLOW}, {"_class_name": EULER, **DYNAMIC}
     for config in (wan, flux, {}):
-        times = make_solver(with_shift(config, 7.0), 5, TOKENS, spaced_by_family=True).timesteps
-        plain = make_solver(with_shift(config, 1.0), 5, TOKENS, spaced_by_family=True).timesteps
+        times = make_solver(with_shift(config, 7.0), 5, TOKENS, sigmas=EvenLevels().sigmas(5)).timesteps
+        plain = make_solver(with_shift(config, 1.0), 5, TOKENS, sigmas=EvenLevels().sigmas(5)).timesteps
         share = plain[1:] / 1000
         assert torch.allclose(times[1:], 1000 * 7 * share / (1 + 6 * share), atol=2.0), "times may be whole numbers"
     with pytest.raises(TesseraError, match="not shifted"):
@@ -97,7 +105,7 @@ def test_a_given_shift_takes_the_place_of_the_folders() -> None:
 
 def test_a_large_image_gets_more_noise() -> None:
     config = {"_class_name": EULER, **DYNAMIC}
-    small, large = (make_solver(config, 4, n, spaced_by_family=True).timesteps for n in (256, 4096))
+    small, large = (make_solver(config, 4, n, sigmas=EvenLevels().sigmas(4)).timesteps for n in (256, 4096))
     assert (large[1:] > small[1:]).all()
     assert math.isclose(float(large[1]), 1000 * math.exp(1.15) / (math.exp(1.15) + 1 / 0.75 - 1), rel_tol=1e-6)
 
@@ -120,7 +128,7 @@ def test_odd_settings_of_a_folder_are_refused(tmp_path: Path, change: dict[str, 
     config = scheduler_config(tmp_path)
     assert config is not None
     with pytest.raises(TesseraError, match=word):
-        make_solver(config, 4, TOKENS, spaced_by_family=False)
+        make_solver(config, 4, TOKENS)
 
 
 def test_solvers_and_steps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -131,22 +139,20 @@ def test_solvers_and_steps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="does not predict a velocity"):
         with_solver({"_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction"}, "euler")
     with pytest.raises(TesseraError, match="0 steps"):
-        make_solver({}, 0, TOKENS, spaced_by_family=True)
+        make_solver({}, 0, TOKENS)
 
 
 def test_guidance_leads_away_from_the_prediction_without_the_prompt() -> None:
     with_prompt, without = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-    plain = Guidance().combine(with_prompt, without, 4.0)
+    plain = GenerationFamily(4, (1, 2, 2)).guide(with_prompt, without, 4.0)
     assert torch.allclose(plain, 4 * with_prompt - 3 * without, atol=1e-5)
-    kept = Guidance(keep_norm=True).combine(with_prompt, without, 4.0)
-    assert torch.allclose(kept.norm(dim=-1), with_prompt.norm(dim=-1), atol=1e-5)
-    assert torch.allclose(torch.cosine_similarity(kept, plain), torch.ones(5), atol=1e-5)
+    scaled = QwenImageFamily(4, (1, 2, 2)).guide(with_prompt, without, 4.0)
+    assert torch.allclose(scaled.norm(dim=-1), with_prompt.norm(dim=-1), atol=1e-5)
+    assert torch.allclose(torch.cosine_similarity(scaled, plain), torch.ones(5), atol=1e-5)
 
 
 def test_dynamic_guidance_follows_the_law_of_cogvideox() -> None:
-    law = Guidance(dynamic=True)
-    found = [law.scale_at(6.0, time, 50) for time in (49.0, 25.0, 0.0)]
+    scales = [dynamic_scale(6.0, time, 50) for time in (49.0, 25.0, 0.0)]
     expected = [1 + 6 * (1 - math.cos(math.pi * ((50 - time) / 50) ** 5)) / 2 for time in (49.0, 25.0, 0.0)]
-    assert found == pytest.approx(expected)
-    assert found[-1] == 7.0
-    assert Guidance().scale_at(6.0, 999.0, 50) == 6.0
+    assert scales == pytest.approx(expected)
+    assert scales[-1] == 7.0

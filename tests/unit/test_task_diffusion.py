@@ -13,17 +13,19 @@ from torch import Tensor, nn
 
 from tessera.config.reader import build
 from tessera.core.batch import Batch, Segments
-from tessera.core.model_plan import ModelPlan, Stream
 from tessera.core.outputs import LATENTS, Outputs
+from tessera.core.model_plan import ModelPlan, Stream
 from tessera.core.spec import Component, ModelSpec
-from tessera.diffusion.forms import GenerationForm, TextForm
+from tessera.diffusion.captions import Captions
+from tessera.diffusion.family import GenerationFamily, GenerationSpec
+from tessera.diffusion.given_images import FirstFrameChannels, MarkedFrameChannels, MaskedVideoChannels, ReplacedFrames
 from tessera.diffusion.noise_levels import Betas, NoiseLevels, ShiftByTokens, TimeOptions
 from tessera.diffusion.objectives.diffusion import DiffusionTask
 from tessera.errors import TesseraError
 from tessera.parallel.engine import SimpleEngine
 from tessera.parallel.sequence_sharding import BatchSharding, SequenceSharding, shard_batch
 
-CROSS = GenerationForm(channels=3, patch=(1, 2, 1), text=(TextForm(length=4),))
+CROSS = GenerationFamily(channels=3, patch=(1, 2, 1), captions=(Captions(length=4),))
 JOINT = replace(CROSS, joint=True)
 TEXT = 5
 MAIN = Stream(("sample_index", "positions"), "latents", dim=-1, index="token_index")
@@ -68,11 +70,12 @@ def test_ddpm_levels_are_those_of_the_published_schedulers() -> None:
 
     for schedule in ("linear", "scaled_linear"):
         ddpm = DDPMScheduler(beta_start=0.001, beta_end=0.02, beta_schedule=schedule)
-        ours = Betas(schedule=schedule, start=0.001, end=0.02).kept(1000)  # type: ignore[arg-type]
+        ours = Betas(schedule=schedule, start=0.001, end=0.02).signal_shares(1000)  # type: ignore[arg-type]
         assert torch.allclose(ours.float(), ddpm.alphas_cumprod, atol=1e-5)
     for shift, zero in ((3.0, True), (1.0, True), (3.0, False)):
         ddim = CogVideoXDDIMScheduler(snr_shift_scale=shift, rescale_betas_zero_snr=zero)
-        assert torch.allclose(Betas(snr_shift=shift, zero_snr=zero).kept(1000), ddim.alphas_cumprod.double(), atol=1e-9)
+        shares = Betas(snr_shift=shift, zero_snr=zero).signal_shares(1000)
+        assert torch.allclose(shares, ddim.alphas_cumprod.double(), atol=1e-9)
 
 
 @pytest.mark.parametrize("objective", ["epsilon", "v"])
@@ -156,20 +159,22 @@ def test_an_expert_is_trained_between_its_boundaries(objective: Any, bounds: tup
 # ---------------------------------------------------------------------------------------------- batches
 
 
-def spec_of(form: GenerationForm | None) -> ModelSpec:
-    plan = ModelPlan((), {}, streams={"latents": MAIN if form is None or not form.joint else JOINT_MAIN})
+def spec_of(family: GenerationFamily | None) -> ModelSpec:
+    plan = ModelPlan((), {}, streams={"latents": MAIN if family is None or not family.joint else JOINT_MAIN})
     component = Component(lambda config: nn.Linear(1, 1), lambda config: plan)
-    made = None if form is None else (lambda config: form)
-    return ModelSpec("toy", type(options()), component, generation=made)
+    parts: dict[str, Any] = {"name": "toy", "config": type(options()), "main": component}
+    return ModelSpec(**parts) if family is None else GenerationSpec(**parts, generation=lambda config: family)
 
 
-def bound(form: GenerationForm, **values: Any) -> DiffusionTask:
+def bound(family: GenerationFamily, **values: Any) -> DiffusionTask:
     task = DiffusionTask(**values)
-    task.bind(spec_of(form), None)
+    task.bind(spec_of(family), None)
     return task
 
 
-def row_batch(form: GenerationForm, rows: list[list[int]], seeds: list[int], length: int = 16, text: int = 2) -> Batch:
+def row_batch(
+    family: GenerationFamily, rows: list[list[int]], seeds: list[int], length: int = 16, text: int = 2
+) -> Batch:
     """Rows of samples with so many frames of 1 x 1 latent tokens, `text` tokens of text each, and padding."""
     generator = torch.Generator().manual_seed(11)
     lengths, texts, shapes, trained, is_text = [], [], [], [], []
@@ -177,7 +182,7 @@ def row_batch(form: GenerationForm, rows: list[list[int]], seeds: list[int], len
     for row in rows:
         used = 0
         for frames in row:
-            own = text if form.joint else 0
+            own = text if family.joint else 0
             lengths.append(frames + own)
             texts.append(text)
             shapes.append((frames, 1, 1))
@@ -192,13 +197,13 @@ def row_batch(form: GenerationForm, rows: list[list[int]], seeds: list[int], len
         at += length - used
     kinds = torch.tensor(is_text)
     tensors = {
-        "clean": torch.randn(at, form.patch_values, generator=generator),
+        "clean": torch.randn(at, family.patch_values, generator=generator),
         "text": torch.randn(sum(texts), TEXT, generator=generator),
         "sample_index": torch.repeat_interleave(torch.tensor(lengths)),
         "positions": torch.zeros(3, sum(lengths), dtype=torch.int64),
         "trained": torch.tensor(trained),
     }
-    if form.joint:
+    if family.joint:
         tensors |= {"text_index": kinds.nonzero().flatten(), "latent_index": (~kinds).nonzero().flatten()}
     return Batch(
         tensors,
@@ -211,16 +216,16 @@ def row_batch(form: GenerationForm, rows: list[list[int]], seeds: list[int], len
 class Toy(nn.Module):
     """Mix a token with its time and the mean of its sample's text."""
 
-    def __init__(self, form: GenerationForm, extra: int = 0) -> None:
+    def __init__(self, family: GenerationFamily, extra: int = 0) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.form = form
-        self.latents = nn.Linear(form.patch_values + extra, form.patch_values)
-        self.text = nn.Linear(TEXT, form.patch_values)
+        self.family = family
+        self.latents = nn.Linear(family.patch_values + extra, family.patch_values)
+        self.text = nn.Linear(TEXT, family.patch_values)
 
     def forward(self, batch: Batch) -> Outputs:
         samples = batch["sample_index"]
-        if self.form.joint:
+        if self.family.joint:
             samples = samples[batch["latent_index"]]
         dtype = self.latents.weight.dtype
         texts = torch.segment_reduce(
@@ -238,22 +243,22 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", SETTINGS)
-@pytest.mark.parametrize("form", [CROSS, JOINT], ids=["cross", "joint"])
+@pytest.mark.parametrize("family", [CROSS, JOINT], ids=["cross", "joint"])
 def test_any_split_of_a_batch_gives_the_gradient_of_a_float64_reference(
-    form: GenerationForm, values: dict[str, Any]
+    family: GenerationFamily, values: dict[str, Any]
 ) -> None:
     rows, seeds = [[3, 5], [7], [2, 2, 2], [6]], [10, 11, 12, 13]
-    task = bound(form, **values)
-    reference = Toy(form).double()
-    whole = task.inputs(row_batch(form, rows, seeds))
+    task = bound(family, **values)
+    reference = Toy(family).double()
+    whole = task.inputs(row_batch(family, rows, seeds))
     error = (reference(whole)["latents"] - whole["target"].double()).square()[whole["trained_here"]]
     weights = whole["token_weights"].double()[whole["trained_here"]]
     assert len(weights) == 3 + 5 + 7 + 6 + 6
     ((error * weights[:, None]).sum() / error.numel()).backward()
-    pieces = row_batch(form, rows, seeds)
+    pieces = row_batch(family, rows, seeds)
     one_by_one = [_row(pieces, number, 4) for number in range(4)]
     for split in ([pieces], one_by_one):
-        model = Toy(form)
+        model = Toy(family)
         totals = SimpleEngine(model).step(task, split)
         assert float(totals.counts["latents"]) == error.numel()
         bands = [float(totals.counts[f"latents_{band}"]) for band in ("low", "middle", "high")]
@@ -295,13 +300,15 @@ def _row(batch: Batch, number: int, rows: int) -> Batch:
 
 
 @pytest.mark.parametrize(
-    ("form", "local_trained"), [(CROSS, False), (CROSS, True), (JOINT, False)], ids=["cross", "own", "joint"]
+    ("family", "local_trained"), [(CROSS, False), (CROSS, True), (JOINT, False)], ids=["cross", "own", "joint"]
 )
-def test_ranks_that_share_a_sequence_have_the_numbers_of_the_whole(form: GenerationForm, local_trained: bool) -> None:
-    task = bound(form, time="logit_normal", caption_dropout=0.5)
-    whole = row_batch(form, [[3, 5], [9]], [1, 2])
+def test_ranks_that_share_a_sequence_have_the_numbers_of_the_whole(
+    family: GenerationFamily, local_trained: bool
+) -> None:
+    task = bound(family, time="logit_normal", caption_dropout=0.5)
+    whole = row_batch(family, [[3, 5], [9]], [1, 2])
     wanted = task.inputs(whole)
-    main = JOINT_MAIN if form.joint else MAIN
+    main = JOINT_MAIN if family.joint else MAIN
     found: dict[str, list[Tensor]] = {"latents": [], "target": [], "own": []}
     counted = 0.0
     if local_trained:  # as streams of other families give positions that are trained on
@@ -309,11 +316,11 @@ def test_ranks_that_share_a_sequence_have_the_numbers_of_the_whole(form: Generat
     for rank in range(4):
         part = shard_batch(whole, BatchSharding(main, SequenceSharding(2, 2)), rank, {})
         made = task.inputs(part)
-        found["own"].append(part["latent_index.sources"] if form.joint else part["token_index"])
+        found["own"].append(part["latent_index.sources"] if family.joint else part["token_index"])
         for name in ("latents", "target"):
             found[name].append(made[name])
         counted += float(task.counts(part)["latents"])
-        if form.joint:
+        if family.joint:
             assert torch.equal(made["text"], wanted["text"][part["text_index.sources"]])
         assert torch.equal(made["timesteps"], wanted["timesteps"])
     order = torch.cat(found["own"]).argsort()
@@ -343,15 +350,15 @@ def test_dropped_captions_of_features_are_zeros() -> None:
 
 
 def test_a_given_first_frame_takes_the_place_of_noise() -> None:
-    form = replace(CROSS, condition="replace", token_times=True)
-    batch = row_batch(form, [[4, 1]], [8])  # the second is an image, which is learned whole
-    made = bound(form, given="first").inputs(batch)
+    family = replace(CROSS, images=ReplacedFrames(), token_times=True)
+    batch = row_batch(family, [[4, 1]], [8])  # the second is an image, which is learned whole
+    made = bound(family, given="first").inputs(batch)
     assert torch.equal(made["latents"][0], batch["clean"][0])
     assert not torch.equal(made["latents"][1], batch["clean"][1])
     assert made["trained_here"].tolist()[:5] == [False, True, True, True, True]
     assert made["token_weights"][0] == 0
     assert made["timesteps"][made["time_index"]][:2].tolist() == [0.0, float(made["timesteps"][0])]
-    assert float(bound(form, given="first").counts(batch)["latents"]) == 4 * form.patch_values
+    assert float(bound(family, given="first").counts(batch)["latents"]) == 4 * family.patch_values
 
 
 def test_untrained_tokens_stay_clean() -> None:
@@ -368,57 +375,57 @@ def test_untrained_tokens_stay_clean() -> None:
 
 
 def test_conditions_lie_beside_the_noisy_latents() -> None:
-    form = replace(CROSS, condition="channels")
-    batch = row_batch(form, [[3, 5]], [2])
+    family = replace(CROSS, images=FirstFrameChannels(required=True))
+    batch = row_batch(family, [[3, 5]], [2])
     condition = torch.randn(8, 4)
     batch = replace(
         batch.with_tensors(condition=condition), segments={**batch.segments, "condition": Segments.of([3, 5, 0])}
     )
-    made = bound(form, given="first").inputs(batch)
-    assert made["latents"].shape == (16, form.patch_values + 4)
-    assert torch.equal(made["latents"][:8, form.patch_values :], condition)
-    assert not made["latents"][8:, form.patch_values :].any()
+    made = bound(family, given="first").inputs(batch)
+    assert made["latents"].shape == (16, family.patch_values + 4)
+    assert torch.equal(made["latents"][:8, family.patch_values :], condition)
+    assert not made["latents"][8:, family.patch_values :].any()
 
 
 def test_a_mask_may_say_that_no_frame_is_given() -> None:
-    form = replace(CROSS, condition="channels_mask")
-    made = bound(form).inputs(row_batch(form, [[3, 5]], [2]))
-    assert made["latents"].shape == (16, 2 * form.patch_values + form.patch_values // form.channels)
-    assert not made["latents"][:, form.patch_values :].any()
+    family = replace(CROSS, images=MarkedFrameChannels())
+    made = bound(family).inputs(row_batch(family, [[3, 5]], [2]))
+    assert made["latents"].shape == (16, 2 * family.patch_values + family.patch_values // family.channels)
+    assert not made["latents"][:, family.patch_values :].any()
 
 
 def test_text_that_a_model_reads_whole_stays_whole_where_ranks_share_a_sequence() -> None:
-    form = replace(JOINT, whole_text=True)
-    whole = row_batch(form, [[3, 5]], [1])
+    family = replace(JOINT, whole_text=True)
+    whole = row_batch(family, [[3, 5]], [1])
     main = Stream(("sample_index",), "latents", positions=("text_index", "latent_index"), index="token_index")
     part = shard_batch(whole, BatchSharding(main, SequenceSharding(2, 1)), 1, {})
-    assert torch.equal(bound(form).inputs(part)["text"], whole["text"])
+    assert torch.equal(bound(family).inputs(part)["text"], whole["text"])
 
 
 def test_guidance_of_a_distilled_model_is_read() -> None:
-    form = replace(JOINT, guidance=True)
-    assert bound(form, guidance=3.5).inputs(row_batch(form, [[3]], [1]))["guidance"].tolist() == [3.5, 3.5]
+    family = replace(JOINT, guidance_input=True)
+    assert bound(family, guidance=3.5).inputs(row_batch(family, [[3]], [1]))["guidance"].tolist() == [3.5, 3.5]
 
 
 @pytest.mark.parametrize(
-    ("form", "values", "what"),
+    ("family", "values", "what"),
     [
         (CROSS, {"weighting": "min_snr"}, "weighting"),
         (CROSS, {"objective": "v", "weighting": "cosmap"}, "weighting"),
         (CROSS, {"objective": "epsilon", "shift": 3.0}, "shift"),
         (CROSS, {"given": "first"}, "given"),
-        (replace(CROSS, condition="mask_channels"), {}, "given"),
-        (replace(CROSS, condition="replace"), {"given": "first_last"}, "given"),
-        (replace(CROSS, condition="replace"), {}, "given"),
-        (replace(CROSS, condition="channels_mask"), {"given": "first_last"}, "given"),
+        (replace(CROSS, images=MaskedVideoChannels(required=True)), {}, "given"),
+        (replace(CROSS, images=ReplacedFrames(required=True)), {"given": "first_last"}, "given"),
+        (replace(CROSS, images=ReplacedFrames(required=True)), {}, "given"),
+        (replace(CROSS, images=MarkedFrameChannels()), {"given": "first_last"}, "given"),
         (CROSS, {"boundaries": [0.9, 0.1]}, "boundaries"),
         (CROSS, {"shfit": 3.0}, "shfit"),
         (CROSS, {"shift_by_tokens": {"base_tokens": 256, "max_tokens": 256}}, "base_tokens"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(form: GenerationForm, values: dict[str, Any], what: str) -> None:
+def test_options_that_mean_nothing_are_refused(family: GenerationFamily, values: dict[str, Any], what: str) -> None:
     with pytest.raises(TesseraError, match=what):
-        bound(form, **values)
+        bound(family, **values)
 
 
 def test_a_family_that_generates_nothing_and_data_that_do_not_fit_are_refused() -> None:

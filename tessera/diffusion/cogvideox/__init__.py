@@ -7,9 +7,9 @@ from typing import Any
 
 from tessera.diffusion.cogvideox.config import CogVideoXConfig
 from tessera.diffusion.cogvideox.model import CogVideoXModel
-from tessera.diffusion.cogvideox.plan import example, flops, plan, work
+from tessera.diffusion.cogvideox.plan import example, plan, work
 from tessera.diffusion.cogvideox.weights import weights
-from tessera.diffusion.family import generation_family
+from tessera.diffusion.joint import joint_family
 
 _LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
 _IMAGE = {"in_channels": 32}
@@ -32,13 +32,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "1.5-5b": _V15,
     "1.5-5b-i2v": {**_V15, **_IMAGE, "ofs_embed_dim": 512},
 }
-SPEC = generation_family(
+SPEC = joint_family(
     "cogvideox",
     CogVideoXConfig,
     PRESETS,
+    weights,
     build=CogVideoXModel,
     plan=plan,
-    weights=weights,
-    costs=(flops, work),
+    work=work,
     example=example,
 )

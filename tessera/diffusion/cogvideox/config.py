@@ -10,13 +10,25 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.config import DiffusersConfig
-from tessera.diffusion.forms import GenerationForm, Grid, SamplingForm, TextForm
+from tessera.diffusion.captions import EncodedPaddingCaptions
+from tessera.diffusion.family import GenerationFamily, SamplingDefaults
+from tessera.diffusion.given_images import FirstFrameChannels, GivenImages, Grid
+from tessera.diffusion.joint import JointConfig
+from tessera.nn.joint_attention import JointShape
+from tessera.nn.joint_transformer import TransformerShape
 
 OFFSET = 2.0  # what the published image-to-video models embed beside the time
 
 
-class CogVideoXConfig(DiffusersConfig):
+class CogVideoXFamily(GenerationFamily):
+    """Draw noise as [frames, channels, rows, columns]."""
+
+    def draw_noise(self, shape: Grid, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        frames, rows, columns = shape
+        return torch.randn(frames, self.channels, rows, columns, generator=generator).transpose(0, 1)
+
+
+class CogVideoXConfig(JointConfig):
     class_name: ClassVar[str] = "CogVideoXTransformer3DModel"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "flip_sin_to_cos": (True,),
@@ -76,20 +88,35 @@ class CogVideoXConfig(DiffusersConfig):
         frames, rows, columns = self.grid
         return self.max_text_seq_length + frames * rows * columns
 
-    def generation(self) -> GenerationForm:
+    @property
+    def shape(self) -> TransformerShape:
+        size, values = self.hidden_size, self.patch_values
+        return TransformerShape(
+            block=JointShape(size, self.num_attention_heads, 4 * size),
+            double=0,
+            single=self.num_layers,
+            latent_values=self.in_channels * values,
+            out_values=self.out_channels * values,
+            text_width=self.text_embed_dim,
+        )
+
+    def generation(self) -> GenerationFamily:
         newer = self.patch_size_t is not None
         size = (768, 1360, 81, 16.0) if newer else (480, 720, 49, 8.0)
-        return GenerationForm(
+        return CogVideoXFamily(
             channels=self.out_channels,
             patch=self.patch,
             joint=True,
             whole_text=True,
-            # The model attends to what the encoder makes of padding, and the encoder takes padding for text.
-            text=(TextForm(length=self.max_text_seq_length, padding="encoded", masked=False),),
+            # The model attends to the states of padding, and the encoder reads padding as if it were text.
+            captions=(EncodedPaddingCaptions(length=self.max_text_seq_length, masked=False),),
             objective="v",
-            condition="channels" if self.in_channels > self.out_channels else "none",
-            sampling=SamplingForm(*size, guidance=6.0, frames_first=True),
+            images=FirstFrameChannels(required=True) if self.in_channels > self.out_channels else GivenImages(),
+            sampling=SamplingDefaults(*size, guidance=6.0),
         )
+
+    def diffusers_tokens(self, prediction: Tensor) -> Tensor:
+        return super().diffusers_tokens(prediction.transpose(0, 1))
 
     def proof_grid(self) -> Grid:
         return (2, *self.grid[1:]) if self.use_learned_positional_embeddings else super().proof_grid()

@@ -202,10 +202,10 @@ class CogVideoXModel(nn.Module):
         """Return the rotation of every element; text is not rotated. `samples`: which one each latent is of."""
         index, size = batch["latent_index"], self.config.attention_head_dim
         places = rope_positions(self.config, batch, batch["positions"].index_select(1, index), samples)
-        found = axes_angles(places, (size // 4, size // 8 * 3, size // 8 * 3), THETA)
+        angles = axes_angles(places, (size // 4, size // 8 * 3, size // 8 * 3), THETA)
         shape = (batch["sample_index"].shape[0], size // 2)
-        cos, sin = found.cos.new_ones(shape), found.sin.new_zeros(shape)
-        return Angles(cos.index_copy(0, index, found.cos), sin.index_copy(0, index, found.sin))
+        cos, sin = angles.cos.new_ones(shape), angles.sin.new_zeros(shape)
+        return Angles(cos.index_copy(0, index, angles.cos), sin.index_copy(0, index, angles.sin))
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -12,13 +11,10 @@ from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, TensorStyle
 from tessera.core.spec import FULL, Training
 from tessera.diffusion.cogvideox.config import CogVideoXConfig
-from tessera.diffusion.joint import JOINT_STREAM, batch_measures, joint_example
+from tessera.diffusion.cross import BOTH
+from tessera.diffusion.joint import JOINT_STREAM, joint_example
 from tessera.models.text.costs import Measures
-from tessera.nn.joint_attention import JointShape
-from tessera.nn.joint_transformer import TransformerShape
 from tessera.nn.stage_carry import CARRY
-
-_BOTH = "{weight,bias}"
 
 
 def plan(config: CogVideoXConfig) -> ModelPlan:
@@ -43,32 +39,30 @@ def _styles(config: CogVideoXConfig) -> dict[str, TensorStyle]:
     """Return the tensor-parallel style of every parameter."""
     has_bias = config.patch_bias or config.patch_size_t is not None
     styles: dict[str, TensorStyle] = {
-        f"embed.latents.{_BOTH if has_bias else 'weight'}": "replicate",
-        f"embed.text.{_BOTH}": "replicate",
-        f"embed.time.{{up,down}}.{_BOTH}": "replicate",
-        f"blocks.{{*}}.{{attn_modulation,mlp_modulation}}.{_BOTH}": "replicate",
-        f"blocks.{{*}}.attn.qkv.{{q,k,v}}.{_BOTH}": "column",
-        f"blocks.{{*}}.attn.{{q_norm,k_norm}}.{_BOTH}": "heads",
+        f"embed.latents.{BOTH if has_bias else 'weight'}": "replicate",
+        f"embed.text.{BOTH}": "replicate",
+        f"embed.time.{{up,down}}.{BOTH}": "replicate",
+        f"blocks.{{*}}.{{attn_modulation,mlp_modulation}}.{BOTH}": "replicate",
+        f"blocks.{{*}}.attn.qkv.{{q,k,v}}.{BOTH}": "column",
+        f"blocks.{{*}}.attn.{{q_norm,k_norm}}.{BOTH}": "heads",
         "blocks.{*}.attn.out.weight": "row",
         "blocks.{*}.attn.out.bias": "replicate",
-        f"blocks.{{*}}.mlp.up.{_BOTH}": "column",
+        f"blocks.{{*}}.mlp.up.{BOTH}": "column",
         "blocks.{*}.mlp.down.weight": "row",
         "blocks.{*}.mlp.down.bias": "replicate",
-        f"head.{{modulation,proj}}.{_BOTH}": "replicate",
+        f"head.{{modulation,proj}}.{BOTH}": "replicate",
     }
     if config.norm_elementwise_affine:
-        styles[f"blocks.{{*}}.{{attn_norm,mlp_norm}}.{_BOTH}"] = "replicate"
-        styles[f"head.{{norm,modulated_norm}}.{_BOTH}"] = "replicate"
+        styles[f"blocks.{{*}}.{{attn_norm,mlp_norm}}.{BOTH}"] = "replicate"
+        styles[f"head.{{norm,modulated_norm}}.{BOTH}"] = "replicate"
     if config.use_learned_positional_embeddings:
         styles["embed.places.weight"] = "replicate"
     if config.ofs_embed_dim is not None:
-        styles[f"embed.offset.{{up,down}}.{_BOTH}"] = "replicate"
+        styles[f"embed.offset.{{up,down}}.{BOTH}"] = "replicate"
     return styles
 
 
-def work(
-    config: CogVideoXConfig, measures: Measures, training: Training = MappingProxyType({})
-) -> dict[str, np.ndarray]:
+def work(config: CogVideoXConfig, measures: Measures, training: Training) -> np.ndarray:
     """Return the FLOPs of each sample; the offset, one entry for a whole batch, is not counted."""
     blocks, first, last = (training.get(part, FULL) for part in ("blocks", "embed", "head"))
     tokens, text = (measures[name].astype(np.float64) for name in ("tokens", "text"))
@@ -81,25 +75,12 @@ def work(
         + first.weights * 2 * time**2
         + last.weights * 2 * size * (latents * config.out_channels * values + 2 * time)
     )
-    return {"latents": total}
-
-
-def flops(config: CogVideoXConfig, batch: Batch, training: Training = MappingProxyType({})) -> float:
-    return float(work(config, batch_measures(batch), training)["latents"].sum())
+    return total
 
 
 def example(config: CogVideoXConfig, tokens: int) -> Batch:
-    """Return a batch of one video; of a model with stored positions, of places that it has."""
-    size, values = config.hidden_size, config.patch_values
-    shape = TransformerShape(
-        block=JointShape(size, config.num_attention_heads, 4 * size),
-        double=0,
-        single=config.num_layers,
-        latent_values=config.in_channels * values,
-        out_values=config.out_channels * values,
-        text_width=config.text_embed_dim,
-    )
-    batch = joint_example(shape, tokens)
+    """Return a batch of one video; of a model with stored positions, of positions that it has."""
+    batch = joint_example(config, tokens)
     if not config.use_learned_positional_embeddings:
         return batch
     _, rows, columns = config.grid

@@ -9,10 +9,16 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.captions import EncodedPaddingCaptions
+from tessera.diffusion.family import EvenLevels, GenerationFamily, NoiseInModelType, SamplingDefaults
+from tessera.diffusion.given_images import FirstFrameChannels, GivenImages
 from tessera.diffusion.joint import PATCH, JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
+
+
+class FluxFamily(EvenLevels, NoiseInModelType, GenerationFamily):
+    """Sample at even noise levels, from noise in the type of the model."""
 
 
 class FluxConfig(JointConfig):
@@ -55,27 +61,20 @@ class FluxConfig(JointConfig):
             rope_axes=self.axes_dims_rope,
         )
 
-    def generation(self) -> GenerationForm:
+    def generation(self) -> GenerationFamily:
         shape = self.shape
-        return GenerationForm(
+        steps = 28 if self.guidance_embeds else 4
+        return FluxFamily(
             channels=shape.out_values // PATCH**2,
             patch=(1, PATCH, PATCH),
             joint=True,
-            text=(
-                TextForm(length=77, padding="encoded", masked=False, tokens=False, pooled=True),
-                TextForm("text_encoder_2", "tokenizer_2", length=512, padding="encoded", masked=False),
+            captions=(
+                EncodedPaddingCaptions(length=77, masked=False, tokens=False, pooled=True),
+                EncodedPaddingCaptions("text_encoder_2", "tokenizer_2", length=512, masked=False),
             ),
-            condition="channels" if shape.latent_values > shape.out_values else "none",
-            guidance=self.guidance_embeds,
-            sampling=SamplingForm(
-                height=1024,
-                width=1024,
-                steps=28 if self.guidance_embeds else 4,
-                guidance=3.5,
-                negative=None,
-                even_levels=True,
-                noise_in_float32=False,
-            ),
+            images=FirstFrameChannels(required=True) if shape.latent_values > shape.out_values else GivenImages(),
+            guidance_input=self.guidance_embeds,
+            sampling=SamplingDefaults(height=1024, width=1024, steps=steps, guidance=3.5, negative=None),
         )
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.diffusion.family import generation_family
 from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
 from tessera.diffusion.hunyuan_video.model import HunyuanVideoModel
-from tessera.diffusion.hunyuan_video.plan import example, flops, plan, work
+from tessera.diffusion.hunyuan_video.plan import plan, work
 from tessera.diffusion.hunyuan_video.weights import original, weights
+from tessera.diffusion.joint import joint_family
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -28,14 +28,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "13b-i2v": {"image_condition_type": "token_replace"},
     "13b-i2v-33ch": {"image_condition_type": "latent_concat", "in_channels": 33, "guidance_embeds": False},
 }
-SPEC = generation_family(
+SPEC = joint_family(
     "hunyuan_video",
     HunyuanVideoConfig,
     PRESETS,
+    weights,
+    original,
     build=HunyuanVideoModel,
     plan=plan,
-    weights=weights,
-    costs=(flops, work),
-    example=example,
-    other_weights={"original": original},
+    work=work,
 )

@@ -11,12 +11,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.forms import GenerationForm, ImageCondition, SamplingForm, ShownFrame, TextForm
+from tessera.diffusion.captions import Captions, FrameCaptions
+from tessera.diffusion.family import EvenLevels, GenerationFamily, SamplingDefaults
+from tessera.diffusion.given_images import GivenImages, MarkedFrameChannels, ReplacedFrames
 from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import GUIDANCE_UNIT, TransformerShape
 
-# What the published models put around a caption; the embeddings of the words before it are left out.
+# The template of captions; the embeddings of the part before the caption are left out.
 TEMPLATE = (
     "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
     "1. The main content and theme of the video."
@@ -34,6 +36,28 @@ IMAGE_TEMPLATE = (
     .replace("video:<|eot_id|>", "video:<|eot_id|>\n\n", 1)
     + "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
+
+
+class HunyuanVideoFamily(EvenLevels, GenerationFamily):
+    """Sample at even noise levels."""
+
+
+class FromImageFamily(HunyuanVideoFamily):
+    """Mix a small share of the latents of a given image into the noise of every frame."""
+
+    image_share: ClassVar[float] = 0.001
+
+    def mix_noise(self, noise: Tensor, image: Tensor | None, frames: int) -> Tensor:
+        if image is None:
+            return noise
+        return noise * (1 - self.image_share) + image.to(noise).repeat(frames, 1) * self.image_share
+
+
+class ConcatenatedImageFamily(FromImageFamily):
+    """Leave out the first frames of a video, which repeat the given image."""
+
+    def trim(self, video: Tensor) -> Tensor:
+        return video[4:]
 
 
 class HunyuanConfig(JointConfig):
@@ -116,32 +140,30 @@ class HunyuanVideoConfig(HunyuanConfig):
             reference_time=self.image_condition_type == "token_replace",
         )
 
-    def generation(self) -> GenerationForm:
-        conditions: dict[str | None, ImageCondition] = {"token_replace": "replace", "latent_concat": "channels_mask"}
-        first = TextForm(length=256, template=TEMPLATE, skip=95, layer=-3)
+    def generation(self) -> GenerationFamily:
+        kinds = {None: HunyuanVideoFamily, "token_replace": FromImageFamily, "latent_concat": ConcatenatedImageFamily}
+        captions = Captions(length=256, template=TEMPLATE, skip=95, layer=-3)
+        images: GivenImages = GivenImages()
         if self.image_condition_type is not None:
-            every = 4 if self.image_condition_type == "token_replace" else 2
-            shown = ShownFrame("<image>", every, "<|end_header_id|>")
-            first = replace(first, template=IMAGE_TEMPLATE, skip=103, shown=shown)
-        return GenerationForm(
+            replaces = self.image_condition_type == "token_replace"
+            images = ReplacedFrames(required=True) if replaces else MarkedFrameChannels(required=True)
+            captions = FrameCaptions(
+                length=256,
+                template=IMAGE_TEMPLATE,
+                skip=103,
+                layer=-3,
+                every=4 if replaces else 2,
+                mark="<|end_header_id|>",
+            )
+        return kinds[self.image_condition_type](
             channels=self.out_channels,
             patch=self.patch,
             joint=True,
             whole_text=True,
-            text=(
-                first,
-                TextForm("text_encoder_2", "tokenizer_2", length=77, tokens=False, pooled=True),
-            ),
-            condition=conditions.get(self.image_condition_type, "none"),
-            guidance=self.guidance_embeds,
-            sampling=SamplingForm(
-                *(720, 1280, 129, 24.0),
-                guidance=6.0,
-                negative=None,
-                even_levels=True,
-                image_share=0.0 if self.image_condition_type is None else 0.001,
-                left_out=4 if self.image_condition_type == "latent_concat" else 0,
-            ),
+            captions=(captions, Captions("text_encoder_2", "tokenizer_2", length=77, tokens=False, pooled=True)),
+            images=images,
+            guidance_input=self.guidance_embeds,
+            sampling=SamplingDefaults(720, 1280, 129, 24.0, guidance=6.0, negative=None),
         )
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:

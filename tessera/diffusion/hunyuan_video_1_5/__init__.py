@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.diffusion.family import generation_family
 from tessera.diffusion.hunyuan_video_1_5.config import HunyuanVideo15Config
 from tessera.diffusion.hunyuan_video_1_5.model import HunyuanVideo15Model
-from tessera.diffusion.hunyuan_video_1_5.plan import example, flops, plan, work
+from tessera.diffusion.hunyuan_video_1_5.plan import measures, plan, work
 from tessera.diffusion.hunyuan_video_1_5.weights import weights
+from tessera.diffusion.joint import joint_family
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -31,13 +31,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "720p-t2v": {"task_type": "t2v", "target_size": 960},
     "720p-i2v": {"target_size": 960},
 }
-SPEC = generation_family(
+SPEC = joint_family(
     "hunyuan_video_1_5",
     HunyuanVideo15Config,
     PRESETS,
+    weights,
     build=HunyuanVideo15Model,
     plan=plan,
-    weights=weights,
-    costs=(flops, work),
-    example=example,
+    work=work,
+    measures=measures,
 )

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
-from tessera.diffusion.hunyuan_video.config import HunyuanConfig
+from tessera.diffusion.captions import Captions
+from tessera.diffusion.edit_images import resized
+from tessera.diffusion.family import GenerationFamily, SamplingDefaults
+from tessera.diffusion.given_images import MarkedFrameChannels
+from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoFamily
 from tessera.nn.joint_transformer import TransformerShape
 
-# What the published models put around a caption; the embeddings of the words before it are left out. The spaces are
-# part of it.
+# The template of captions; the embeddings of the part before the caption are left out. The spaces are part of it.
 _ASPECTS = (
     "You are a helpful assistant. Describe the video by detailing the following aspects:",
     "1. The main content and theme of the video.",
@@ -27,6 +30,18 @@ TEMPLATE = (
     f"<|im_start|>system\n{(' ' * 9).join(_ASPECTS)}<|im_end|>\n"
     "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
+
+
+class HunyuanVideo15Family(HunyuanVideoFamily):
+    """Crop a given image to the shape of the video."""
+
+    def fit_image(self, image: Image.Image, height: int, width: int) -> Image.Image:
+        if image.width * height > image.height * width:  # wider than the video
+            size = image.width * height // image.height, height
+        else:
+            size = width, image.height * width // image.width
+        start, top = (size[0] - width) // 2, (size[1] - height) // 2
+        return resized(image, size).crop((start, top, start + width, top + height))
 
 
 class HunyuanVideo15Config(HunyuanConfig):
@@ -48,19 +63,20 @@ class HunyuanVideo15Config(HunyuanConfig):
     def shape(self) -> TransformerShape:
         return self.transformer(single=0)
 
-    def generation(self) -> GenerationForm:
+    def generation(self) -> GenerationFamily:
         rows, columns = (480, 848) if self.target_size <= 640 else (720, 1280)
-        return GenerationForm(
+        from_image = self.task_type == "i2v"
+        return HunyuanVideo15Family(
             channels=self.out_channels,
             patch=self.patch,
             joint=True,
             whole_text=True,
-            # Words in quotes have embeddings of a second encoder, `text_2`: a batch without any is a caption without
+            # Words in quotes have embeddings of a second encoder, `text_2`: a batch without them is a caption without
             # such words.
-            text=(TextForm(length=1000, template=TEMPLATE, blank=" ", skip=108, layer=-3),),
-            condition="channels_mask",
-            image_embeds=self.task_type == "i2v",
-            sampling=SamplingForm(rows, columns, 121, 24.0, guidance=6.0, even_levels=True, crop_images=True),
+            captions=(Captions(length=1000, template=TEMPLATE, blank=" ", skip=108, layer=-3),),
+            images=MarkedFrameChannels(required=from_image),
+            image_embeds=from_image,
+            sampling=SamplingDefaults(rows, columns, 121, 24.0, guidance=6.0),
         )
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:

@@ -67,12 +67,12 @@ class HunyuanVideo15Embeddings(nn.Module):
         """Return latents, all conditions one kind after another, and what modulations are computed from."""
         latents, times = self.latents(batch["latents"]), batch["timesteps"]
         # An input that a batch lacks is computed as one without elements, so that its weights have a gradient of zero.
-        given = [latents.new_zeros(0, width) for width in self.widths]
-        given = [batch[name].to(x.dtype) if name in batch else x for name, x in zip(CONDITIONS, given, strict=True)]
+        blank = [latents.new_zeros(0, width) for width in self.widths]
+        inputs = [batch[name].to(x.dtype) if name in batch else x for name, x in zip(CONDITIONS, blank, strict=True)]
         embedded = [
-            self.text(given[0], times, batch.segments["text"]),
-            self.text_2(given[1]),
-            self.image_embeds(given[2]),
+            self.text(inputs[0], times, batch.segments["text"]),
+            self.text_2(inputs[1]),
+            self.image_embeds(inputs[2]),
         ]
         parts = [
             rank_part(x + kind, batch, f"{name}_index")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.diffusion.family import generation_family
+from tessera.diffusion.cross import cross_family
 from tessera.diffusion.ltx_video.config import LTXVideoConfig
 from tessera.diffusion.ltx_video.model import LTXVideoModel
-from tessera.diffusion.ltx_video.plan import example, flops, plan, work
+from tessera.diffusion.ltx_video.plan import plan
 from tessera.diffusion.ltx_video.weights import original, weights
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -24,14 +24,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "2b": {},
     "13b": {"num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096, "coordinates": "frames"},
 }
-SPEC = generation_family(
-    "ltx_video",
-    LTXVideoConfig,
-    PRESETS,
-    build=LTXVideoModel,
-    plan=plan,
-    weights=weights,
-    costs=(flops, work),
-    example=example,
-    other_weights={"original": original},
+SPEC = cross_family(
+    "ltx_video", LTXVideoConfig, PRESETS, build=LTXVideoModel, plan=plan, weights=weights, original=original
 )

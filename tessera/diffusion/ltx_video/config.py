@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,11 +11,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.config import DiffusersConfig
-from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.captions import PaddedInputCaptions
+from tessera.diffusion.cross import CrossConfig, CrossShape
+from tessera.diffusion.family import EvenLevels, GenerationFamily, SamplingDefaults
+from tessera.diffusion.given_images import GivenImages, ReplacedFrames
+
+TIME_FEATURES = 256
 
 
-class LTXVideoConfig(DiffusersConfig):
+class LTXVideoFamily(EvenLevels, GenerationFamily):
+    """Sample at even noise levels."""
+
+
+class LTXVideoConfig(CrossConfig):
     class_name: ClassVar[str] = "LTXVideoTransformer3DModel"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "activation_fn": ("gelu-approximate",),
@@ -23,7 +32,13 @@ class LTXVideoConfig(DiffusersConfig):
         "attention_bias": (True,),
         "attention_out_bias": (True,),
     }
-    own: ClassVar[tuple[str, ...]] = (*DiffusersConfig.own, "vae_compression", "frame_rate", "coordinates", "condition")
+    native: ClassVar[tuple[str, ...]] = (
+        *CrossConfig.native,
+        "vae_compression",
+        "frame_rate",
+        "coordinates",
+        "condition",
+    )
 
     in_channels: int = Field(128, gt=0, le=10**6, description="values of a patch: channels x frames x height x width")
     out_channels: int | None = Field(128, gt=0, le=10**6)
@@ -60,17 +75,28 @@ class LTXVideoConfig(DiffusersConfig):
         """Return the number of values predicted for a patch."""
         return self.out_channels or self.in_channels
 
-    def generation(self) -> GenerationForm:
-        newer = self.coordinates == "frames"
-        frames, rows, columns = self.patch
-        return GenerationForm(
-            channels=self.predicted // (frames * rows * columns),
+    @property
+    def shape(self) -> CrossShape:
+        return CrossShape(
+            width=self.hidden_size,
+            layers=self.num_layers,
+            block=14 * self.hidden_size**2,
+            latent_values=self.in_channels,
+            out_values=self.predicted,
+            text_width=self.caption_channels,
+            time_features=TIME_FEATURES,
+        )
+
+    def generation(self) -> GenerationFamily:
+        newer, replaces = self.coordinates == "frames", self.condition == "replace"
+        return LTXVideoFamily(
+            channels=self.predicted // prod(self.patch),
             patch=self.patch,
-            # The encoder reads padding as if it were text; the model reads the embeddings of text alone.
-            text=(TextForm(length=256 if newer else 128, padding="read", masked=False),),
-            condition=self.condition,
-            token_times=self.condition == "replace",
-            sampling=SamplingForm(512, 704, frames=161, fps=self.frame_rate, guidance=3.0, even_levels=True),
+            # The encoder reads padding as if it were text; the model reads the embeddings of text only.
+            captions=(PaddedInputCaptions(length=256 if newer else 128, masked=False),),
+            images=ReplacedFrames() if replaces else GivenImages(),
+            token_times=replaces,
+            sampling=SamplingDefaults(512, 704, frames=161, fps=self.frame_rate, guidance=3.0),
         )
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:

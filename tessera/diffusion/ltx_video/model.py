@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.outputs import LATENTS, Outputs
-from tessera.diffusion.costs import latent_segments
-from tessera.diffusion.ltx_video.config import LTXVideoConfig
+from tessera.diffusion.cross import latent_segments
+from tessera.diffusion.ltx_video.config import TIME_FEATURES, LTXVideoConfig
 from tessera.nn.dit import (
     CrossAttention,
     FeedForward,
@@ -29,7 +29,6 @@ from tessera.ops.pointwise import Angles, rotate
 
 BASE = (20.0, 2048.0, 2048.0)  # seconds, and rows and columns of pixels, over which a rotation makes half a turn
 THETA = 10_000.0
-TIME_FEATURES = 256
 
 
 @dataclass(frozen=True)

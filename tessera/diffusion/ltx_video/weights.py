@@ -1,4 +1,4 @@
-"""Parameter names of LTX-Video: in diffusers folders ("hf"), and in the files of its makers ("original")."""
+"""Parameter names of LTX-Video: in diffusers folders ("hf"), and in the original checkpoint ("original")."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PAIRS = (
 )
 
 
-# How names in the makers' files differ from these.
+# How names in the original checkpoint differ from these.
 _ORIGINAL = (("proj_in.", "patchify_proj."), ("time_embed.", "adaln_single."), (".norm_{x}.", ".{x}_norm."))
 
 
@@ -40,6 +40,6 @@ def original(config: LTXVideoConfig) -> WeightMap:
 
 
 def _theirs(name: str) -> str:
-    for published, own in _ORIGINAL:
-        name = name.replace(published, own)
+    for published, original_name in _ORIGINAL:
+        name = name.replace(published, original_name)
     return name

@@ -1,9 +1,9 @@
 """Train image and video generation: predict what takes noise out of latents, at noise levels of all strengths.
 
-The loss is a sum of squared errors over the latents that are trained on, divided once by their number in the global
-batch: any split of it trains alike. Noise, level and dropped captions of a sample follow from the seed of its row and
-its place there, so that no layout changes them. They are drawn on the host for whole samples; where ranks share a
-sequence, each takes its part.
+The loss is a sum of squared errors over the trained latents, divided once by their number in the global batch: any
+split of the batch gives the same gradient. Noise, level and dropped captions of a sample follow from the seed of its
+row and its place there, so that they do not depend on the layout. They are drawn on the host for whole samples; ranks
+that share a sequence take their part.
 
 Latents and embeddings come with the batch as features, or from frozen encoders (`encoders`).
 """
@@ -29,21 +29,16 @@ from tessera.core.outputs import LATENTS as PREDICTION
 from tessera.core.outputs import Outputs, tensor
 from tessera.core.spec import Component, ModelSpec, Residence
 from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Task
-from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, EditImages, edit_form
+from tessera.diffusion.autoencoders import VAE
+from tessera.diffusion.batches import IMAGE_EMBEDS, latent_lengths
+from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN
+from tessera.diffusion.encoders import DisturbSample, Encoders, without_captions
+from tessera.diffusion.family import GenerationFamily, generation_family_of
 from tessera.diffusion.feature_facts import reads_features, reads_media
-from tessera.diffusion.forms import GenerationForm, Objective
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER
-from tessera.diffusion.noise_levels import TIMES, NoiseLevel, NoiseLevels, training_target
+from tessera.diffusion.noise_levels import TIMES, NoiseLevel, NoiseLevels, Objective, training_target
 from tessera.diffusion.objectives.options import DTYPES, DiffusionOptions, EncoderOptions, SampleSegment
-from tessera.diffusion.pipeline_parts import VAE, PipelineFolder
-from tessera.diffusion.sample_encoders import (
-    IMAGE_EMBEDS,
-    Disturb,
-    SampleEncoders,
-    id_names,
-    latent_lengths,
-    without_captions,
-)
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
@@ -64,38 +59,33 @@ class DiffusionTask(Task):
 
     def __init__(self, **options: Any) -> None:
         self.options = build(self.section, options, "train.task_options")
-        self._form: GenerationForm | None = None
+        self._family: GenerationFamily | None = None
         self._index = ""  # the tensor with the elements of the main sequence that a rank has
         self._objective: Objective = self.options.objective or "flow"
         self._levels = NoiseLevels(self.options, self._objective)
-        self._online = self.options.encoders is not None  # and not features of all data
+        self._online = self.options.encoders is not None  # otherwise all data are features
         self._previews = False
-        self._encoders: SampleEncoders | None = None
-        self._empty: Callable[[], Sequence[Sequence[int]]] = tuple
-        self._edit: Callable[[], EditImages] | None = None
+        self._parts: PipelineFolder | None = None
+        self._encoders: Encoders | None = None
 
     # ------------------------------------------------------------------------------------------ the run
 
     @property
-    def form(self) -> GenerationForm:
-        assert self._form is not None, "the task is bound to a family before it is used"
-        return self._form
+    def family(self) -> GenerationFamily:
+        assert self._family is not None, "the task is bound to a family before it is used"
+        return self._family
 
     def bind(self, spec: ModelSpec, config: Any) -> None:
-        if spec.generation is None:
-            raise TesseraError(
-                f"family {spec.name} generates no images or videos",
-                where="train.task=diffusion",
-                fix=f"leave train.task out: the family's own is {spec.task}",
-            )
-        self._form = spec.generation(config)
+        fix = f"leave train.task out: the family's own is {spec.task}"
+        self._family = generation_family_of(spec, config, "train.task=diffusion", fix)
         stream = spec.main.plan(config).main
         self._index = "" if stream is None else stream.index
-        self._objective = self.options.objective or self._form.objective
-        self._check_options()
+        self._objective = self.options.objective or self._family.objective
+        self._check_levels()
+        self._check_given()
         self._levels = NoiseLevels(self.options, self._objective)
 
-    def _check_options(self) -> None:
+    def _check_levels(self) -> None:
         flow, weighting = self._objective == "flow", self.options.weighting
         if weighting != "none" and flow != (weighting != "min_snr"):
             raise TesseraError(
@@ -112,34 +102,29 @@ class DiffusionTask(Task):
                         where=f"train.task_options.{key}",
                         fix="leave it out; betas.snr_shift moves these levels towards noise",
                     )
-        given = self.options.given
-        if given != "none" and (self.form.condition == "none" or (given == "first_last" and not self._reads_last)):
-            allowed: list[str] = ["none", "first"] if self.form.condition != "none" else ["none"]
+
+    def _check_given(self) -> None:
+        images, given = self.family.images, self.options.given
+        if given not in images.choices:
             raise TesseraError(
-                "this model reads no such frames of a video", where="train.task_options.given", allowed=allowed
+                "this model continues given images"
+                if given == "none"
+                else "this model reads no such frames of a video",
+                where="train.task_options.given",
+                allowed=list(images.choices),
+                fix="train.task_options.given=first" if given == "none" else None,
             )
-        for key, asked in (
-            ("given_noise", self.options.given_noise is not None),
-            ("given_dropout", self.options.given_dropout > 0),
-        ):
-            if asked and self.form.condition != "channels":
+        noise = {"given_noise": self.options.given_noise is not None, "given_dropout": self.options.given_dropout > 0}
+        for key, chosen in noise.items():
+            if chosen and not images.takes_noise:
                 raise TesseraError(
                     "this model does not read a given image as channels alone",
                     where=f"train.task_options.{key}",
                     fix=f"leave {key} out: it is for models such as CogVideoX I2V",
                 )
-        always = self.form.condition == "replace" and not self.form.token_times  # first frames have the time 0
-        always |= (self.form.joint and self.form.image_embeds) or self.form.text_reads_frames
-        if given == "none" and (self.form.condition in ("mask_channels", "channels") or always):
-            raise TesseraError(
-                "this model continues given images",
-                where="train.task_options.given",
-                allowed=["first", "first_last"] if self._reads_last else ["first"],
-                fix="train.task_options.given=first",
-            )
 
     def _check_features(self) -> None:
-        """Raise where the options ask for what features cannot give."""
+        """Raise if the options need pixels, which features do not have."""
         if self.options.given_noise is not None:
             raise TesseraError(
                 "features hold given images as they were encoded, without noise",
@@ -148,15 +133,11 @@ class DiffusionTask(Task):
                 "leave given_noise out",
             )
 
-    @property
-    def _reads_last(self) -> bool:
-        return self.form.condition == "mask_channels"
-
     def _choose_encoders(self, config: RunConfig) -> EncoderOptions | None:
         """Return the encoders of the recipe; if it names none, for media those of the model's folder."""
         folder = None if config.model.path is None else pipeline_folder(config.model.path)
-        given = "encoders" in self.options.model_fields_set
-        if not given and folder is not None and (folder / VAE).is_dir() and reads_media(config):
+        chosen = "encoders" in self.options.model_fields_set
+        if not chosen and folder is not None and (folder / VAE).is_dir() and reads_media(config):
             self.options = self.options.model_copy(update={"encoders": EncoderOptions()})
         return self.options.encoders
 
@@ -177,28 +158,23 @@ class DiffusionTask(Task):
                 where="train.task_options.encoders.folder",
                 fix="name a diffusers folder that has them, here or as model.path",
             )
-        parts, vae, text = PipelineFolder(pipeline_folder(folder) or folder), chosen.vae, chosen.text
-        edit = edit_form(parts.folder, self.form)
-        if edit is not None:
-            self._edit = partial(EditImages.load, parts.folder, edit)
-        elif self.options.caption_dropout or self.form.text_reads_frames:
-            self._empty = partial(parts.empty_caption, self.form)
+        vae, text = chosen.vae, chosen.text
+        self._parts = parts = PipelineFolder(pipeline_folder(folder) or folder, self.family.vaes)
         make = partial(parts.autoencoder, dtype=DTYPES[vae.dtype], tiling=vae.tiling, slicing=vae.slicing)
         encoders = {VAE: _encoder(make, vae.residence)}
-        if self.form.image_embeds:
+        if self.family.image_embeds:
             encoders[IMAGE_ENCODER] = _encoder(partial(parts.frame_encoder, dtype=DTYPES[vae.dtype]), vae.residence)
-        for form in self.form.text:
-            make_text = partial(parts.text_encoder, form, dtype=DTYPES[text.dtype])
-            encoders[form.encoder] = _encoder(make_text, text.residence)
+        for reader in self.family.captions:
+            make_text = partial(parts.text_encoder, reader, dtype=DTYPES[text.dtype])
+            encoders[reader.encoder] = _encoder(make_text, text.residence)
         return encoders
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
         if self.options.encoders is not None and not self._online:
             later = "; previews read them to sample" if self._previews else ""
             log.info("the data are features: VAE and text encoders are not loaded to train%s", later)
-        if self._online and components:  # a later stage of a pipeline has none
-            edit = None if self._edit is None else self._edit()
-            self._encoders = SampleEncoders(self.form, components, self.options.given, self._empty(), edit)
+        if self._online and self._parts is not None and components:  # a later pipeline stage has none
+            self._encoders = Encoders(self.family, components, self._parts, self.options.given)
 
     # ------------------------------------------------------------------------------------------ counts
 
@@ -207,87 +183,86 @@ class DiffusionTask(Task):
         return batch.with_tensors(noise=self._noise(batch))
 
     def counts(self, batch: Batch) -> Counts:
-        trained, level = self._trained(batch), self._level_of_latents(batch, [_band(one) for one in self._drawn(batch)])
-        values = self.form.patch_values
-        found: dict[str, int | Tensor] = {LATENTS: trained.sum() * values}
+        bands = [_band(level) for level in self._drawn(batch)]
+        trained, band_of_latents = self._trained(batch), self._level_of_latents(batch, bands)
+        values = self.family.patch_values
+        counts: dict[str, int | Tensor] = {LATENTS: trained.sum() * values}
         for number, band in enumerate(BANDS):
-            found[f"{LATENTS}_{band}"] = (trained & (level == number)).sum() * values
-        return found
+            counts[f"{LATENTS}_{band}"] = (trained & (band_of_latents == number)).sum() * values
+        return counts
 
     def _samples(self, batch: Batch) -> list[SampleSegment]:
         """Return the segments of the main sequence: rows of one length follow each other."""
-        lengths, latents = batch.segments["latents"].lengths, latent_lengths(batch, self.form)
+        lengths, latents = batch.segments["latents"].lengths, latent_lengths(batch, self.family)
         row = max(1, sum(lengths) // max(1, len(batch.seeds)))
-        found, at, counts = [], 0, [0] * len(batch.seeds)
-        for length, own in zip(lengths, latents, strict=True):
+        samples, at, counts = [], 0, [0] * len(batch.seeds)
+        for length, count in zip(lengths, latents, strict=True):
             number = min(at // row, len(counts) - 1)
-            found.append(SampleSegment(batch.seeds[number], counts[number], own))
+            samples.append(SampleSegment(batch.seeds[number], counts[number], count))
             counts[number] += 1
             at += length
-        return found
+        return samples
 
     def _drawn(self, batch: Batch) -> list[NoiseLevel]:
         samples = self._samples(batch)
         sizes = batch.shapes["latents"]
         tokens = [frames * rows * columns for frames, rows, columns in sizes]
-        return [self._levels.draw(one.chance("level"), count) for one, count in zip(samples, tokens, strict=True)]
+        pairs = zip(samples, tokens, strict=True)
+        return [self._levels.draw(sample.chance("level"), count) for sample, count in pairs]
 
     def _dropped(self, batch: Batch) -> set[int]:
         share = self.options.caption_dropout
         if not share:
             return set()
-        drawn = [one.chance("caption").random() for one in self._samples(batch)]
+        drawn = [sample.chance("caption").random() for sample in self._samples(batch)]
         return {number for number, value in enumerate(drawn) if value < share}
 
-    def _disturb(self, batch: Batch) -> Disturb | None:
-        """Return what adds noise to given images: the same for a sample, wherever it is encoded."""
-        asked, samples = self.options.given_noise, self._samples(batch)
-        if asked is None:
+    def _disturb(self, batch: Batch) -> DisturbSample | None:
+        """Return the function that adds noise to given images: the same for a sample, wherever it is encoded."""
+        options, samples = self.options.given_noise, self._samples(batch)
+        if options is None:
             return None
 
         def disturb(number: int, pixels: Tensor) -> Tensor:
-            one = samples[number]
-            strength = math.exp(one.chance("given noise").gauss(asked.mean, asked.std))
-            drawn = torch.randn(pixels.shape, generator=generator("cpu", one.seed, "given noise", one.index))
+            sample = samples[number]
+            strength = math.exp(sample.chance("given noise").gauss(options.mean, options.std))
+            drawn = torch.randn(pixels.shape, generator=generator("cpu", sample.seed, "given noise", sample.index))
             return pixels + strength * drawn.to(pixels)
 
         return disturb
 
-    def _kept_images(self, batch: Batch) -> list[float]:
-        """Return 1 for samples that keep their given image, and 0 for the others."""
+    def _image_shares(self, batch: Batch) -> list[float]:
+        """Return 1 for samples with their given image, and 0 for those that are trained without it."""
         share = self.options.given_dropout
-        return [float(one.chance("given image").random() >= share) for one in self._samples(batch)]
+        return [float(sample.chance("given image").random() >= share) for sample in self._samples(batch)]
 
     # ------------------------------------------------------------------------------------------ parts of a sequence
 
-    def _own(self, batch: Batch) -> Tensor | None:
-        """Return which of all latent tokens this rank computes; None: all of them."""
-        return batch.get(Stream.sources("latent_index") if self.form.joint else self._index)
-
-    def _part(self, batch: Batch, whole: Tensor) -> Tensor:
-        own = self._own(batch)
-        return whole if own is None else whole.index_select(0, own)
+    def _part(self, batch: Batch, values: Tensor) -> Tensor:
+        """Return the rows of this rank from those of all latent tokens."""
+        index = batch.get(Stream.sources("latent_index") if self.family.joint else self._index)
+        return values if index is None else values.index_select(0, index)
 
     def _still(self, batch: Batch) -> Tensor:
-        """Return which of all latent tokens belong to frames that are given in place of noise."""
-        found = torch.zeros(sum(latent_lengths(batch, self.form)), dtype=torch.bool)
-        if self.options.given != "none" and self.form.condition == "replace":
+        """Return which of all latent tokens are of frames that are given in place of noise."""
+        lengths = latent_lengths(batch, self.family)
+        still = torch.zeros(sum(lengths), dtype=torch.bool)
+        if self.options.given != "none":
             at = 0
-            for (frames, rows, columns), length in zip(
-                batch.shapes["latents"], latent_lengths(batch, self.form), strict=True
-            ):
-                found[at : at + (rows * columns if frames > 1 else 0)] = True
+            for grid, length in zip(batch.shapes["latents"], lengths, strict=True):
+                still[at : at + self.family.images.replaced_tokens((grid[0], grid[1], grid[2]))] = True
                 at += length
-        return found.to(batch["sample_index"].device, non_blocking=True)
+        return still.to(batch["sample_index"].device, non_blocking=True)
 
     def _trained(self, batch: Batch) -> Tensor:
         """Return which of this rank's latent tokens are trained on."""
-        still, own = self._still(batch), self._part(batch, self._still(batch))
+        still = self._still(batch)
+        noisy = ~self._part(batch, still)
         if "trained" not in batch:  # of a family's example
-            return ~own
-        if Stream.sources("trained") in batch:  # positions among this rank's own already
-            return torch.zeros_like(own).index_fill(0, batch["trained"], True) & ~own
-        return self._part(batch, torch.zeros_like(still).index_fill(0, batch["trained"], True)) & ~own
+            return noisy
+        if Stream.sources("trained") in batch:  # already positions among the tokens of this rank
+            return torch.zeros_like(noisy).index_fill(0, batch["trained"], True) & noisy
+        return self._part(batch, torch.zeros_like(still).index_fill(0, batch["trained"], True)) & noisy
 
     def _level_of_latents(self, batch: Batch, values: Sequence[float]) -> Tensor:
         """Return one value for each of this rank's latent tokens, given one for each sample."""
@@ -296,7 +271,7 @@ class DiffusionTask(Task):
 
     def _sample_of_latents(self, batch: Batch) -> Tensor:
         index = batch["sample_index"]
-        return index.index_select(0, batch["latent_index"]) if self.form.joint else index
+        return index.index_select(0, batch["latent_index"]) if self.family.joint else index
 
     # ------------------------------------------------------------------------------------------ inputs
 
@@ -307,19 +282,20 @@ class DiffusionTask(Task):
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
         if self._encoders is None or any("clean" in batch for batch in batches):
             return list(batches)
-        # Pixels need not wait on the device.
-        read = {"frames", "references", SHOWN, EMPTY_IDS, *id_names(self.form)}
+        # Pixels do not stay on the device.
+        read = {"frames", "references", SHOWN, EMPTY_IDS, *self.family.id_names}
         return [
-            replace(batch, tensors={name: one for name, one in batch.tensors.items() if name not in read})
+            replace(batch, tensors={name: tensor for name, tensor in batch.tensors.items() if name not in read})
             for batch in self._encoders.encode_all(
                 batches, [self._dropped(batch) for batch in batches], [self._disturb(batch) for batch in batches]
             )
         ]
 
     def inputs(self, batch: Batch) -> Batch:
+        family = self.family
         if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # not encoded from media
             batch = self._features(batch, self._dropped(batch))
-        if self.form.image_embeds and IMAGE_EMBEDS not in batch:
+        if family.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
                 "this model reads embeddings of given frames, and the batch has none",
                 where="data.train",
@@ -327,45 +303,49 @@ class DiffusionTask(Task):
             )
         device, levels = batch["clean"].device, self._drawn(batch)
         noise = batch["noise"] if "noise" in batch else self._noise(batch).to(device)
-        clean, noise = (self._part(batch, whole.to(torch.float32)) for whole in (batch["clean"], noise))
+        clean, noise = (self._part(batch, values.to(torch.float32)) for values in (batch["clean"], noise))
         trained = self._trained(batch)
         clean_share, noise_share, weight = (
             self._level_of_latents(batch, values).unsqueeze(1)
-            for values in zip(*((one.clean_share, one.noise_share, one.weight) for one in levels), strict=True)
+            for values in zip(*((level.clean_share, level.noise_share, level.weight) for level in levels), strict=True)
         )
         noisy = torch.where(trained.unsqueeze(1), clean_share * clean + noise_share * noise, clean)
-        if self.form.condition == "channels_mask" and "condition" not in batch:  # no frame is given
-            noisy = F.pad(noisy, (0, noisy.shape[1] + noisy.shape[1] // self.form.channels))
-        elif "condition" in batch:
-            given = self._part(batch, batch["condition"]).to(noisy)
-            if self.options.given_dropout:
-                given = given * self._level_of_latents(batch, self._kept_images(batch)).unsqueeze(1)
-            noisy = torch.cat([noisy, given], -1)
-        times = [one.time for one in levels]
-        found = {
-            "latents": noisy,
+        tensors = {
+            "latents": self._with_condition(batch, noisy),
             "target": training_target(self._objective, clean, noise, clean_share, noise_share),
             "token_weights": weight.squeeze(1) * trained,
             "trained_here": trained,
             "sample_of_latents": self._sample_of_latents(batch),
-            "noise_band": self._level_of_latents(batch, [_band(one) for one in levels]),
+            "noise_band": self._level_of_latents(batch, [_band(level) for level in levels]),
         }
-        if self.form.token_times and self.options.given != "none":  # given frames have a time of zero, the last entry
+        times = [level.time for level in levels]
+        if family.token_times and self.options.given != "none":  # given frames have the last entry, a time of zero
             still = self._part(batch, self._still(batch))
-            found["time_index"] = torch.where(still, len(times), batch["sample_index"])
+            tensors["time_index"] = torch.where(still, len(times), batch["sample_index"])
             times.append(0.0)
-        found["timesteps"] = devices.send(times, torch.float32, device)
-        if self.form.guidance:
-            found["guidance"] = torch.full((len(levels),), self.options.guidance, device=device)
-        if "text" in batch and self.form.joint and not self.form.whole_text:
+        tensors["timesteps"] = devices.send(times, torch.float32, device)
+        if family.guidance_input:
+            tensors["guidance"] = torch.full((len(levels),), self.options.guidance, device=device)
+        if "text" in batch and family.joint and not family.whole_text:
             sources = batch.get(Stream.sources("text_index"))
-            found["text"] = batch["text"] if sources is None else batch["text"].index_select(0, sources)
-        return batch.with_tensors(**found)
+            tensors["text"] = batch["text"] if sources is None else batch["text"].index_select(0, sources)
+        return batch.with_tensors(**tensors)
+
+    def _with_condition(self, batch: Batch, noisy: Tensor) -> Tensor:
+        """Return noisy latents with the channels of given images."""
+        if "condition" not in batch:
+            blank = self.family.images.blank_channels(self.family.channels)
+            return F.pad(noisy, (0, noisy.shape[1] // self.family.channels * blank)) if blank else noisy
+        images = self._part(batch, batch["condition"]).to(noisy)
+        if self.options.given_dropout:
+            images = images * self._level_of_latents(batch, self._image_shares(batch)).unsqueeze(1)
+        return torch.cat([noisy, images], -1)
 
     def _features(self, batch: Batch, dropped: set[int]) -> Batch:
-        if "clean" not in batch and "latents" in batch:  # a family's example has what the model reads
-            clean, given = batch["latents"].tensor_split([self.form.patch_values], 1)
-            batch = batch.with_tensors(clean=clean, **({"condition": given} if given.shape[1] else {}))
+        family = self.family
+        if "clean" not in batch and "latents" in batch:  # a family's example has the inputs of the model
+            clean, images = batch["latents"].tensor_split([family.patch_values], 1)
+            batch = batch.with_tensors(clean=clean, **({"condition": images} if images.shape[1] else {}))
         if "clean" not in batch:
             raise TesseraError(
                 "the batch has images or videos, and no latents of them",
@@ -373,30 +353,31 @@ class DiffusionTask(Task):
                 fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the VAE and text "
                 "encoders of a diffusers folder; `tessera data features` writes latents once",
             )
-        values, found = self.form.patch_values, batch["clean"].shape[1]
-        if found != values:
+        values = batch["clean"].shape[1]
+        if values != family.patch_values:
             raise TesseraError(
-                f"tokens of {found} numbers in the data; the model reads {values}: {self.form.channels} channels in "
-                f"patches of {self.form.patch}",
+                f"tokens of {values} numbers in the data; the model reads {family.patch_values}: {family.channels} "
+                f"channels in patches of {family.patch}",
                 where="data.train",
                 fix="write features with the VAE that belongs to this model",
             )
-        batch = batch.with_tensors(**{name: self._spread(batch, name) for name in ("condition",) if name in batch})
+        if "condition" in batch:
+            batch = batch.with_tensors(condition=self._spread(batch, "condition"))
         return without_captions(batch, dropped) if dropped else batch
 
     def _spread(self, batch: Batch, name: str) -> Tensor:
         """Return features of samples as features of all latent tokens: padding has zeros."""
-        some, sizes = batch[name], latent_lengths(batch, self.form)
-        if name not in batch.segments or len(some) == sum(sizes):
-            return some
-        whole, parts = some.new_zeros(sum(sizes), some.shape[1]), torch.split(some, [*batch.segments[name].lengths])
-        for into, part in zip(torch.split(whole, sizes), parts, strict=True):
+        rows, lengths = batch[name], latent_lengths(batch, self.family)
+        if name not in batch.segments or len(rows) == sum(lengths):
+            return rows
+        spread, parts = rows.new_zeros(sum(lengths), rows.shape[1]), torch.split(rows, [*batch.segments[name].lengths])
+        for into, part in zip(torch.split(spread, lengths), parts, strict=True):
             into[: len(part)] = part
-        return whole
+        return spread
 
     def _noise(self, batch: Batch) -> Tensor:
-        """Return noise for all latent tokens, of whole samples: a sample's noise depends on no other."""
-        return torch.cat([one.noise(self.form.patch_values) for one in self._samples(batch)])
+        """Return noise for all latent tokens of all samples: a sample's noise depends on no other."""
+        return torch.cat([sample.noise(self.family.patch_values) for sample in self._samples(batch)])
 
     # ------------------------------------------------------------------------------------------ losses
 
@@ -407,19 +388,20 @@ class DiffusionTask(Task):
         with torch.no_grad():
             plain = error * batch["trained_here"]
             for number, band in enumerate(BANDS):
-                own = plain * (batch["noise_band"] == number)
-                metrics[f"error_at_{band}_noise"] = Metric(own.sum(), f"{LATENTS}_{band}")
+                in_band = plain * (batch["noise_band"] == number)
+                metrics[f"error_at_{band}_noise"] = Metric(in_band.sum(), f"{LATENTS}_{band}")
         return Losses([LossTerm(LOSS, (error * weights).sum(), LATENTS)], metrics)
 
 
 def _encoder(make: Callable[..., nn.Module], residence: Residence) -> Component:
+    """Describe a frozen encoder, which only the first pipeline stage holds."""
     return Component(
         lambda _: make(meta=True), trained=False, load=lambda _: make(), residence=residence, stage="first"
     )
 
 
 def _band(level: NoiseLevel) -> int:
-    """Return the number of the third of all times that a level lies in."""
+    """Return the number of the third of all times that contains a level."""
     return min(int(level.time * len(BANDS) / TIMES), len(BANDS) - 1)
 
 

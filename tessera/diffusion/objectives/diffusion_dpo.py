@@ -109,8 +109,8 @@ class DiffusionDpoTask(DiffusionTask):
             raise TesseraError(
                 "the batch has no pairs", where="data.kind", fix="data.kind=generation_preference reads them"
             )
-        found = [number for number, shape in enumerate(batch.shapes["frames"]) if shape[0]]
-        return list(zip(found[::2], found[1::2], strict=True))
+        readable = [number for number, shape in enumerate(batch.shapes["frames"]) if shape[0]]
+        return list(zip(readable[::2], readable[1::2], strict=True))
 
     def _samples(self, batch: Batch) -> list[SampleSegment]:
         samples = super()._samples(batch)

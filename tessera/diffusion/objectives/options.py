@@ -1,4 +1,4 @@
-"""Declare the options of generation objectives, and where the randomness of a sample comes from."""
+"""Declare the options of generation objectives, and draw the random numbers of a sample."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pydantic import Field
 from torch import Tensor
 
 from tessera.config.reader import Section
-from tessera.diffusion.forms import Objective
-from tessera.diffusion.noise_levels import TimeOptions
-from tessera.diffusion.sample_encoders import Given
+from tessera.diffusion.given_images import Given
+from tessera.diffusion.noise_levels import Objective, TimeOptions
 from tessera.runtime.rng import derive, generator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -84,15 +83,16 @@ class DiffusionOptions(TimeOptions):
 
 @dataclass(frozen=True)
 class SampleSegment:
-    """Hold one segment of the main sequence, as the host knows it: what its randomness depends on."""
+    """Hold one segment of the main sequence on the host: all that its random numbers depend on."""
 
     seed: int  # of its row
     index: int  # in its row
     latents: int  # latent tokens
 
     def chance(self, purpose: str) -> Random:
-        """Return what draws plain numbers: these stay on the host."""
+        """Return a generator of plain numbers, which stay on the host."""
         return Random(derive(self.seed, purpose, self.index))
 
     def noise(self, values: int) -> Tensor:
+        """Return noise [latents, values]."""
         return torch.randn(self.latents, values, generator=generator("cpu", self.seed, "noise", self.index))

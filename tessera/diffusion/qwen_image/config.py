@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.forms import EditForm, GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.captions import Captions
+from tessera.diffusion.edit_images import EditPipeline
+from tessera.diffusion.family import EvenLevels, GenerationFamily, NoiseInModelType, SamplingDefaults, grid_positions
+from tessera.diffusion.given_images import Grid
 from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
 
-# What the text encoder reads before and behind a caption; the embeddings of the first part are left out.
+# The template of captions; the embeddings of the part before the caption are left out.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-# The same with reference images, which the text encoder reads, too.
+# The template with images to edit, which the text encoder also reads.
 _EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
@@ -31,19 +35,59 @@ _EDIT_TEMPLATE_TOKENS = 64
 _IMAGE = "<|image_pad|>"
 _SHOWN = f"<|vision_start|>{_IMAGE}<|vision_end|>"
 # Edit reads one image, in the size that the VAE gets; Edit-2509 and Edit-2511 read any number, smaller and numbered.
-EDIT = EditForm(
+EDIT = EditPipeline(
     "QwenImageEditPipeline",
-    TextForm(
-        length=1024, template=_EDIT_TEMPLATE.replace("{images}", _SHOWN), skip=_EDIT_TEMPLATE_TOKENS, image=_IMAGE
-    ),
+    Captions(length=1024, template=_EDIT_TEMPLATE.replace("{images}", _SHOWN), skip=_EDIT_TEMPLATE_TOKENS),
+    _IMAGE,
 )
-EDIT_PLUS = EditForm(
+EDIT_PLUS = EditPipeline(
     "QwenImageEditPlusPipeline",
-    TextForm(length=1024, template=_EDIT_TEMPLATE, skip=_EDIT_TEMPLATE_TOKENS, image=_IMAGE),
+    Captions(length=1024, template=_EDIT_TEMPLATE, skip=_EDIT_TEMPLATE_TOKENS),
+    _IMAGE,
     each=f"Picture {{}}: {_SHOWN}",
     shown_pixels=384 * 384,
 )
 _KINDS = 2  # entries of diffusers' table for `additional_t_cond`
+
+
+class QwenImageFamily(EvenLevels, NoiseInModelType, GenerationFamily):
+    """Count rows and columns from the middle of an image; text is on the diagonal behind the largest image."""
+
+    @property
+    def edits(self) -> tuple[EditPipeline, ...]:
+        return (EDIT, EDIT_PLUS)
+
+    def frame(self, image: int, images: int) -> int:
+        """Return the frame of an image of a sample."""
+        return image
+
+    def first_text(self, grids: Sequence[Grid]) -> int:
+        """Return the position of the first text token, on all axes."""
+        return max((max(rows // 2, columns // 2) for _, rows, columns in grids), default=0)
+
+    def positions(self, text: int, grids: Sequence[Grid]) -> Tensor:
+        begin = self.first_text(grids)
+        parts = [torch.arange(begin, begin + text).expand(3, -1)]
+        for number, (frames, rows, columns) in enumerate(grids):
+            start = (self.frame(number, len(grids)), -(rows - rows // 2), -(columns - columns // 2))
+            parts.append(grid_positions(start, (frames, rows, columns)))
+        return torch.cat(parts, dim=1)
+
+    def guide(self, with_prompt: Tensor, without: Tensor, scale: float) -> Tensor:
+        """Keep the norm of each token as it is with the prompt."""
+        guided = super().guide(with_prompt, without, scale)
+        scaled: Tensor = guided * (with_prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        return scaled
+
+
+class QwenImageLayeredFamily(QwenImageFamily):
+    """Count the layers of an image as frames. The image that they make comes last, at frame -1."""
+
+    def frame(self, image: int, images: int) -> int:
+        return -1 if image == images - 1 else image
+
+    def first_text(self, grids: Sequence[Grid]) -> int:
+        return max(super().first_text(grids), len(grids) - 1)
 
 
 class QwenImageConfig(JointConfig):
@@ -92,24 +136,14 @@ class QwenImageConfig(JointConfig):
             sample_kinds=_KINDS if self.use_additional_t_cond else 0,
         )
 
-    def generation(self) -> GenerationForm:
-        return GenerationForm(
+    def generation(self) -> GenerationFamily:
+        family = QwenImageLayeredFamily if self.use_layer3d_rope else QwenImageFamily
+        return family(
             channels=self.out_channels or self.in_channels,
             patch=(1, self.patch_size, self.patch_size),
             joint=True,
-            text=(TextForm(length=512, template=TEMPLATE, skip=TEMPLATE_TOKENS),),
-            edit=(EDIT, EDIT_PLUS),
-            sampling=SamplingForm(
-                height=1024,
-                width=1024,
-                steps=50,
-                guidance=4.0,
-                negative=None,
-                even_levels=True,
-                keep_norm=True,
-                noise_in_float32=False,
-            ),
-            positions="layered" if self.use_layer3d_rope else "centered",
+            captions=(Captions(length=512, template=TEMPLATE, skip=TEMPLATE_TOKENS),),
+            sampling=SamplingDefaults(height=1024, width=1024, steps=50, guidance=4.0, negative=None),
         )
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:

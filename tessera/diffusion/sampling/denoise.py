@@ -1,11 +1,11 @@
 """Turn noise into latents: at every step the model predicts, with and without the prompt, and a solver moves on.
 
-Everything happens on tokens, [tokens, values of a patch]: solvers work element by element, and the order in which the
-values of a video lie makes no difference to them.
+Latents are tokens, [tokens, values of a patch]: solvers work element by element, in any order of the values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tessera.core.batch import Batch
 from tessera.core.outputs import LATENTS
-from tessera.diffusion.sampling.guidance import Guidance
 from tessera.diffusion.sampling.over_ranks import PassRanks
 from tessera.diffusion.sampling.solver import Solver
 from tessera.errors import TesseraError
@@ -26,7 +25,7 @@ ALONE = PassRanks()
 
 @dataclass(frozen=True)
 class Expert:
-    """Hold a model, the guidance scale it is used with, and from which time on (1000 is noise) it is the one to ask."""
+    """Hold a model, its guidance scale, and the time (1000 is noise) down to which it is used."""
 
     model: Callable[[Batch], Any]
     scale: float
@@ -53,25 +52,28 @@ def denoise(
     passes: Sequence[Inputs],
     noise: Sequence[Tensor],
     solvers: Sequence[Solver],
-    guidance: Guidance,
+    guide: Callable[[Tensor, Tensor, float], Tensor],
+    *,
+    dynamic: bool = False,
     ranks: PassRanks = ALONE,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Tensor]:
     """Return the latents of each sample, [tokens, values].
 
     `experts`: from the one for most noise to the one for least. `passes`: one or two, which together hold every sample
-    once (without guidance) or twice. `ranks`: who computes the passes. `on_step(n, steps)` is called after each step.
+    once (without guidance) or twice. `guide`: combines predictions with and without the prompt by a scale. `dynamic`:
+    the scale grows from 1. `ranks`: those that compute the passes. `on_step(n, steps)` is called after each step.
     """
     latents = list(noise)
     times = solvers[0].timesteps  # samples of one batch have one size, and so one schedule
     for number, time in enumerate(times.tolist()):
-        expert = next(one for one in experts if time >= one.since)
+        expert = next(expert for expert in experts if time >= expert.since)
         flat = torch.cat(latents)
-        found: list[Tensor] = []
+        predictions: list[Tensor] = []
         for predicted in ranks.predict(passes, partial(_predict, expert.model, flat=flat, time=time)):
-            found += torch.split(predicted, len(flat))
-        scale = guidance.scale_at(expert.scale, time, len(times))
-        guided = found[0] if len(found) == 1 else guidance.combine(found[0], found[1], scale)
+            predictions += torch.split(predicted, len(flat))
+        scale = dynamic_scale(expert.scale, time, len(times)) if dynamic else expert.scale
+        guided = predictions[0] if len(predictions) == 1 else guide(predictions[0], predictions[1], scale)
         parts = torch.split(guided, [len(tokens) for tokens in latents])
         latents = [
             solver.step(number, part, tokens) for solver, part, tokens in zip(solvers, parts, latents, strict=True)
@@ -82,8 +84,13 @@ def denoise(
     return latents
 
 
+def dynamic_scale(scale: float, timestep: float, steps: int) -> float:
+    """Return a guidance scale that grows from 1 as noise decreases, by the cosine law of CogVideoX."""
+    return 1 + scale * (1 - math.cos(math.pi * ((steps - timestep) / steps) ** 5.0)) / 2
+
+
 def _predict(model: Callable[[Batch], Any], inputs: Inputs, flat: Tensor, time: float) -> Tensor:
-    """Return what the model predicts for the generated tokens of a pass."""
+    """Return the prediction for the generated tokens of a pass."""
     batch, index = inputs.batch, inputs.generated
     noisy = flat.repeat(len(index) // len(flat), 1)
     tokens = batch["latents"].index_copy(0, index, noisy.to(batch["latents"].dtype))

@@ -22,7 +22,7 @@ from tessera.errors import TesseraError, first_line, foreign_values, nearest
 from tessera.runtime.files import read_json_mapping, replace_file
 
 SUFFIXES = (".png", ".gif", ".mp4")
-FPS = 16.0  # where nothing says how many frames make a second
+FPS = 16.0  # of a request without a frame rate
 _VERSION = 1  # of the metadata file
 _LIBRARIES = ("tessera-mm", "torch", "diffusers", "transformers")
 
@@ -44,7 +44,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Record:
-    """Hold what a metadata file says: the model, the resolved request, and a hash of the pixels of each sample."""
+    """Hold the content of a metadata file: the model, the resolved request, and a hash of the pixels of each sample."""
 
     model: Path
     parts: Path  # the diffusers folder of VAE and text encoders
@@ -57,7 +57,7 @@ class Record:
 
 
 def check_out(out: Path, frames: int) -> None:
-    """Raise if files of this name cannot hold what is asked for; called before anything is computed."""
+    """Raise if files of this name cannot hold the samples; called before anything is computed."""
     if out.suffix.lower() not in SUFFIXES:
         raise TesseraError(
             f"{out.name} does not end in a known format",
@@ -88,7 +88,7 @@ def metadata_path(out: Path) -> Path:
 
 
 def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts: Mapping[str, str]) -> Path:
-    """Write every sample and then the metadata file, whose path is returned. `facts`: more to say in it."""
+    """Write every sample and then the metadata file, whose path is returned. `facts`: further entries of it."""
     paths = sample_paths(out, len(samples))
     described = {
         "version": _VERSION,
@@ -102,8 +102,8 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
         },
         "request": record.request.model_dump(mode="json"),
         "samples": [
-            {"file": path.name, "prompt": one.prompt, "seed": one.seed, "pixels": one.digest}
-            for path, one in zip(paths, samples, strict=True)
+            {"file": path.name, "prompt": sample.prompt, "seed": sample.seed, "pixels": sample.digest}
+            for path, sample in zip(paths, samples, strict=True)
         ],
         "made_with": {**_versions(), **facts},
     }
@@ -118,12 +118,12 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
 
 
 def read_record(path: Path) -> Record:
-    """Return what a metadata file says. It is somebody's file: every value of it is checked."""
+    """Read a metadata file. Every value is checked: anybody may have written the file."""
     data = read_json_mapping(path, 16 << 20)
     samples, request = data.get("samples"), data.get("request")
     words = [data.get(key) for key in ("model", "parts", "dtype")]
-    known = data.get("version") == _VERSION and all(isinstance(word, str) for word in words)
-    if not known or not isinstance(request, dict) or not isinstance(samples, list) or not samples:
+    valid = data.get("version") == _VERSION and all(isinstance(word, str) for word in words)
+    if not valid or not isinstance(request, dict) or not isinstance(samples, list) or not samples:
         raise TesseraError(
             "this is not the metadata file of a generation",
             where=str(path),
@@ -185,10 +185,10 @@ def _av() -> Any:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    versions = {"python": platform.python_version(), "machine": platform.machine()}
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,7 +1,7 @@
-"""Sample with a generation model that lies on several ranks: each has a part of its weights, layers or tokens.
+"""Sample with a generation model on several ranks: each has a part of its weights, layers or tokens.
 
-All ranks call the model together, with the same whole batch, and get the whole prediction: what samples need not know
-how many ranks there are. Ranks that would read other rows in training compute the passes of guidance in turn.
+All ranks call the model together, with the same full batch, and get the full prediction: callers need not know the
+number of ranks. Ranks that would read other rows in training compute the passes of guidance in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tessera.core.batch import Batch
 from tessera.core.model_plan import Stream
 from tessera.core.outputs import LATENTS, Outputs, tensor
-from tessera.diffusion.forms import GenerationForm
+from tessera.diffusion.family import GenerationFamily
 from tessera.errors import TesseraError
 from tessera.parallel.collectives import gathered
 from tessera.parallel.mesh import CONTEXT, DATA, Mesh
@@ -38,17 +38,17 @@ class PassRanks:
     def predict(self, passes: Sequence[Pass], model: Callable[[Pass], Tensor]) -> list[Tensor]:
         """Return the prediction of every pass; this rank computes one of them, where others compute the rest."""
         if self.group is None or len(passes) == 1:
-            return [model(one) for one in passes]
+            return [model(inputs) for inputs in passes]
         ranks, count = self.group.size(), len(passes)
         if ranks < count:
-            return [model(one) for one in passes]
-        own = model(passes[self.position % count])
-        return list(gathered(own, self.group).chunk(ranks)[:count])
+            return [model(inputs) for inputs in passes]
+        prediction = model(passes[self.position % count])
+        return list(gathered(prediction, self.group).chunk(ranks)[:count])
 
 
 @dataclass
 class SharedTokens:
-    """Hold which latent tokens of a batch this rank computes, and where all lie when they are gathered."""
+    """Hold the largest number of latent tokens of a rank, and the order of all tokens when they are gathered."""
 
     longest: int
     order: Tensor
@@ -56,15 +56,15 @@ class SharedTokens:
 
 @dataclass
 class ModelOverRanks:
-    """Call a model that is split by a plan like one that is whole."""
+    """Call a model that is split by a plan like an unsharded one."""
 
     module: nn.Module
-    form: GenerationForm
+    family: GenerationFamily
     plan: Plan
     mesh: Mesh
     device: torch.device
     _stages: SequentialStages | None = None
-    _known: dict[Any, SharedTokens] = field(default_factory=dict)
+    _layouts: dict[Any, SharedTokens] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.module, LocalStages):
@@ -79,16 +79,15 @@ class ModelOverRanks:
         sharding = self.plan.batch_sharding
         if sharding is None or self.mesh.size(CONTEXT) == 1:
             return self._predict(batch)
-        own = self._own(batch, sharding)
-        found = tensor(self._predict(own), LATENTS)
+        latents = tensor(self._predict(self._sharded(batch, sharding)), LATENTS)
         shared = self._shared(batch, sharding)
-        padded = found.new_zeros(shared.longest, found.shape[1])
-        padded[: len(found)] = found
+        padded = latents.new_zeros(shared.longest, latents.shape[1])
+        padded[: len(latents)] = latents
         group = self.mesh.group(CONTEXT)
         assert group is not None, "several ranks share the sequence"
         return {LATENTS: gathered(padded, group).index_select(0, shared.order)}
 
-    def _own(self, batch: Batch, sharding: BatchSharding) -> Batch:
+    def _sharded(self, batch: Batch, sharding: BatchSharding) -> Batch:
         """Return this rank's part of a batch, as the task makes it in training."""
         length, least = sharding.main.elements(batch), sharding.split.minimum
         if length < least:
@@ -97,27 +96,27 @@ class ModelOverRanks:
                 where="parallel.cp",
                 fix="make larger samples, more of them in a batch, or lower parallel.cp",
             )
-        own = shard_batch(batch, sharding, self.mesh.position(CONTEXT), {}).to(self.device)
-        index = own[Stream.sources("latent_index") if self.form.joint else sharding.main.index]
+        part = shard_batch(batch, sharding, self.mesh.position(CONTEXT), {}).to(self.device)
+        index = part[Stream.sources("latent_index") if self.family.joint else sharding.main.index]
         changed = {"latents": batch["latents"].index_select(0, index)}
-        sources = own.get(Stream.sources("text_index"))
-        if self.form.joint and not self.form.whole_text and sources is not None:
+        sources = part.get(Stream.sources("text_index"))
+        if self.family.joint and not self.family.whole_text and sources is not None:
             changed["text"] = batch["text"].index_select(0, sources)
-        return own.with_tensors(**changed)
+        return part.with_tensors(**changed)
 
     def _shared(self, batch: Batch, sharding: BatchSharding) -> SharedTokens:
         key = tuple((name, segments.lengths) for name, segments in sorted(batch.segments.items()))
-        if key not in self._known:
+        if key not in self._layouts:
             length, split = sharding.main.elements(batch), sharding.split
             ranges = [split.ranges(length, position) for position in range(split.ranks)]
-            if self.form.joint:
+            if self.family.joint:
                 places = batch["latent_index"].cpu()
-                by_rank = [local_positions(places, some)[1] for some in ranges]
+                by_rank = [local_positions(places, parts)[1] for parts in ranges]
             else:
-                by_rank = [indices(some) for some in ranges]
+                by_rank = [indices(parts) for parts in ranges]
             order = gathered_order(by_rank, len(batch["latents"]))
-            self._known[key] = SharedTokens(max(map(len, by_rank)), order.to(self.device))
-        return self._known[key]
+            self._layouts[key] = SharedTokens(max(map(len, by_rank)), order.to(self.device))
+        return self._layouts[key]
 
     def _predict(self, batch: Batch) -> Outputs:
         if self._stages is None:

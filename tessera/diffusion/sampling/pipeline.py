@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,70 +11,86 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera.config.reader import build
 from tessera.core.batch import Batch
-from tessera.diffusion.edit_images import edit_form, reference_size
-from tessera.diffusion.forms import GenerationForm, Grid
-from tessera.diffusion.frame_encoder import image_processor_name
-from tessera.diffusion.pipeline_parts import Autoencoder, PipelineFolder, TextEmbedding, VaeForm
-from tessera.diffusion.sample_encoders import from_tokens, patchify
+from tessera.data.media.files import Limits
+from tessera.data.media.images import read_image, to_rgb
+from tessera.diffusion.autoencoders import VAE, Autoencoder, VaeForm
+from tessera.diffusion.captions import TextEmbedding
+from tessera.diffusion.encoders import Encoders, SampleConditions
+from tessera.diffusion.family import GenerationFamily
+from tessera.diffusion.frame_encoder import IMAGE_ENCODER
+from tessera.diffusion.given_images import Grid, from_tokens, patchify
+from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.sampling.denoise import ALONE, Expert, denoise
 from tessera.diffusion.sampling.files import Generated
-from tessera.diffusion.sampling.guidance import Guidance
-from tessera.diffusion.sampling.images import cropped, frame_condition, image_tokens, open_images, pixels_of
 from tessera.diffusion.sampling.over_ranks import PassRanks
-from tessera.diffusion.sampling.pack import SampleConditions, packed
-from tessera.diffusion.sampling.prompts import PromptEncoder, image_processor
+from tessera.diffusion.sampling.pack import packed
 from tessera.diffusion.sampling.request import Request
 from tessera.diffusion.sampling.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.errors import TesseraError
 
 OnStep = Callable[[int, int, int, int], None]  # samples that are finished, samples of all, step, steps
+ImageSource = str | Path | Image.Image
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Hold what samples of a request are made from, encoded: it serves again and again."""
+    """Hold the encoded conditions of a request, which can be sampled from again and again."""
 
     prompts: Mapping[str, SampleConditions]
-    negative: SampleConditions | None  # None: nothing is led away from
-    images: SampleConditions  # what given images add to every sample
+    negative: SampleConditions | None  # None: sample without a negative prompt
+    images: SampleConditions  # conditions of given images, for every sample
+
+
+@dataclass(frozen=True)
+class HostModule:
+    """Hold a frozen module in host memory; it is on the device while it is used."""
+
+    module: nn.Module
+    device: torch.device
+
+    @contextmanager
+    def use(self) -> Iterator[nn.Module]:
+        try:
+            yield self.module.to(self.device)
+        finally:
+            self.module.to("cpu")
 
 
 class Pipeline:
-    """Sample with a generation model and the frozen parts of a diffusers folder."""
+    """Sample with a generation model and the frozen components of a diffusers folder."""
 
     def __init__(
         self,
         experts: Sequence[tuple[Callable[[Batch], Any], float]],
-        form: GenerationForm,
+        family: GenerationFamily,
         folder: Path,
         device: torch.device,
         dtype: torch.dtype,
         ranks: PassRanks = ALONE,
     ) -> None:
-        """Make the pipeline. `experts`: models, each with the time (of 1000) from which on it is asked, falling.
-        `ranks`: those that compute the passes of guidance in turn; all call everything here together."""
-        self.form = form
-        self.parts = PipelineFolder(folder)
+        """Make the pipeline. `experts`: models, each with the time (of 1000) from which on it is used, falling.
+        `ranks`: those that compute the passes of guidance in turn; all of them call the methods here together."""
+        self.family = family
+        self.parts = PipelineFolder(folder, family.vaes)
         self.vae_form: VaeForm = self.parts.vae_form()
-        self.edit = edit_form(folder, form)
         self.device, self.dtype = device, dtype
         self._experts = experts
         self._ranks = ranks
-        self._prompts = PromptEncoder(self.parts, form.text, device, dtype)
-        self._vae: Autoencoder | None = None
-        self._vae_spares = (False, False)
+        self._components: dict[str, HostModule] = {}
+        self._encoders = Encoders(family, self._components, self.parts)
+        self._vae_options = (False, False)
         self._scheduler = scheduler_config(folder) or {}
 
     def generate(
         self,
         prompts: str | Sequence[str],
         *,
-        images: Sequence[str | Path | Image.Image] = (),
-        last_image: str | Path | Image.Image | None = None,
+        images: Sequence[ImageSource] = (),
+        last_image: ImageSource | None = None,
         on_step: OnStep | None = None,
         **options: Any,
     ) -> list[Generated]:
@@ -84,25 +101,21 @@ class Pipeline:
 
     def resolved(self, request: Request) -> Request:
         """Return the request with the family's defaults for what it leaves open; raise if the model cannot make it."""
-        usual, space = self.form.sampling, self.vae_form.space_stride
-        chosen = {
-            name: getattr(usual, name)
-            for name in ("height", "width", "frames", "fps", "steps", "guidance", "negative")
-            if getattr(request, name) is None
-        }
-        full = request.model_copy(update=chosen)
+        space, patch = self.vae_form.space_stride, self.family.patch
+        defaults = {name: value for name, value in vars(self.family.sampling).items() if getattr(request, name) is None}
+        full = request.model_copy(update=defaults)
         if full.guidance_2 is not None and len(self._experts) == 1:
             raise TesseraError("this model has one expert, which --guidance is for", where="--guidance-2")
-        if full.true_guidance is not None and not self.form.guidance:
+        if full.true_guidance is not None and not self.family.guidance_input:
             raise TesseraError(
-                "this model has no embedded guidance beside which --true-guidance could stand",
+                "this model has no embedded guidance, so --guidance is its true guidance",
                 where="--true-guidance",
                 fix="use --guidance",
             )
         frames, height, width = _size(full)
-        _check_multiple("height", height, space * self.form.patch[1], 0)
-        _check_multiple("width", width, space * self.form.patch[2], 0)
-        time, joined = self.vae_form.time_stride, self.form.patch[0]
+        _check_multiple("height", height, space * patch[1], 0)
+        _check_multiple("width", width, space * patch[2], 0)
+        time, joined = self.vae_form.time_stride, patch[0]
         _check_multiple("frames", frames, time, 1)
         if full.images or full.last_image is not None:  # the latents of given images fill whole patches
             _check_multiple("frames", frames, time * joined, 1 + time * (joined - 1))
@@ -114,8 +127,8 @@ class Pipeline:
     def run(
         self,
         request: Request,
-        images: Sequence[str | Path | Image.Image] = (),
-        last_image: str | Path | Image.Image | None = None,
+        images: Sequence[ImageSource] = (),
+        last_image: ImageSource | None = None,
         on_step: OnStep | None = None,
     ) -> list[Generated]:
         """Return the samples of a resolved request, in its order."""
@@ -125,145 +138,114 @@ class Pipeline:
     def prepare(
         self,
         request: Request,
-        images: Sequence[str | Path | Image.Image] = (),
-        last_image: str | Path | Image.Image | None = None,
+        images: Sequence[ImageSource] = (),
+        last_image: ImageSource | None = None,
     ) -> Prepared:
-        """Encode prompts and images of a resolved request. Images may be given here as objects."""
+        """Encode prompts and images of a resolved request. `images`: in place of those of the request."""
         last = last_image if last_image is not None else request.last_image
-        opened = open_images(images or request.images)
-        ending = None if last is None else open_images([last])[0]
+        opened = [_opened(image) for image in images or request.images]
+        ending = None if last is None else _opened(last)
         self._check_images(opened, ending)
-        self._read_autoencoder(request)  # one that cannot be read is refused before any step, and not behind the last
+        self._load(request)
         negative = request.negative if self._scales(request)[0] > 1 else None
-        conditions = self._conditions(request, opened, ending)
-        if self.form.text_reads_frames:
-            led_away = None
-            if negative is not None:
-                led_away = self._described([negative], _black(request), negative=True)[negative]
-            return Prepared(self._described(request.prompts, opened[0]), led_away, conditions)
-        texts = self._texts(request, opened, negative)
-        return Prepared(texts, None if negative is None else texts[negative], conditions)
+        encoders, edits = self._encoders, self._encoders.edit_images is not None
+        if opened and edits:
+            conditions = encoders.references(opened, request.reference_pixels, self.device)
+        else:
+            conditions = encoders.conditions(opened, ending, _size(request), self.device)
+        texts = list(dict.fromkeys(request.prompts))
+        if negative is None:
+            return Prepared(self._prompts(texts, opened, request), None, conditions)
+        if self.family.captions_read_frames:  # a negative prompt is read with a black image
+            _, height, width = _size(request)
+            black = [Image.new("RGB", (width, height))]
+            described = self._prompts(texts, opened, request)
+            return Prepared(described, self._prompts([negative], black, request, negative=True)[negative], conditions)
+        described = self._prompts(list(dict.fromkeys([*texts, negative])), opened, request)
+        return Prepared(described, described[negative], conditions)
 
     @torch.no_grad()
     def sample(self, request: Request, prepared: Prepared, on_step: OnStep | None = None) -> list[Generated]:
         """Return the samples of a resolved request, in its order."""
-        made: list[Generated] = []
+        samples: list[Generated] = []
         every = list(enumerate(request.texts, request.seed))
         for at in range(0, len(every), request.batch):
             part = every[at : at + request.batch]
             follow = None if on_step is None else partial(on_step, at, len(every))
             latents = self._sampled(request, part, prepared, follow)
             for (seed, text), video in zip(part, self._decoded(latents, request), strict=True):
-                made.append(Generated(text, seed, video.cpu().numpy()))
-        return made
+                samples.append(Generated(text, seed, video.cpu().numpy()))
+        return samples
 
     def release_encoders(self) -> None:
-        """Free the memory of text encoders; they are read again when a prompt is to be encoded."""
-        self._prompts = PromptEncoder(self.parts, self.form.text, self.device, self.dtype)
+        """Free the memory of text and image encoders; they are read again for the next prompt."""
+        for name in [name for name in self._components if name != VAE]:
+            del self._components[name]
 
     # ------------------------------------------------------------------------------------------ conditions
 
+    def _load(self, request: Request) -> None:
+        """Read all components, so that a broken one is refused before the first step. A VAE with other options is read
+        again: not every class can turn tiles off."""
+        options = (request.vae_tiling, request.vae_slicing)
+        if VAE not in self._components or self._vae_options != options:
+            vae = self.parts.autoencoder(tiling=options[0], slicing=options[1])
+            self._components[VAE], self._vae_options = HostModule(vae.eval(), self.device), options
+        for reader in self.family.captions:
+            if reader.encoder not in self._components:
+                encoder = self.parts.text_encoder(reader, dtype=self.dtype).eval()
+                self._components[reader.encoder] = HostModule(encoder, self.device)
+        if self.family.image_embeds and IMAGE_ENCODER not in self._components:
+            frames = self.parts.frame_encoder(dtype=self.dtype).eval()
+            self._components[IMAGE_ENCODER] = HostModule(frames, self.device)
+
     def _check_images(self, images: Sequence[Image.Image], last: Image.Image | None) -> None:
-        condition = self.form.condition
-        reads = self.form.image_embeds or self.form.text_reads_frames
-        if (condition in ("mask_channels", "channels") or reads) and not images:
+        reads, edit = self.family.images, self._encoders.edit_images
+        if reads.required and not images:
             raise TesseraError(
                 "this model makes videos from an image", where="--image", fix="give the first frame with --image FILE"
             )
-        if images and condition == "none" and self.edit is None:
-            raise TesseraError("this model makes images or videos from text alone", where="--image")
-        if condition != "none" and len(images) > 1:
+        if reads.reads_first and len(images) > 1:
             raise TesseraError(f"{len(images)} images: a video has one first frame", where="--image")
-        if images and condition == "none" and self.edit is not None:
-            self.edit.template(len(images), "--image")  # raises where the model edits another number of images
-        if last is not None and condition != "mask_channels":
+        if images and not reads.reads_first:
+            if edit is None:
+                raise TesseraError("this model makes images or videos from text alone", where="--image")
+            edit.edit.template(len(images), "--image")  # raises where the model edits another number of images
+        if last is not None and not reads.reads_last:
             raise TesseraError("this model is not given a last frame", where="--last-image")
 
-    def _texts(
-        self, request: Request, images: Sequence[Image.Image], negative: str | None
+    def _prompts(
+        self, texts: Sequence[str], images: Sequence[Image.Image], request: Request, *, negative: bool = False
     ) -> dict[str, SampleConditions]:
-        """Return the embeddings of all prompts: encoders are on the device once."""
-        wanted = list(dict.fromkeys([*request.prompts, *([] if negative is None else [negative])]))
-        if images and self.edit is not None:
-            found = self._prompts.encode_with_images(self.edit, wanted, images, request.reference_pixels)
+        """Return the embeddings of prompts, by prompt."""
+        if images and self._encoders.edit_images is not None:
+            embeddings = self._encoders.edit_prompts(texts, images, request.reference_pixels, self.device)
         else:
-            found = self._prompts.encode(wanted)
-        return _by_text(wanted, found)
-
-    def _described(
-        self, texts: Sequence[str], frame: Image.Image, *, negative: bool = False
-    ) -> dict[str, SampleConditions]:
-        """Return the embeddings of prompts by an encoder that reads the first frame, too."""
-        wanted = list(dict.fromkeys(texts))
-        return _by_text(wanted, self._prompts.encode(wanted, frame, negative=negative))
-
-    def _conditions(
-        self, request: Request, images: Sequence[Image.Image], last: Image.Image | None
-    ) -> SampleConditions:
-        """Return what given images add to every sample."""
-        nothing, condition = SampleConditions(torch.empty(0)), self.form.condition
-        if not images and condition == "channels_mask":  # which says that nothing is given
-            frames, rows, columns = self._grid(request)
-            values = self.form.patch_values // self.form.channels * (self.form.channels + 1)
-            return replace(nothing, condition=torch.zeros(frames * rows * columns, values, device=self.device))
-        if not images:
-            return nothing
-        size = _size(request)
-        if self.form.sampling.crop_images:
-            images = [cropped(one, *size[1:]) for one in images]
-        vae = self._autoencoder(request)
-        try:
-            if condition in ("mask_channels", "channels", "channels_mask"):
-                channels = frame_condition(vae, self.form, images[0], last, size, self.device)
-                embeds = self._image_embeds([images[0], *([] if last is None else [last])])
-                return replace(nothing, condition=channels, image_embeds=embeds)
-            if condition == "replace":
-                tokens, _ = image_tokens(vae, self.form, pixels_of(images[0], *size[1:]), self.device)
-                return replace(nothing, first=tokens)
-            assert self.edit is not None, "images of a model that edits none are refused"
-            sizes = [reference_size(*one.size, request.reference_pixels, self.edit.multiple)[::-1] for one in images]
-            shown = [pixels_of(one, *size) for one, size in zip(images, sizes, strict=True)]
-            tokens_of = [image_tokens(vae, self.form, pixels, self.device) for pixels in shown]
-            return replace(nothing, references=tuple(tokens_of))
-        finally:
-            vae.to("cpu")
-
-    def _image_embeds(self, images: Sequence[Image.Image]) -> Tensor | None:
-        """Return the features of given frames by the folder's image encoder; None if the model reads none."""
-        if not self.form.image_embeds:
-            return None
-        encoder = self.parts.frame_encoder(dtype=self.dtype).eval().to(self.device)
-        processor = image_processor(self.parts, image_processor_name(type(encoder.encoder).__name__))
-        pixels = processor(images=list(images), return_tensors="pt").pixel_values
-        embeddings: Tensor = encoder(pixels.to(self.device, self.dtype))
-        return embeddings.flatten(0, 1)
+            frame = images[0] if images else None
+            embeddings = self._encoders.prompts(texts, self.device, frame, negative=negative)
+        return {text: _conditions(embedding) for text, embedding in zip(texts, embeddings, strict=True)}
 
     # ------------------------------------------------------------------------------------------ sampling
 
     def _scales(self, request: Request) -> tuple[float, float]:
-        """Return how far the prompt leads away from the negative one, with each of two experts."""
+        """Return the scales of guidance by a negative prompt, for each of two experts."""
         assert request.guidance is not None, "the request is resolved"
-        if self.form.guidance:
+        if self.family.guidance_input:
             scale = request.true_guidance or 1.0
             return scale, scale
         return request.guidance, request.guidance if request.guidance_2 is None else request.guidance_2
 
     def _grid(self, request: Request) -> Grid:
-        """Return how many patches are sampled: where frames do not fill the last one, more than are kept."""
+        """Return how many patches are sampled: where frames do not fill the last one, more than are decoded."""
         shape = self.vae_form.latent_shape(*_size(request))
-        frames, rows, columns = (-(-size // step) for size, step in zip(shape, self.form.patch, strict=True))
+        frames, rows, columns = (-(-size // step) for size, step in zip(shape, self.family.patch, strict=True))
         return frames, rows, columns
 
     def _noise(self, request: Request, seed: int) -> Tensor:
-        """Return the noise of a sample as tokens, drawn from a generator of its own as diffusers' pipelines draw it."""
-        usual, patch = self.form.sampling, self.form.patch
+        """Return the noise of a sample as tokens, drawn from a generator of its own."""
+        patch, generator = self.family.patch, torch.Generator("cpu").manual_seed(seed)
         frames, rows, columns = (count * step for count, step in zip(self._grid(request), patch, strict=True))
-        generator = torch.Generator("cpu").manual_seed(seed)
-        dtype = torch.float32 if usual.noise_in_float32 else self.dtype
-        lead = (frames, self.form.channels) if usual.frames_first else (self.form.channels, frames)
-        drawn = torch.randn(*lead, rows, columns, generator=generator, dtype=dtype)
-        drawn = drawn.transpose(0, 1) if usual.frames_first else drawn
-        return patchify(drawn, patch).to(self.device)
+        return patchify(self.family.draw_noise((frames, rows, columns), generator, self.dtype), patch).to(self.device)
 
     def _solvers(self, request: Request, seeds: Sequence[int]) -> list[Solver]:
         config = dict(self._scheduler)
@@ -278,7 +260,7 @@ class Pipeline:
                 config,
                 request.steps,
                 frames * rows * columns,
-                spaced_by_family=self.form.sampling.even_levels,
+                sigmas=self.family.sigmas(request.steps),
                 generator=torch.Generator("cpu").manual_seed(seed),
             )
             for seed in seeds
@@ -292,7 +274,7 @@ class Pipeline:
         on_step: Callable[[int, int], None] | None,
     ) -> list[Tensor]:
         """Return the latents [C, F, H, W] of one batch of samples, each a seed and a prompt."""
-        grid, common = self._grid(request), prepared.images
+        grid, family, common = self._grid(request), self.family, prepared.images
         described = [_joined(prepared.prompts[prompt], common) for _, prompt in samples]
         guided = [described]
         if prepared.negative is not None:
@@ -300,49 +282,31 @@ class Pipeline:
         if request.batched_guidance:
             guided = [[sample for part in guided for sample in part]]
         assert request.guidance is not None, "the request is resolved"
-        scales = self._scales(request)
         first = 0 if common.first is None else len(common.first)
-        found = denoise(
+        image = common.first if common.first is not None else common.condition
+        if image is not None:  # the latents of the first frame; a mask, if there is one, follows them
+            image = image[: grid[1] * grid[2], : family.patch_values]
+        noise = [family.mix_noise(self._noise(request, seed), image, grid[0])[first:] for seed, _ in samples]
+        scales = self._scales(request)
+        latents = denoise(
             [Expert(model, scale, since) for (model, since), scale in zip(self._experts, scales, strict=False)],
-            [packed(part, self.form, grid, request.guidance, self.dtype) for part in guided],
-            [self._mixed(self._noise(request, seed), common, grid)[first:] for seed, _ in samples],
+            [packed(part, family, grid, request.guidance, self.dtype) for part in guided],
+            noise,
             self._solvers(request, [seed for seed, _ in samples]),
-            Guidance(self.form.sampling.keep_norm, request.dynamic_guidance),
-            self._ranks,
-            on_step,
+            family.guide,
+            dynamic=request.dynamic_guidance,
+            ranks=self._ranks,
+            on_step=on_step,
         )
         if common.first is not None:
-            found = [torch.cat([common.first.to(tokens), tokens]) for tokens in found]
-        kept = self.vae_form.latent_shape(*_size(request))[0]  # the last ones, as in diffusers
-        return [from_tokens(tokens, self.form.patch, grid)[:, -kept:] for tokens in found]
-
-    def _mixed(self, noise: Tensor, given: SampleConditions, grid: Grid) -> Tensor:
-        """Return noise with a share of the latents of a given image in every frame, where the family has one."""
-        share, count = self.form.sampling.image_share, grid[1] * grid[2]
-        image = given.first if given.first is not None else given.condition
-        if not share or image is None:
-            return noise
-        tokens = image[:count, : self.form.patch_values].to(noise)  # a mask, if there is one, follows the latents
-        return noise * (1 - share) + tokens.repeat(grid[0], 1) * share
-
-    def _read_autoencoder(self, request: Request) -> Autoencoder:
-        """Return the VAE. One that takes tiles is another one: classes differ in what turns tiles off."""
-        spare = (request.vae_tiling, request.vae_slicing)
-        if self._vae is None or self._vae_spares != spare:
-            self._vae = self.parts.autoencoder(tiling=spare[0], slicing=spare[1]).eval()
-            self._vae_spares = spare
-        return self._vae
-
-    def _autoencoder(self, request: Request) -> Autoencoder:
-        """Return the VAE on the device."""
-        return self._read_autoencoder(request).to(self.device)
+            latents = [torch.cat([common.first.to(tokens), tokens]) for tokens in latents]
+        frames = self.vae_form.latent_shape(*_size(request))[0]  # the last ones, as in diffusers
+        return [from_tokens(tokens, family.patch, grid)[:, -frames:] for tokens in latents]
 
     def _decoded(self, latents: Sequence[Tensor], request: Request) -> list[Tensor]:
-        vae = self._autoencoder(request)
-        try:
-            return [video[self.form.sampling.left_out :] for video in vae.decode(latents)]
-        finally:
-            vae.to("cpu")
+        with self._components[VAE].use() as vae:
+            assert isinstance(vae, Autoencoder)
+            return [self.family.trim(video) for video in vae.decode(latents)]
 
 
 def _size(request: Request) -> tuple[int, int, int]:
@@ -352,17 +316,14 @@ def _size(request: Request) -> tuple[int, int, int]:
     return frames, height, width
 
 
-def _by_text(texts: Sequence[str], found: Sequence[TextEmbedding]) -> dict[str, SampleConditions]:
-    made = {}
-    for text, one in zip(texts, found, strict=True):
-        assert one.tokens is not None, "a family reads the tokens of a caption"
-        made[text] = SampleConditions(one.tokens, one.pooled)
-    return made
+def _opened(image: ImageSource) -> Image.Image:
+    """Return an image in RGB and upright."""
+    return to_rgb(image) if isinstance(image, Image.Image) else read_image(Path(image), Limits())
 
 
-def _black(request: Request) -> Image.Image:
-    _, height, width = _size(request)
-    return Image.new("RGB", (width, height))
+def _conditions(embedding: TextEmbedding) -> SampleConditions:
+    assert embedding.tokens is not None, "every family reads the tokens of a caption"
+    return SampleConditions(embedding.tokens, embedding.pooled)
 
 
 def _joined(text: SampleConditions, images: SampleConditions) -> SampleConditions:

@@ -1,4 +1,4 @@
-"""Say what is to be generated: prompts, sizes, steps, guidance and seed; what is left out is the family's default."""
+"""Declare a request for samples: prompts, sizes, steps, guidance and seed; a family has defaults for most of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Scale = Annotated[float, Field(ge=0, le=1000)]
 
 
 class Request(Section):
-    """Hold one order of samples: each prompt is generated `count` times."""
+    """Declare the options of `tessera generate` for images and videos: each prompt is sampled `count` times."""
 
     prompts: list[Text] = Field(min_length=1, max_length=MOST_PROMPTS)
     negative: Text | None = Field(None, description="what guidance leads away from")
@@ -50,10 +50,10 @@ class Request(Section):
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a text file, one a line; empty lines are passed over."""
-    found = [line.strip() for line in read_text(path, 64 << 20).splitlines() if line.strip()]
-    if not found:
+    """Return the prompts of a text file, one per line; empty lines are skipped."""
+    prompts = [line.strip() for line in read_text(path, 64 << 20).splitlines() if line.strip()]
+    if not prompts:
         raise TesseraError("no prompt in this file", where=str(path), fix="write one prompt a line")
-    if len(found) > MOST_PROMPTS:
-        raise TesseraError(f"{len(found)} prompts", where=str(path), allowed=[f"up to {MOST_PROMPTS}"])
-    return found
+    if len(prompts) > MOST_PROMPTS:
+        raise TesseraError(f"{len(prompts)} prompts", where=str(path), allowed=[f"up to {MOST_PROMPTS}"])
+    return prompts

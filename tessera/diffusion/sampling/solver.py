@@ -1,8 +1,8 @@
 """Solve the equation that turns noise into latents, step by step.
 
-A folder's `scheduler/scheduler_config.json` says how. Euler's method for flow matching is ours and needs no library;
-the others are the scheduler classes of diffusers, so that trajectories are those of its pipelines. Every sample has a
-solver of its own: noise levels may depend on its size, and multistep solvers remember its past.
+A folder's `scheduler/scheduler_config.json` names the solver. Euler's method for flow matching is computed here and
+needs no library; the others are scheduler classes of diffusers, so that trajectories are those of its pipelines. Every
+sample has a solver of its own: noise levels may depend on its size, and multistep solvers remember earlier steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tessera.runtime.files import read_json_mapping
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 EULER = "FlowMatchEulerDiscreteScheduler"
 _COGVIDEOX_DPM = "CogVideoXDPMScheduler"
-# Only these classes are made: a folder's file must not choose what is imported.
+# Only these classes are imported: a file must not choose.
 _LIBRARY = (
     EULER,
     "UniPCMultistepScheduler",
@@ -33,8 +33,14 @@ _LIBRARY = (
     _COGVIDEOX_DPM,
 )
 SOLVERS: Mapping[str, str] = {"euler": EULER, "unipc": _LIBRARY[1], "dpm++": _LIBRARY[2]}
-# What our own Euler does not compute: other spacings of the noise levels, and noise that is added in between.
-_NOT_OURS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "stochastic_sampling")
+# Options that `FlowEuler` does not compute: other spacings of noise levels, and noise that is added in between.
+_LIBRARY_ONLY = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "invert_sigmas",
+    "stochastic_sampling",
+)
 _MOST_STEPS = 10_000
 
 
@@ -46,20 +52,20 @@ class Solver(Protocol):
         """Return the time of each step, [steps] float32 on the host, from noise (1000) to data (0)."""
 
     def step(self, number: int, prediction: Tensor, latents: Tensor) -> Tensor:
-        """Return the latents after step `number`, for what the model predicts from those before it."""
+        """Return the latents after step `number`, given the prediction from those before it."""
 
 
 class FlowEuler:
     """Follow a velocity by Euler's method: sigma is the share of noise, the velocity is noise minus data."""
 
-    def __init__(self, config: Mapping[str, Any], steps: int, tokens: int, spaced_by_family: bool) -> None:
+    def __init__(self, config: Mapping[str, Any], steps: int, tokens: int, sigmas: np.ndarray | None) -> None:
         train = _number(config, "num_train_timesteps", 1000)
         shift = _number(config, "shift", 1.0)
         dynamic = bool(config.get("use_dynamic_shifting", False))
-        if spaced_by_family:
-            sigmas: np.ndarray = _even_sigmas(steps).astype(np.float32)
+        if sigmas is not None:
+            sigmas = sigmas.astype(np.float32)
         else:
-            # The ends of the training schedule, which are shifted once themselves.
+            # The ends of the training schedule are shifted, too.
             ends = np.array([1.0, 1.0 / train], np.float32)
             ends = ends if dynamic else _shifted(ends, shift)
             sigmas = np.linspace(float(ends[0]) * train, float(ends[1]) * train, steps) / train
@@ -100,14 +106,14 @@ class LibrarySolver:
             stepped = self._scheduler.step(prediction, times[number], latents, return_dict=False)
             return stepped[0]  # type: ignore[no-any-return]
         before = times[number - 1] if number else None
-        found, self._clean = self._scheduler.step(
+        stepped, self._clean = self._scheduler.step(
             prediction, self._clean, times[number], before, latents, generator=self._generator, return_dict=False
         )
-        return found  # type: ignore[no-any-return]
+        return stepped  # type: ignore[no-any-return]
 
 
 def scheduler_config(folder: Path) -> dict[str, Any] | None:
-    """Return how a diffusers folder is sampled; None if it does not say."""
+    """Return the scheduler's configuration of a diffusers folder; None if it has none."""
     path = folder / SCHEDULER_FILE
     return read_json_mapping(path, 1 << 20) if path.is_file() else None
 
@@ -117,14 +123,11 @@ def make_solver(
     steps: int,
     tokens: int,
     *,
-    spaced_by_family: bool,
+    sigmas: np.ndarray | None = None,
     generator: torch.Generator | None = None,
 ) -> Solver:
-    """Return a solver for one sample of so many latent tokens.
-
-    `spaced_by_family`: the noise levels are even before they are shifted, as the pipelines of most families ask; if
-    not, the scheduler spaces them.
-    """
+    """Return a solver for one sample of this many latent tokens. `sigmas`: noise levels before they are shifted; None:
+    the scheduler spaces them."""
     if not 1 <= steps <= _MOST_STEPS:
         raise TesseraError(f"{steps} steps", where="--steps", allowed=[f"1 to {_MOST_STEPS}"])
     name = str(config.get("_class_name", EULER))
@@ -134,16 +137,16 @@ def make_solver(
         )
     with foreign_values(SCHEDULER_FILE):
         _number(config, "num_train_timesteps", 1000)
-        if name == EULER and not any(config.get(key) for key in _NOT_OURS):
-            return FlowEuler(config, steps, tokens, spaced_by_family)
+        if name == EULER and not any(config.get(key) for key in _LIBRARY_ONLY):
+            return FlowEuler(config, steps, tokens, sigmas)
         try:
-            made_by = _library_class(name)
-            taken = inspect.signature(made_by.__init__).parameters  # of others it would warn for every sample
-            scheduler = made_by.from_config({key: value for key, value in config.items() if key in taken})
+            scheduler_class = _library_class(name)
+            taken = inspect.signature(scheduler_class.__init__).parameters  # other keys raise a warning per sample
+            scheduler = scheduler_class.from_config({key: value for key, value in config.items() if key in taken})
         except NotImplementedError as error:
             raise TesseraError(f"{name} refuses its settings: {first_line(error)}", where=SCHEDULER_FILE) from error
         flow = name == EULER or bool(config.get("use_flow_sigmas"))
-        options: dict[str, Any] = {"sigmas": _even_sigmas(steps)} if spaced_by_family and name == EULER else {}
+        options: dict[str, Any] = {"sigmas": sigmas} if sigmas is not None and name == EULER else {}
         if flow and config.get("use_dynamic_shifting"):
             options["mu"] = size_shift(config, tokens)
         scheduler.set_timesteps(**({"num_inference_steps": steps} | options))
@@ -165,12 +168,12 @@ def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
         )
     shared = ("num_train_timesteps", "use_dynamic_shifting", "time_shift_type", "shift_terminal")
     sizes = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
-    kept = {key: config[key] for key in (*shared, *sizes) if config.get(key) is not None}
+    levels = {key: config[key] for key in (*shared, *sizes) if config.get(key) is not None}
     shift = config.get("shift", config.get("flow_shift", 1.0))
     if SOLVERS[solver] == EULER:
-        return {**kept, "_class_name": EULER, "shift": shift}
+        return {**levels, "_class_name": EULER, "shift": shift}
     flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": shift}
-    return {**kept, **flow, "_class_name": SOLVERS[solver]}
+    return {**levels, **flow, "_class_name": SOLVERS[solver]}
 
 
 def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
@@ -182,15 +185,11 @@ def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
 
 
 def size_shift(config: Mapping[str, Any], tokens: int) -> float:
-    """Return the logarithm of the shift for an image of so many tokens: large images need more noise."""
+    """Return the logarithm of the shift for an image of this many tokens: large images need more noise."""
     first, last = _number(config, "base_image_seq_len", 256), _number(config, "max_image_seq_len", 4096)
     low, high = float(config.get("base_shift", 0.5)), float(config.get("max_shift", 1.15))
     slope = (high - low) / (last - first)
     return tokens * slope + low - slope * first
-
-
-def _even_sigmas(steps: int) -> np.ndarray:
-    return np.linspace(1.0, 1 / steps, steps)
 
 
 def _shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:

@@ -61,8 +61,8 @@ _DUAL = (
 # Native names of a block, and those in the files of its makers.
 _ORIGINAL_BLOCK = (
     *(
-        (f"attn.{own}_norm.{which}.weight", f"{theirs}_block.attn.ln_{which}.weight")
-        for own, theirs in (("latent", "x"), ("text", "context"))
+        (f"attn.{native}_norm.{which}.weight", f"{theirs}_block.attn.ln_{which}.weight")
+        for native, theirs in (("latent", "x"), ("text", "context"))
         for which in ("q", "k")
     ),
     *((f"attn2.latent_norm.{which}.weight", f"x_block.attn2.ln_{which}.weight") for which in ("q", "k")),

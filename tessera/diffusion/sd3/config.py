@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.forms import GenerationForm, SamplingForm, TextForm
+from tessera.diffusion.captions import EncodedPaddingCaptions
+from tessera.diffusion.family import GenerationFamily, NoiseInModelType, SamplingDefaults, grid_positions
+from tessera.diffusion.given_images import FirstFrameChannels, GivenImages, Grid
 from tessera.diffusion.joint import JointConfig
+from tessera.errors import TesseraError
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
+
+
+@dataclass(frozen=True)
+class SD3Family(NoiseInModelType, GenerationFamily):
+    """Count positions in the middle of a square table with `table` rows; text is at 0."""
+
+    table: int = 0
+
+    def check_grids(self, grids: Sequence[Grid]) -> None:
+        for _, rows, columns in grids:
+            if max(rows, columns) > self.table:
+                raise TesseraError(
+                    f"an image of {rows} x {columns} tokens: the model has positions for {self.table} x {self.table}",
+                    where="latents",
+                    fix="make the image smaller",
+                )
+
+    def positions(self, text: int, grids: Sequence[Grid]) -> Tensor:
+        self.check_grids(grids)
+        parts = []
+        for number, (frames, rows, columns) in enumerate(grids):
+            start = (number, (self.table - rows) // 2, (self.table - columns) // 2)
+            parts.append(grid_positions(start, (frames, rows, columns)))
+        return torch.cat([torch.zeros(3, text, dtype=torch.int64), *parts], dim=1)
 
 
 class SD3Config(JointConfig):
@@ -68,22 +97,21 @@ class SD3Config(JointConfig):
             last_rest="absent",
         )
 
-    def generation(self) -> GenerationForm:
-        out = self.out_channels or self.in_channels
+    def generation(self) -> GenerationFamily:
+        channels = self.out_channels or self.in_channels
         # Two encoders give one sequence of wide embeddings, a third one a second sequence behind it.
-        clip = TextForm(length=77, padding="encoded", masked=False, layer=-2, pooled=True)
-        return GenerationForm(
-            channels=out,
+        clip = EncodedPaddingCaptions(length=77, masked=False, layer=-2, pooled=True)
+        return SD3Family(
+            channels=channels,
             patch=(1, self.patch_size, self.patch_size),
             joint=True,
-            text=(
+            captions=(
                 clip,
                 replace(clip, encoder="text_encoder_2", tokenizer="tokenizer_2", pad=0, beside=True),
-                TextForm("text_encoder_3", "tokenizer_3", length=256, padding="encoded", masked=False),
+                EncodedPaddingCaptions("text_encoder_3", "tokenizer_3", length=256, masked=False),
             ),
-            condition="channels" if self.in_channels > out else "none",
-            sampling=SamplingForm(height=1024, width=1024, steps=28, guidance=7.0, noise_in_float32=False),
-            positions="table",
+            images=FirstFrameChannels(required=True) if self.in_channels > channels else GivenImages(),
+            sampling=SamplingDefaults(height=1024, width=1024, steps=28, guidance=7.0),
             table=self.pos_embed_max_size,
         )
 

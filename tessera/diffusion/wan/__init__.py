@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.diffusion.family import generation_family
+from tessera.diffusion.cross import cross_family
 from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.model import WanModel
 from tessera.diffusion.wan.original import MODEL_TYPES, hf_config
-from tessera.diffusion.wan.plan import example, flops, plan, work
+from tessera.diffusion.wan.plan import plan
 from tessera.diffusion.wan.weights import original, weights
 
 _SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # 14B is the default of diffusers
 _IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # For a VAE of four channels and captions of 64 numbers, as the quickstart trains them.
+    # For the VAE and the captions of the quick start: 4 channels, and embeddings of 64 values.
     "quickstart": {
         "num_attention_heads": 4,
         "attention_head_dim": 32,
@@ -40,15 +40,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "out_channels": 48,
     },
 }
-SPEC = generation_family(
+SPEC = cross_family(
     "wan",
     WanConfig,
     PRESETS,
     build=WanModel,
     plan=plan,
     weights=weights,
-    costs=(flops, work),
-    example=example,
-    other_weights={"original": original},
+    original=original,
     originals=dict.fromkeys(MODEL_TYPES, hf_config),
 )

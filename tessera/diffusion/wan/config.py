@@ -10,16 +10,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.diffusion.config import DiffusersConfig
-from tessera.diffusion.forms import GenerationForm, ImageCondition, SamplingForm, TextForm
+from tessera.diffusion.captions import ZeroPaddedCaptions
+from tessera.diffusion.cross import CrossConfig, CrossShape
+from tessera.diffusion.family import GenerationFamily, SamplingDefaults
+from tessera.diffusion.given_images import GivenImages, MaskedVideoChannels, ReplacedFrames
 
-_LATENTS_22 = 48  # channels of the VAE of TI2V, the model whose tokens have times of their own
+_LATENTS_22 = 48  # channels of the VAE of TI2V, the model with a time for each token
+_IMAGE_EMBEDS = 257  # of one image
 
 
-class WanConfig(DiffusersConfig):
+class WanConfig(CrossConfig):
     class_name: ClassVar[str] = "WanTransformer3DModel"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"qk_norm": ("rms_norm_across_heads",)}
-    own: ClassVar[tuple[str, ...]] = ("attention", "token_times", "text_length")
+    native: ClassVar[tuple[str, ...]] = ("attention", "token_times", "text_length")
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
     num_attention_heads: int = Field(40, gt=0, le=10**6)
@@ -60,18 +63,35 @@ class WanConfig(DiffusersConfig):
         side = 2 * (self.attention_head_dim // 6)
         return self.attention_head_dim - 2 * side, side, side
 
-    def generation(self) -> GenerationForm:
+    @property
+    def shape(self) -> CrossShape:
+        embeds = 0 if self.image_dim is None else self.pos_embed_seq_len or _IMAGE_EMBEDS
+        return CrossShape(
+            width=self.hidden,
+            layers=self.num_layers,
+            block=6 * self.hidden**2 + 2 * self.hidden * self.ffn_dim,
+            latent_values=self.patch_values,
+            out_values=self.out_channels * prod(self.patch_size),
+            text_width=self.text_dim,
+            time_features=self.freq_dim,
+            image_width=self.image_dim or 0,
+            image_embeds=embeds,
+        )
+
+    def generation(self) -> GenerationFamily:
         times = self.out_channels == _LATENTS_22 if self.token_times is None else self.token_times
-        channels: ImageCondition = "mask_channels" if self.in_channels > self.out_channels else "none"
-        return GenerationForm(
+        images = GivenImages()
+        if self.in_channels > self.out_channels:
+            images = MaskedVideoChannels(required=True)
+        return GenerationFamily(
             channels=self.out_channels,
             patch=self.patch_size,
             # Short captions are followed by zeros, which the published models attend to.
-            text=(TextForm(length=self.text_length, padding="zeros", tidy=True),),
-            condition="replace" if times else channels,
+            captions=(ZeroPaddedCaptions(length=self.text_length, tidy=True),),
+            images=ReplacedFrames() if times else images,
             image_embeds=self.image_dim is not None,
             token_times=times,
-            sampling=SamplingForm(704, 1280, 121, fps=24.0) if times else SamplingForm(480, 832, 81),
+            sampling=SamplingDefaults(704, 1280, 121, fps=24.0) if times else SamplingDefaults(480, 832, 81),
         )
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
@@ -94,7 +114,7 @@ class WanConfig(DiffusersConfig):
         if self.added_kv_proj_dim not in (None, self.hidden):
             raise ValueError(f"added_kv_proj_dim is the width of the model, {self.hidden}")
         if self.pos_embed_seq_len is not None and self.image_dim is None:
-            raise ValueError("pos_embed_seq_len speaks of image embeddings, and image_dim is not given")
+            raise ValueError("pos_embed_seq_len is for image embeddings, and image_dim is not given")
         if min(self.patch_size) < 1:
             raise ValueError(f"patch_size {list(self.patch_size)} must be positive")
         return self

@@ -1,7 +1,7 @@
 """Wan: latents of a video attend to each other and to the text, modulated by time.
 
 Batches have `latents` [T, patch values], `positions` [3, T] (frame, row, column, in patches), `sample_index` [T],
-`timesteps`, `text` [L, width] and, where the configuration says so, `image_embeds` [M, width]; see `core.generation`.
+`timesteps`, `text` [L, width] and, where the configuration says so, `image_embeds` [M, width]; see `diffusion.batches`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
 from tessera.core.outputs import LATENTS, Outputs
-from tessera.diffusion.costs import latent_segments
+from tessera.diffusion.cross import latent_segments
 from tessera.diffusion.wan.config import WanConfig
 from tessera.errors import TesseraError
 from tessera.nn.dit import (

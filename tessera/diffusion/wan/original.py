@@ -1,4 +1,4 @@
-"""Folders of Wan in the form of its makers: their config.json, understood as that of diffusers."""
+"""Read the config.json of an original checkpoint of Wan as that of diffusers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FIELDS = {
 
 
 def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json that the diffusers form of a makers' folder has."""
+    """Return the config.json of the diffusers form of an original checkpoint."""
     where = f"config.json ({data.get('model_type')})"
     check_supported(
         [
@@ -44,23 +44,23 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     width, heads = data.get("dim", 2048), data.get("num_heads", 16)
     if not (isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0):
         raise TesseraError(f"dim {width!r} does not split into num_heads {heads!r}", where=where)
-    found = {new: data[old] for old, new in _FIELDS.items() if old in data}
+    fields = {new: data[old] for old, new in _FIELDS.items() if old in data}
     defaults = {"num_attention_heads": 16, "num_layers": 32, "ffn_dim": 8192}
-    # Wan 2.2 reads a first frame as channels alone; that embeddings are read as well is not said but by their weights.
+    # Wan 2.2 reads a first frame as channels only. Whether a model also reads embeddings shows in its weights only.
     if data.get("model_type") in ("i2v", "flf2v") and (names := _stored_names(folder)) & {"img_emb.proj.1.weight"}:
-        found |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": width}
+        fields |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": width}
         if "img_emb.emb_pos" in names:
-            found["pos_embed_seq_len"] = 514
-    return {"_class_name": WanConfig.class_name, **defaults, **found, "attention_head_dim": width // heads}
+            fields["pos_embed_seq_len"] = 514
+    return {"_class_name": WanConfig.class_name, **defaults, **fields, "attention_head_dim": width // heads}
 
 
 def _stored_names(folder: Path) -> set[str]:
     """Return the names of the weights that a folder stores."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in folder_layout(folder).weight_files():
         try:
             with safe_open(path, "pt") as file:
-                found.update(file.keys())
+                names.update(file.keys())
         except (SafetensorError, OSError) as error:
             raise TesseraError(f"not a safetensors file: {error}", where=str(path)) from error
-    return found
+    return names

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
-from tessera.core.model_plan import ModelPlan, Stream
 from tessera.core.outputs import LATENTS, Outputs
-from tessera.core.spec import Component, ModelSpec
-from tessera.diffusion.family import generation_processor
-from tessera.diffusion.forms import GenerationForm, TextForm
+from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.spec import Component
+from tessera.diffusion.captions import Captions, ZeroPaddedCaptions
+from tessera.diffusion.family import GenerationFamily, GenerationSpec
+from tessera.diffusion.spec import generation_processor
 
 
 class MixerConfig(Section):
@@ -24,15 +25,15 @@ class MixerConfig(Section):
     padding: Literal["none", "zeros"] = "none"
 
 
-def form_of(config: MixerConfig) -> GenerationForm:
-    text = TextForm(length=8, padding=config.padding)
-    return GenerationForm(config.channels, (1, 2, 2), config.joint, text=(text,))
+def family_of(config: MixerConfig) -> GenerationFamily:
+    captions = Captions(length=8) if config.padding == "none" else ZeroPaddedCaptions(length=8)
+    return GenerationFamily(config.channels, (1, 2, 2), config.joint, captions=(captions,))
 
 
 class Mixer(nn.Module):
     def __init__(self, config: MixerConfig) -> None:
         super().__init__()
-        values = form_of(config).patch_values
+        values = family_of(config).patch_values
         self.inlet = nn.Linear(values + 1, config.width)
         self.words = nn.Linear(config.text, config.width)
         self.outlet = nn.Linear(config.width, values)
@@ -57,11 +58,10 @@ def _plan(config: MixerConfig) -> ModelPlan:
     return ModelPlan(blocks=(), tensor=styles, streams={"latents": Stream(("sample_index",), "latents")})  # type: ignore[arg-type]
 
 
-SPEC = ModelSpec(
+SPEC = GenerationSpec(
     name="latent_mixer",
     config=MixerConfig,
     main=Component(build=Mixer, plan=_plan),
-    processor=generation_processor(form_of),
-    generation=form_of,
-    task="diffusion",
+    processor=generation_processor(family_of),
+    generation=family_of,
 )

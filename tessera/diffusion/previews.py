@@ -1,4 +1,4 @@
-"""Sample with a generation model while it is trained: fixed prompts and seeds, so that samples show what is learned."""
+"""Sample with a generation model while it is trained, with fixed prompts and seeds, to compare its steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.diffusion.sampling.pipeline import Pipeline, Prepared
 from tessera.diffusion.sampling.request import Request
 from tessera.errors import TesseraError
-from tessera.inference.load import parts_folder
 from tessera.runtime.files import JsonLines, replace_file, truncate_after
 
 log = logging.getLogger("tessera")
@@ -29,11 +28,18 @@ class Previews(Callback):
     Prompts are encoded once, at the start; then text encoders are freed. The first rank writes the files.
     """
 
-    def __init__(self, config: RunConfig, model: ModelOverRanks) -> None:
-        """Check what is asked for. `model`: the trained model as all ranks call it."""
+    def __init__(self, config: RunConfig, folder: Path | None, model: ModelOverRanks) -> None:
+        """Check the options. `folder`: the diffusers folder with VAE and text encoders. `model`: the trained model as
+        all ranks call it."""
+        if folder is None:
+            raise TesseraError(
+                "no VAE and no text encoders to sample with",
+                where="train.preview.folder",
+                fix="name the folder of a diffusers pipeline, or set train.generate_every=0",
+            )
         self.every = config.train.generate_every
-        self._section = _asked(config)
-        self._folder = _parts(config)
+        self._section = _section(config)
+        self._folder = folder
         self._model = model
         self._pipeline: Pipeline | None = None
         self._request: Request | None = None
@@ -43,7 +49,7 @@ class Previews(Callback):
         self.on_rewind(trainer)  # a resumed run makes those of later steps again
         model, device = self._model, trainer.world.device
         experts = [(model, 0.0)]
-        self._pipeline = Pipeline(experts, model.form, self._folder, device, torch.float32, model.passes)
+        self._pipeline = Pipeline(experts, model.family, self._folder, device, torch.float32, model.passes)
         options = self._section.model_dump(exclude={"folder"}, exclude_none=True)
         self._request = self._pipeline.resolved(build(Request, options, "train.preview"))
         with trainer.paused("encoding prompts"):
@@ -83,23 +89,11 @@ class Previews(Callback):
         log.info("step %d: %d previews in %s", trainer.step, len(samples), folder / FOLDER)
 
 
-def _asked(config: RunConfig) -> PreviewSection:
+def _section(config: RunConfig) -> PreviewSection:
     if config.train.preview is None:
         raise TesseraError(
-            "nothing says what is to be sampled during training",
+            "the recipe has no prompts to sample during training",
             where="train.preview",
             fix='set train.preview.prompts: ["a red kite"], or train.generate_every=0',
         )
     return config.train.preview
-
-
-def _parts(config: RunConfig) -> Path:
-    """Return the diffusers folder with VAE and text encoders."""
-    found = parts_folder(config)
-    if found is None:
-        raise TesseraError(
-            "no VAE and no text encoders to sample with",
-            where="train.preview.folder",
-            fix="name the folder of a diffusers pipeline, or set train.generate_every=0",
-        )
-    return found

@@ -1,0 +1,163 @@
+"""Store features of samples: the latents and embeddings that frozen encoders make of a data set, for all later runs.
+
+A shard holds a fixed number of samples that follow each other, so its content is a pure function of the recipe. It is
+renamed to its final name when it is complete, and complete shards are not written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from tessera.core.batch import Batch
+from tessera.data.media.stored import ABOUT, CHECKSUM, KEY, checksum, sample_facts
+from tessera.data.sources.features import EMPTY, MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
+from tessera.diffusion.batches import latent_lengths
+from tessera.diffusion.encoders import Encoders
+from tessera.errors import TesseraError
+from tessera.runtime.files import read_json_mapping
+
+PLAN = "plan.json"  # the facts of an incomplete folder
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+@dataclass
+class Shard:
+    """Collect the features of samples, by the names that they have in a file."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, encoders: Encoders, batch: Batch, length: int) -> None:
+        """Add the samples of a batch, of which each fills a row of `length` elements together with padding."""
+        self.problems += batch.problems
+        encoded = encoders.encode(batch, ())
+        names = [name for name in encoded.tensors if name not in batch.tensors]
+        lengths = batch.segments["latents"].lengths
+        parts = {name: torch.split(encoded[name].cpu(), _lengths(encoded, name, encoders)) for name in names}
+        ids, at = iter(batch.sample_ids), 0
+        for number, elements in enumerate(lengths):
+            if at % length == 0:  # the first segment of a row is its sample, what follows is padding
+                id = next(ids)
+                if batch.shapes["frames"][number][0]:
+                    features = {name: rows[number] for name, rows in parts.items()}
+                    if encoders.family.zeros_to:  # zeros are most of the text: they are added again by the reader
+                        features["text"] = features["text"][: _last_row(features["text"])]
+                    self._append(id, _grids(batch, number), features)
+            at += elements
+
+    def _append(self, id: str, grids: Sequence[Sequence[int]], features: Mapping[str, Tensor]) -> None:
+        prefix = len(self.samples)
+        self.tensors |= {f"{prefix}.{name}": tensor.clone() for name, tensor in features.items()}
+        shapes = {name: list(tensor.shape) for name, tensor in features.items()}
+        crc = checksum(features, sample_facts(id, grids))
+        self.samples.append({"id": id, "grids": grids, "shapes": shapes, CHECKSUM: crc})
+
+    def write(self, file: Path, key: str) -> None:
+        """Write the shard to a file."""
+        about = {KEY: key, SAMPLES: self.samples, PROBLEMS: self.problems}
+        publish(file, save(self.tensors, {ABOUT: json.dumps(about)}))
+
+
+def _last_row(text: Tensor) -> int:
+    """Return the number of rows up to the last one that is not zero."""
+    rows = text.any(1).nonzero()
+    return int(rows[-1]) + 1 if len(rows) else 0
+
+
+def _lengths(batch: Batch, name: str, encoders: Encoders) -> list[int]:
+    """Return how many rows of a tensor belong to each segment of the main sequence."""
+    if name == "pooled":
+        return [1] * len(batch.segments["latents"].lengths)
+    if name in batch.segments:
+        return list(batch.segments[name].lengths)
+    return latent_lengths(batch, encoders.family)
+
+
+def _grids(batch: Batch, number: int) -> list[list[int]]:
+    owners = batch["reference_sample"].tolist() if "reference_sample" in batch else []
+    more = batch.shapes.get("reference_latents", ())
+    references = [list(grid) for owner, grid in zip(owners, more, strict=True) if owner == number]
+    return [list(batch.shapes["latents"][number]), *references]
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def publish(file: Path, content: bytes) -> None:
+    """Write a file under a temporary name, and rename it when it is on the disk."""
+    # A process id is not unique: ranks on several machines may share it, and all of them write the plan.
+    beside = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    for last in (False, False, True):
+        try:
+            with beside.open("wb") as opened:
+                opened.write(content)
+                opened.flush()
+                os.fsync(opened.fileno())
+            os.replace(beside, file)
+            return
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            # A second process with the same command may have removed the temporary file as a leftover.
+            if last or not isinstance(error, FileNotFoundError):
+                raise TesseraError(f"features cannot be written: {error.strerror}", where=str(file)) from None
+
+
+def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the facts of the features, or raise if the folder has features of other facts."""
+    facts = json.loads(json.dumps(facts))
+    for name in (MANIFEST, PLAN):
+        if (folder / name).is_file():
+            stored = read_json_mapping(folder / name).get("facts")
+            if stored == facts:
+                return
+            stored = stored if isinstance(stored, dict) else {}
+            other = sorted(name for name in {*stored, *facts} if stored.get(name) != facts.get(name))
+            raise TesseraError(
+                f"the folder has features that were made otherwise; what differs: {', '.join(other)}",
+                where=str(folder),
+                fix="name another folder, or remove this one",
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TesseraError(f"no features can be written here: {error.strerror}", where=str(folder)) from None
+    publish(folder / PLAN, json.dumps({"facts": facts}, indent=1).encode())
+
+
+def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]] | None:
+    """Return samples and problems of a complete shard; None if it is to be written."""
+    for leftover in file.parent.glob(f"{file.name}.*.part"):  # of an earlier process: one rank writes a shard
+        leftover.unlink(missing_ok=True)
+    try:
+        return shard_content(file, key) if file.is_file() else None
+    except TesseraError:
+        return None
+
+
+def finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
+    """Write the manifest when all shards are complete, and return the number of missing ones."""
+    files = [folder / shard_name(number) for number in range(shards)]
+    missing = sum(not file.is_file() for file in files)
+    if missing or not (folder / EMPTY).is_file():
+        return max(1, missing)
+    key = key_of(facts)
+    samples = {file: shard_content(file, key)[0] for file in files}
+    listed = tuple((file.name, file.stat().st_size, len(entries)) for file, entries in samples.items())
+    checksums = all(CHECKSUM in entry for entries in samples.values() for entry in entries)  # not in earlier releases
+    publish(folder / MANIFEST, FeatureManifest(key, facts, listed, checksums).text().encode())
+    (folder / PLAN).unlink(missing_ok=True)
+    return 0

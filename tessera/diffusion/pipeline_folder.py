@@ -1,0 +1,168 @@
+"""Load the frozen components of a diffusers folder: VAE, text encoders, image encoder, tokenizers.
+
+Their classes are those of diffusers and transformers, or a family's own VAE. Only listed classes are imported: a file
+must not choose. Weights are read from safetensors files only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from tessera.diffusion.autoencoders import VAE, VAES, Autoencoder, VaeForm, read_vae_form, vae_class
+from tessera.diffusion.captions import Captions, TextEncoder
+from tessera.diffusion.frame_encoder import IMAGE_ENCODER, IMAGE_ENCODERS, FrameEncoder, read_frame_form
+from tessera.errors import TesseraError, first_line, foreign_values, nearest
+from tessera.runtime.log import without_bars
+from tessera.weights.layouts import DiffusersFolder
+
+
+@dataclass(frozen=True)
+class PipelineFolder:
+    """Load components of a diffusers folder. `vaes`: the VAEs of the family, by class."""
+
+    folder: Path
+    vaes: Mapping[str, type[Autoencoder]] = field(default_factory=lambda: VAES)
+
+    @property
+    def layout(self) -> DiffusersFolder:
+        if not DiffusersFolder.detect(self.folder):
+            raise TesseraError(
+                f"no {DiffusersFolder.marker} in {self.folder}: VAE and text encoders are parts of a diffusers folder",
+                where="train.task_options.encoders.folder",
+                fix="name the folder of a diffusers pipeline, or train on features that are written beforehand: "
+                "tessera data features",
+            )
+        return DiffusersFolder(self.folder)
+
+    def vae_form(self) -> VaeForm:
+        """Return the form of the VAE's latents."""
+        return read_vae_form(self.vaes, self.layout.config(VAE), str(self.layout.component_folder(VAE)))
+
+    def autoencoder(
+        self, *, dtype: torch.dtype = torch.float32, tiling: bool = False, slicing: bool = False, meta: bool = False
+    ) -> Autoencoder:
+        """Return the VAE on the host. `tiling`, `slicing`: encode large frames in overlapping tiles, and a batch one by
+        one, which takes less memory. `meta`: without weights, on the meta device."""
+        layout = self.layout
+        wrapper = vae_class(self.vaes, layout.index[VAE][1], str(self.folder / layout.marker))
+        with torch.device("meta"):
+            module = wrapper.build(layout.config(VAE))
+        if module is None:
+            module = self._component(VAE, "diffusers", list(self.vaes), dtype, meta)
+        else:
+            module = self._filled(module.to(dtype), meta)
+        vae = wrapper(module, self.vae_form())
+        vae.spare_memory(tiling=tiling, slicing=slicing)
+        return vae
+
+    def text_encoder(
+        self, captions: Captions, *, dtype: torch.dtype = torch.float32, meta: bool = False
+    ) -> TextEncoder:
+        """Return one of the text encoders, as `autoencoder` does."""
+        encoder = self._component(captions.encoder, "transformers", captions.encoder_classes, dtype, meta)
+        pad = captions.pad if captions.pad is not None else self.layout.config(captions.encoder).get("pad_token_id")
+        return captions.module(encoder, self.folder, pad if isinstance(pad, int) else 0)
+
+    def frame_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> FrameEncoder:
+        """Return the encoder of given frames, as `autoencoder` does."""
+        encoder = self._component(IMAGE_ENCODER, "transformers", IMAGE_ENCODERS, dtype, meta)
+        return FrameEncoder(encoder, read_frame_form(self.folder, type(encoder).__name__, encoder.config))
+
+    def image_processor(self, name: str) -> Any:
+        """Return an image processor of the folder, made by transformers."""
+        folder = self.layout.component_folder(name)
+        try:
+            from transformers import AutoImageProcessor
+        except ImportError as error:
+            raise TesseraError(
+                f"images are prepared by transformers, which is not installed: {first_line(error)}",
+                where=str(folder),
+                fix="pip install tessera-mm[hf]",
+            ) from None
+        try:
+            with foreign_values(str(folder)):
+                return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except OSError as error:
+            raise TesseraError(f"cannot read {name}: {first_line(error)}", where=str(folder)) from None
+
+    def _filled(self, module: nn.Module, meta: bool) -> nn.Module:
+        """Return a family's own VAE with the weights of the folder."""
+        if meta:
+            return module
+        files = self.layout.weight_files(VAE)  # refuses pickles, and files outside of the folder
+        try:
+            tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+            cast = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in tensors.items()}
+            module.load_state_dict(cast, assign=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise TesseraError(
+                f"cannot read the weights of {VAE}: {first_line(error)}", where=str(self.folder / VAE)
+            ) from error
+        return module
+
+    def _component(self, name: str, library: str, allowed: Sequence[str], dtype: torch.dtype, meta: bool) -> nn.Module:
+        layout = self.layout
+        folder, named = layout.component_folder(name), layout.index[name][1]
+        if named not in allowed:
+            raise TesseraError(
+                f"this family reads no {name} of the class {named!r}",
+                where=str(self.folder / layout.marker),
+                allowed=allowed,
+                nearest=nearest(named, allowed),
+            )
+        try:
+            component_class = getattr(_library(library), named)
+        except (ImportError, AttributeError) as error:
+            raise TesseraError(
+                f"{name} of {self.folder} is a {named} of {library}, which is not installed or too old: "
+                f"{first_line(error)}",
+                where=name,
+                fix="pip install tessera-mm[hf]",
+            ) from None
+        with foreign_values(str(folder)):
+            if meta:
+                return _on_meta(component_class, library, folder, dtype)
+            layout.weight_files(name)  # refuses pickles, and files outside of the folder
+            word = "torch_dtype" if library == "diffusers" else "dtype"
+            try:
+                with without_bars(_library(library)):
+                    module: nn.Module = component_class.from_pretrained(
+                        folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **{word: dtype}
+                    )
+            except (OSError, RuntimeError, SafetensorError) as error:  # truncated files, tensors of other shapes
+                message = f"{library} cannot read the weights of {name}: {first_line(error)}"
+                raise TesseraError(message, where=str(folder), fix="download or copy this folder again") from error
+            return module
+
+
+def _library(name: str) -> Any:
+    """Return diffusers or transformers; both are slow to import."""
+    if name == "diffusers":
+        import diffusers
+
+        return diffusers
+    import transformers
+
+    return transformers
+
+
+def _on_meta(component_class: Any, library: str, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Return a component without weights, in the type in which `from_pretrained` reads it."""
+    with torch.device("meta"):
+        if library == "diffusers":
+            module: nn.Module = component_class.from_config(component_class.load_config(folder))
+        else:
+            config = component_class.config_class.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            module = component_class(config)
+    return nn.Module.to(module, dtype)  # the method of diffusers' classes warns of every cast
