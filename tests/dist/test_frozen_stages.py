@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tessera.diffusion.pipeline_parts import Autoencoder, TextEncoder
 
 import tessera
 from tessera.config.run_config import ParallelSection, RunConfig, load_config
@@ -17,7 +18,6 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.callback import Callback
 from tessera.core.model_plan import ModelPlan
 from tessera.core.spec import Component, ModelSpec, Stage
-from tessera.diffusion.pipeline_parts import Autoencoder, TextEncoder
 from tessera.errors import TesseraError
 from tessera.parallel.frozen import encode_on_one_rank, frozen_bytes
 from tessera.parallel.mesh import make_axes

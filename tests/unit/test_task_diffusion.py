@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tessera.config.reader import build
 from tessera.core.batch import Batch, Segments
-from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.spec import Component, ModelSpec
 from tessera.diffusion.captions import Captions
 from tessera.diffusion.family import GenerationFamily, GenerationSpec

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tessera.config.reader import Section
 from tessera.core.batch import Batch
-from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.spec import Component
 from tessera.diffusion.captions import Captions, ZeroPaddedCaptions
 from tessera.diffusion.family import GenerationFamily, GenerationSpec
