@@ -16,7 +16,7 @@ from tessera.config.trust import STATE_VARIABLE
 from tessera.data.cache import CACHE_VARIABLE
 
 # Files with several ranks take longest; begun last, one of them would leave the other worker with nothing to do.
-FOLDERS = ("dist", "contract", "unit")
+FOLDERS = ("dist", "contract", "compat", "unit")
 SLOWEST = 8
 NOBODY = "http://127.0.0.1:9"  # a port that refuses at once
 

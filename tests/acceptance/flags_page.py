@@ -42,16 +42,20 @@ def key_states(rules: Mapping[str, KeyRule]) -> dict[str, str]:
     return {name: "honoured" if rule.target or rule.allowed else states[rule.outcome] for name, rule in rules.items()}
 
 
-def own(*names: str) -> dict[str, str]:
+def handled(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "honoured")
 
 
 def sections() -> dict[str, dict[str, str]]:
     """Return the state of each key by the part of the file that it stands in."""
     vision = {name: rule for rules in model_json.FAMILY_VISION_KEYS.values() for name, rule in rules.items()}
-    tower = own("model_id", "freeze", "pipeline_num_layers", "activation_offload", *sorted(model_json.RECOMPUTE_KEYS))
-    basic = own("dataset", "template", "max_samples", "val_dataset", "val_max_samples", "train_on_prompt", "packing")
-    columns = own(*data_json.COLUMN_KEYS, "ranking", "formatting", "pretrain", "packing")
+    tower = handled(
+        "model_id", "freeze", "pipeline_num_layers", "activation_offload", *sorted(model_json.RECOMPUTE_KEYS)
+    )
+    basic = handled(
+        "dataset", "template", "max_samples", "val_dataset", "val_max_samples", "train_on_prompt", "packing"
+    )
+    columns = handled(*data_json.COLUMN_KEYS, "ranking", "formatting", "pretrain", "packing")
     tools = {
         f"{tool}: {key}": "honoured" if target else "meaningless"
         for tool, keys in recipe_parts.TOOL_KEYS.items()
@@ -59,94 +63,99 @@ def sections() -> dict[str, dict[str, str]]:
     }
     generation = {
         **key_states(inference_json.GENERATION_KEYS),
-        **own(*inference_json.NEUTRAL_VALUES),
+        **handled(*inference_json.NEUTRAL_VALUES),
         **dict.fromkeys(inference_json.OFF_KEYS.split(), "refused"),
     }
     return {
-        "model.json": {**key_states(model_json.TOP_KEYS), **own("model_id", "init_from_hf_path")},
+        "model.json": {**key_states(model_json.TOP_KEYS), **handled("model_id", "init_from_hf_path")},
         "model.json, vision_encoder": {**key_states({**model_json.VISION_KEYS, **vision}), **tower},
         "model.json, text_decoder": {**key_states(model_json.TEXT_KEYS), **tower},
         "model.json, patch": key_states(model_json.PATCH_KEYS),
         "model.json, loss_cfg": key_states(model_json.LOSS_KEYS),
-        "data.json, preprocess_parameters": {**key_states(data_json.PREPROCESS_KEYS), **own("model_name_or_path")},
+        "data.json, preprocess_parameters": {**key_states(data_json.PREPROCESS_KEYS), **handled("model_name_or_path")},
         "data.json, basic_parameters": {
             **key_states(data_json.BASIC_KEYS),
             **basic,
-            **own("neat_packing", "dataset_dir"),
+            **handled("neat_packing", "dataset_dir"),
         },
         "data.json, attr": columns,
-        "data.json, multimodal": {**key_states(data_json.TILE_KEYS), **own("data_path", "data_folder")},
-        "data.json, dataloader_param": {**key_states(data_json.LOADER_KEYS), **own("sampler_type", "shuffle")},
+        "data.json, multimodal": {**key_states(data_json.TILE_KEYS), **handled("data_path", "data_folder")},
+        "data.json, dataloader_param": {**key_states(data_json.LOADER_KEYS), **handled("sampler_type", "shuffle")},
         "data.json, collate_param": {**key_states(data_json.COLLATE_KEYS), "model_name": "meaningless"},
         **_generation_sections(),
         "tools.json": tools,
         "inference JSON, generation_config": generation,
         "YAML of the FSDP2 trainer, parallel": {
             **key_states({**fsdp_yaml.PARALLEL_KEYS, **fsdp_yaml.FSDP_KEYS}),
-            **own(*fsdp_yaml.RECOMPUTE_KEYS),
+            **handled(*fsdp_yaml.RECOMPUTE_KEYS),
         },
-        "YAML of the FSDP2 trainer, model": {**key_states(fsdp_yaml.MODEL_KEYS), **own("model_name_or_path", "freeze")},
+        "YAML of the FSDP2 trainer, model": {
+            **key_states(fsdp_yaml.MODEL_KEYS),
+            **handled("model_name_or_path", "freeze"),
+        },
         "YAML of the FSDP2 trainer, features": key_states(fsdp_yaml.FEATURE_KEYS),
         "YAML of the FSDP2 trainer, training": {
             **key_states({**fsdp_yaml.TRAINING_KEYS, **fsdp_yaml.LORA_KEYS}),
-            **own(*sorted(fsdp_yaml.OWN_TRAINING_KEYS)),
+            **handled(*sorted(fsdp_yaml.OWN_TRAINING_KEYS)),
         },
     }
 
 
 def _generation_sections() -> dict[str, dict[str, str]]:
     """Return the same of generation jobs."""
-    model, data, asked = sora_model_json, sora_data_json, sora_inference
+    model, data, videos = sora_model_json, sora_data_json, sora_inference
     predictors = {
         f"model.json, predictor {name}": {
             **key_states(rules),
-            **own("model_id", "from_pretrained", "attention_async_offload"),
+            **handled("model_id", "from_pretrained", "attention_async_offload"),
         }
         for name, (_, rules) in model.PREDICTORS.items()
     }
-    predictors["model.json, predictor wandit"] |= own("model_type", "pipeline_num_layers")
-    predictors["model.json, predictor satdit"] |= own("input_size", "patch_size", "pipeline_num_layers")
+    predictors["model.json, predictor wandit"] |= handled("model_type", "pipeline_num_layers")
+    predictors["model.json, predictor satdit"] |= handled("input_size", "patch_size", "pipeline_num_layers")
     hunyuan = ("text_states_dim", "patch_size", "embeded_guidance_scale")
     recompute = ("double_stream_full_recompute_layers", "single_stream_full_recompute_layers")
-    predictors["model.json, predictor hunyuanvideodit"] |= own(*hunyuan, *recompute)
-    curves = own("sigma_sampler_config", "denoiser_config")
+    predictors["model.json, predictor hunyuanvideodit"] |= handled(*hunyuan, *recompute)
+    curves = handled("sigma_sampler_config", "denoiser_config")
     return {
-        "model.json, generation": {**key_states(model.TOP_KEYS), **own(*sorted(model.OWN_KEYS))},
+        "model.json, generation": {**key_states(model.TOP_KEYS), **handled(*sorted(model.OWN_KEYS))},
         **predictors,
-        "model.json, ae": {**key_states(model.AE_KEYS), **own("from_pretrained"), "model_id": "meaningless"},
+        "model.json, ae": {**key_states(model.AE_KEYS), **handled("from_pretrained"), "model_id": "meaningless"},
         "model.json, text_encoder": {
             **key_states(model.TEXT_KEYS),
-            **own("from_pretrained"),
+            **handled("from_pretrained"),
             "model_id": "meaningless",
         },
         "model.json, patch of generation": key_states(model.SORA_PATCH_KEYS),
         "model.json, wan_flow_match_scheduler": {
             **key_states(sora_objective.WAN_LEVELS),
-            **own("min_timestep_boundary", "max_timestep_boundary"),
+            **handled("min_timestep_boundary", "max_timestep_boundary"),
         },
         "model.json, flow_match_discrete_scheduler": {
             **key_states(sora_objective.DISCRETE_LEVELS),
-            **own("sample_method"),
+            **handled("sample_method"),
         },
         "model.json, cogvideo_diffusion": curves,
         "data.json, t2v, i2v, t2i, feature": {
             **key_states(data.DATASET_KEYS),
             **key_states(data.TOKENIZER_KEYS),
-            **own("dataset_type", "data_path", "data_folder", "data_storage_mode", "from_pretrained"),
+            **handled("dataset_type", "data_path", "data_folder", "data_storage_mode", "from_pretrained"),
         },
         "data.json, preprocess_parameters of videos": {
             **key_states(data.PREPROCESS_KEYS),
-            **own("max_height", "max_width", "max_hxw", "train_fps", "auto_interval", "frame_interval"),
-            **own("drop_short_ratio", "cfg"),
+            **handled("max_height", "max_width", "max_hxw", "train_fps", "auto_interval", "frame_interval"),
+            **handled("drop_short_ratio", "cfg"),
             "train_pipeline": "meaningless",
         },
         "data.json, dataloader_param of videos": key_states(data.LOADER),
         "inference JSON of videos": {
-            **key_states(asked.TOP_KEYS),
-            **own("pipeline_class", "prompt", "image", "save_path", "dtype", "low_noise_predictor", "boundary_ratio"),
+            **key_states(videos.TOP_KEYS),
+            **handled(
+                "pipeline_class", "prompt", "image", "save_path", "dtype", "low_noise_predictor", "boundary_ratio"
+            ),
         },
-        "inference JSON of videos, pipeline_config": {**key_states(asked.CONFIG_KEYS), **own("input_size")},
-        "inference JSON of videos, diffusion": {**key_states(asked.DIFFUSION_KEYS), **own("model_id")},
+        "inference JSON of videos, pipeline_config": {**key_states(videos.CONFIG_KEYS), **handled("input_size")},
+        "inference JSON of videos, diffusion": {**key_states(videos.DIFFUSION_KEYS), **handled("model_id")},
     }
 
 

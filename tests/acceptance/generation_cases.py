@@ -44,8 +44,8 @@ def tiny_predictor(model: dict[str, Any], **sizes: Any) -> dict[str, Any]:
 def tiny_parts(model: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a model.json whose VAE and text encoders are parts of a folder, in float32."""
     for name in ("ae", "text_encoder"):
-        found = model.get(name, [])
-        for number, section in enumerate(found if isinstance(found, list) else [found]):
+        sections = model.get(name, [])
+        for number, section in enumerate(sections if isinstance(sections, list) else [sections]):
             part = "vae" if name == "ae" else "text_encoder" + (f"_{number + 1}" if number else "")
             section |= {"from_pretrained": str(folder / part), "dtype": "fp32"}
     return model
@@ -54,10 +54,10 @@ def tiny_parts(model: dict[str, Any], folder: Path) -> dict[str, Any]:
 def tiny_videos(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a data.json with small videos and the tokenizers of a folder."""
     param = data["dataset_param"]
-    given = param["preprocess_parameters"]
-    given |= {key: value for key, value in SIZE.items() if key in given}
-    found = param["tokenizer_config"]
-    for number, section in enumerate(found if isinstance(found, list) else [found]):
+    preprocess = param["preprocess_parameters"]
+    preprocess |= {key: value for key, value in SIZE.items() if key in preprocess}
+    tokenizers = param["tokenizer_config"]
+    for number, section in enumerate(tokenizers if isinstance(tokenizers, list) else [tokenizers]):
         section["from_pretrained"] = str(folder / ("tokenizer" + (f"_{number + 1}" if number else "")))
     return data
 

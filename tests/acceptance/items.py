@@ -49,8 +49,8 @@ class Item:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        own = [name for name in acceptance_tests(self.seed) if name.startswith(f"test_{self.number:02d}_")]
-        return (*(f"acceptance/test_seed_{self.seed}.py::{name}" for name in own), *self.shown_by)
+        tests = [name for name in acceptance_tests(self.seed) if name.startswith(f"test_{self.number:02d}_")]
+        return (*(f"acceptance/test_seed_{self.seed}.py::{name}" for name in tests), *self.shown_by)
 
     @property
     def state(self) -> str:
@@ -116,21 +116,21 @@ ITEMS: list[Item] = [
             ),
             (
                 "the user's own `Dataset` unchanged",
-                _by("unit/test_compat_pretrain.py::test_loaders_iterators_and_data_sets_give_the_same_batches"),
+                _by("compat/test_compat_pretrain.py::test_loaders_iterators_and_data_sets_give_the_same_batches"),
             ),
             (
                 "the user's own `DataLoader` unchanged",
-                _by("unit/test_compat_pretrain.py::test_loaders_iterators_and_data_sets_give_the_same_batches"),
+                _by("compat/test_compat_pretrain.py::test_loaders_iterators_and_data_sets_give_the_same_batches"),
             ),
             (
                 "a provider that returns three DataLoaders",
-                _by("dist/test_compat_ranks.py::test_the_job_of_the_migration_guide_trains_as_a_recipe_does"),
+                _by("compat/test_compat_ranks.py::test_the_job_of_the_migration_guide_trains_as_a_recipe_does"),
             ),
             (
                 "`build_mm_dataset`, `build_mm_dataloader`",
                 _by(
-                    "unit/test_compat_data.py::test_samples_are_what_the_reference_processor_makes",
-                    "unit/test_compat_data.py::test_loader_pads_and_begins_again",
+                    "compat/test_compat_data.py::test_samples_are_what_the_reference_processor_makes",
+                    "compat/test_compat_data.py::test_loader_pads_and_begins_again",
                 ),
             ),
             ("`data.json`", _by("acceptance/test_jobs.py::test_keys_of_json_files_are_checked")),
@@ -144,21 +144,21 @@ ITEMS: list[Item] = [
             (
                 "a third-party class adapted by subclassing (InternVL-3.5)",
                 _by(
-                    "unit/test_compat_classes.py::test_paths_of_the_file_are_those_of_the_class",
-                    "unit/test_megatron_surface.py::test_files_of_the_user_below_mindspeed_mm_are_found",
+                    "compat/test_compat_classes.py::test_paths_of_the_file_are_those_of_the_class",
+                    "compat/test_megatron_surface.py::test_files_of_the_user_below_mindspeed_mm_are_found",
                 ),
             ),
             (
                 "`ModelHub.MODEL_MAPPINGS = {'internvl': Class}`",
                 _by(
-                    "unit/test_megatron_surface.py::test_files_of_the_user_below_mindspeed_mm_are_found",
-                    "unit/test_compat_classes.py::test_the_hub_chooses_by_id_then_architecture_then_type",
+                    "compat/test_megatron_surface.py::test_files_of_the_user_below_mindspeed_mm_are_found",
+                    "compat/test_compat_classes.py::test_the_hub_chooses_by_id_then_architecture_then_type",
                 ),
             ),
             (
                 "`TransformersModel(vlm_config)` as the model",
                 _by(
-                    "unit/test_compat_classes.py::test_the_loss_is_that_of_the_class_and_has_the_other_forms",
+                    "compat/test_compat_classes.py::test_the_loss_is_that_of_the_class_and_has_the_other_forms",
                 ),
             ),
             ("`pretrain_transformers.py` with `deepcopy(args.mm.model)`", OPEN),
@@ -169,7 +169,7 @@ ITEMS: list[Item] = [
             ("`cast_forward_inputs`", OPEN),
             (
                 "`sub_modules_to_wrap`",
-                _by("unit/test_parallel_fsdp2_file.py", "dist/test_layouts.py"),
+                _by("compat/test_parallel_fsdp2_file.py", "dist/test_layouts.py"),
             ),
             ("`ignored_modules`", OPEN),
             ("`recompute_modules`", OPEN),
@@ -183,23 +183,23 @@ ITEMS: list[Item] = [
             (
                 "the example `fsdp2_config.yaml` as printed",
                 _by(
-                    "dist/test_compat_fsdp2.py::test_the_printed_file_is_the_native_recipe_on_qwen2_vl",
+                    "compat/test_compat_fsdp2.py::test_the_printed_file_is_the_native_recipe_on_qwen2_vl",
                 ),
             ),
             (
                 "own `_fully_shard(fsdp2_kwargs, fsdp2_config)`",
                 _by(
-                    "dist/test_compat_fsdp2.py::test_the_migrated_model_trains_like_the_same_model_without_mixins",
+                    "compat/test_compat_fsdp2.py::test_the_migrated_model_trains_like_the_same_model_without_mixins",
                 ),
             ),
             (
                 "`set_recompute_modules_to_wrap`, `set_fullyshard_modules_to_wrap`, `set_modules_to_prefetch`",
-                _by("dist/test_compat_fsdp2.py::test_the_migrated_model_trains_like_the_same_model_without_mixins"),
+                _by("compat/test_compat_fsdp2.py::test_the_migrated_model_trains_like_the_same_model_without_mixins"),
             ),
             ('`getattr(self.fsdp2_config, "num_to_forward_prefetch", 0)`', OPEN),
             (
                 "`export CUDA_DEVICE_MAX_CONNECTIONS=2`",
-                _by("unit/test_foreign_environment.py::test_every_variable_of_a_script_is_explained_in_one_line"),
+                _by("compat/test_foreign_environment.py::test_every_variable_of_a_script_is_explained_in_one_line"),
             ),
             ("`--use-torch-fsdp2`", _by("acceptance/test_jobs.py::test_launch_flags_of_the_migration_guide")),
             ("`--fsdp2-config-path`", _by("acceptance/test_jobs.py::test_launch_flags_of_the_migration_guide")),
@@ -358,15 +358,15 @@ ITEMS: list[Item] = [
             ),
             (
                 "`mm-convert Qwen2VLConverter hf_to_mm`",
-                _by("contract/test_mm_convert.py::test_the_lines_of_the_guide_and_back"),
+                _by("compat/test_mm_convert.py::test_the_lines_of_the_guide_and_back"),
             ),
             (
                 "`mm-convert Qwen2VLConverter mm_to_hf`",
-                _by("contract/test_mm_convert.py::test_the_lines_of_the_guide_and_back"),
+                _by("compat/test_mm_convert.py::test_the_lines_of_the_guide_and_back"),
             ),
             (
                 "`mm-convert`: pipeline stages split anew",
-                _by("contract/test_mm_convert.py::test_the_lines_of_the_guide_and_back"),
+                _by("compat/test_mm_convert.py::test_the_lines_of_the_guide_and_back"),
             ),
             (
                 "`LOAD_PATH` of converted weights",
@@ -452,13 +452,13 @@ ITEMS: list[Item] = [
             (
                 "`VLModel`",
                 _by(
-                    "unit/test_compat_vl_model.py::test_the_loss_is_that_of_transformers",
+                    "compat/test_compat_vl_model.py::test_the_loss_is_that_of_transformers",
                 ),
             ),
             (
                 "`TransformersModel`",
                 _by(
-                    "unit/test_compat_classes.py::test_the_loss_is_that_of_the_class_and_has_the_other_forms",
+                    "compat/test_compat_classes.py::test_the_loss_is_that_of_the_class_and_has_the_other_forms",
                 ),
             ),
             (
@@ -593,27 +593,27 @@ ITEMS: list[Item] = [
             ),
             (
                 "`mindspeed_mm/training.py`: `pretrain`, `train`, `train_step`",
-                _by("unit/test_compat_pretrain.py::test_a_job_trains_logs_evaluates_and_saves"),
+                _by("compat/test_compat_pretrain.py::test_a_job_trains_logs_evaluates_and_saves"),
             ),
             (
                 "the flow by name, from `initialize_megatron` to `evaluate_and_print_results`",
                 _by(
-                    "unit/test_compat_pretrain.py::test_the_flow_by_name",
+                    "compat/test_compat_pretrain.py::test_the_flow_by_name",
                     "acceptance/test_jobs.py::test_an_edited_entry_file_trains",
                 ),
             ),
             (
                 "`mindspeed.megatron_adaptor`, `apply_patches_from_config`",
                 _by(
-                    "dist/test_compat_ranks.py::test_the_job_of_the_migration_guide_trains_as_a_recipe_does",
-                    "unit/test_compat_pretrain.py::test_patches_of_model_json_are_checked",
+                    "compat/test_compat_ranks.py::test_the_job_of_the_migration_guide_trains_as_a_recipe_does",
+                    "compat/test_compat_pretrain.py::test_patches_of_model_json_are_checked",
                 ),
             ),
             (
                 "process groups, optimizer, logs, saving and loading",
                 _by(
                     "unit/test_two_faces.py::test_the_run_folder_holds_everything",
-                    "unit/test_compat_pretrain.py::test_a_run_goes_on_with_the_flags_of_its_new_start",
+                    "compat/test_compat_pretrain.py::test_a_run_goes_on_with_the_flags_of_its_new_start",
                 ),
             ),
         ],

@@ -91,8 +91,8 @@ def write_mllm_data(root: Path, rows: int = 12) -> None:
     for number in range(rows):
         name = f"./data/COCO2017/train2017/{number:012d}.jpg"
         Image.new("RGB", (20 + number, 24), (10 * number, 90, 40)).save(root / name)
-        asked = {"role": "user", "content": "<image>\nSay red blue."}
-        talks.append({"images": [name], "messages": [asked, {"role": "assistant", "content": "red blue tall"}]})
+        question = {"role": "user", "content": "<image>\nSay red blue."}
+        talks.append({"images": [name], "messages": [question, {"role": "assistant", "content": "red blue tall"}]})
     (root / "data" / "mllm_format_llava_instruct_data.json").write_text(json.dumps(talks))
     pairs = [
         {

@@ -85,7 +85,7 @@ def train(
         models = build(layout, kind)
         optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.3, momentum=0.5)
         copies = parallel_state.get_data_parallel_world_size()
-        own = parallel_state.get_data_parallel_rank()
+        data_rank = parallel_state.get_data_parallel_rank()
         data = torch.randint(
             0, VOCABULARY, (STEPS, MICROBATCHES, 4, LENGTH + 1), generator=torch.Generator().manual_seed(1)
         )
@@ -94,7 +94,7 @@ def train(
             optimizer.zero_grad()
             reports = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=[iter(step.chunk(copies, 1)[own]) for _ in models],
+                data_iterator=[iter(step.chunk(copies, 1)[data_rank]) for _ in models],
                 model=models,
                 num_microbatches=MICROBATCHES,
                 seq_length=LENGTH,

@@ -105,9 +105,9 @@ def test_boundaries_of_experts_are_the_steps_that_the_job_draws(here: Path, firs
     levels = NoiseLevels(TimeOptions(**{key: options[key] for key in ("shift", "steps", "boundaries")}), "flow")
     steps = range(round(1000 * first), round(1000 * last))
     wanted = [5 * (1 - n / 1000) / (1 + 4 * (1 - n / 1000)) for n in steps]
-    found = [levels.at((n + 0.5) / len(steps), 1).noise_share for n in range(len(steps))]
-    assert len(found) == len(wanted)
-    assert all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(found, wanted, strict=True))
+    shares = [levels.at((n + 0.5) / len(steps), 1).noise_share for n in range(len(steps))]
+    assert len(shares) == len(wanted)
+    assert all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(shares, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,7 @@ def test_flags_make_layouts_adapters_and_recomputation(here: Path) -> None:
 
 
 def tiny_wan(root: Path, model: str, *, channels: int = 4, folder: str = "ckpt/wan") -> dict[str, Any]:
-    made = tiny_predictor(example(model), **WAN, in_dim=channels, out_dim=4)
-    return tiny_parts(made, root / folder)
+    return tiny_parts(tiny_predictor(example(model), **WAN, in_dim=channels, out_dim=4), root / folder)
 
 
 def train(root: Path, name: str, model: dict[str, Any], data: dict[str, Any], load: str, *more: str) -> Path:
@@ -240,11 +239,11 @@ def train(root: Path, name: str, model: dict[str, Any], data: dict[str, Any], lo
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of the last checkpoint of a run."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted((run / "checkpoints").glob("step-*2*/**/*.safetensors")):
-        found |= load_file(path)
-    assert found
-    return found
+        tensors |= load_file(path)
+    assert tensors
+    return tensors
 
 
 def test_a_job_trains_and_samples(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,11 +254,11 @@ def test_a_job_trains_and_samples(here: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert printed.count("elapsed time per iteration (ms): ") == 2
     assert "frames of a long video: from the first on" in printed
-    asked = tiny_parts(tiny_predictor(example("wan2.1/1.3b/t2v/inference_model.json"), **WAN), here / "ckpt/wan")
-    asked["pipeline_config"]["input_size"] = [5, 32, 48]
-    asked["diffusion"]["num_inference_steps"] = 1
-    asked |= {"prompt": ["a red kite", "the dog"], "dtype": "fp32"}
-    inference_sora(["--mm-model", put(here / "asked.json", asked), "--load", "online", "--seed", "3"])
+    job = tiny_parts(tiny_predictor(example("wan2.1/1.3b/t2v/inference_model.json"), **WAN), here / "ckpt/wan")
+    job["pipeline_config"]["input_size"] = [5, 32, 48]
+    job["diffusion"]["num_inference_steps"] = 1
+    job |= {"prompt": ["a red kite", "the dog"], "dtype": "fp32"}
+    inference_sora(["--mm-model", put(here / "asked.json", job), "--load", "online", "--seed", "3"])
     told = capsys.readouterr().out
     assert "wrote samples/wan2.1/video_1.mp4" in told
     described = json.loads(Path("samples/wan2.1/video_1.json").read_text())
@@ -268,9 +267,9 @@ def test_a_job_trains_and_samples(here: Path, capsys: pytest.CaptureFixture[str]
     mm_convert(["WanConverter", "hf_to_mm", *back])
     digests = []
     for load in ("ckpt/wan/transformer", "ckpt/asked"):
-        asked |= {"prompt": ["the dog"], "save_path": f"samples/{Path(load).name}"}
-        inference_sora(["--mm-model", put(here / "asked.json", asked), "--load", load])
-        digests.append(json.loads(Path(asked["save_path"], "video_0.json").read_text())["samples"])
+        job |= {"prompt": ["the dog"], "save_path": f"samples/{Path(load).name}"}
+        inference_sora(["--mm-model", put(here / "asked.json", job), "--load", load])
+        digests.append(json.loads(Path(job["save_path"], "video_0.json").read_text())["samples"])
     assert digests[0] == digests[1]
     assert described["request"]["seed"] == 4
     assert (described["request"]["shift"], described["request"]["guidance"]) == (3.0, 5.0)
@@ -337,11 +336,11 @@ def test_hunyuanvideo_and_cogvideox_train_and_sample(here: Path, capsys: pytest.
     cog = tiny_predictor(example("cogvideox/t2v_1.0/model_cogvideox_t2v.json"), **sizes)
     videos = tiny_videos(example("cogvideox/data.json"), here / "ckpt/cog")
     train(here, "cog", tiny_parts(cog, here / "ckpt/cog"), videos, "ckpt/cog/transformer")
-    asked = tiny_parts(tiny_predictor(example("hunyuanvideo/t2v/inference_model.json")), here / "ckpt/hunyuan")
-    asked["pipeline_config"]["input_size"] = [5, 32, 48]
-    asked["diffusion"]["num_inference_timesteps"] = 1
-    asked |= {"prompt": ["a red kite"], "dtype": "fp32", "save_path": "samples/hunyuan"}
-    inference_sora(["--mm-model", put(here / "h.json", asked), "--load", "ckpt/hunyuan/transformer"])
+    job = tiny_parts(tiny_predictor(example("hunyuanvideo/t2v/inference_model.json")), here / "ckpt/hunyuan")
+    job["pipeline_config"]["input_size"] = [5, 32, 48]
+    job["diffusion"]["num_inference_timesteps"] = 1
+    job |= {"prompt": ["a red kite"], "dtype": "fp32", "save_path": "samples/hunyuan"}
+    inference_sora(["--mm-model", put(here / "h.json", job), "--load", "ckpt/hunyuan/transformer"])
     request = json.loads(Path("samples/hunyuan/video_0.json").read_text())["request"]
     assert (request["guidance"], request["true_guidance"], request["solver"]) == (6.0, None, "euler")
 
@@ -350,8 +349,8 @@ def test_migrate_writes_the_recipes_of_both_experts(here: Path) -> None:
     for name, low, high in (("high", 0.875, 1.0), ("low", 0.0, 0.875)):
         job = migrate(Path(f"examples/wan2.2/A14B/t2v/pretrain_{name}.sh"))
         assert job.report.refused == []
-        found = job.recipe["train"]["task_options"]["boundaries"]
-        assert [round(end, 3) for end in found] == [low, high]
+        boundaries = job.recipe["train"]["task_options"]["boundaries"]
+        assert [round(end, 3) for end in boundaries] == [low, high]
         part = "transformer" if name == "high" else "transformer_2"
         assert job.recipe["model"]["path"] == f"ckpt/hf_path/Wan2.2-T2V-A14B-Diffusers/{part}"
 
@@ -372,7 +371,7 @@ def test_migrate_writes_the_recipes_of_both_experts(here: Path) -> None:
     ],
 )
 def test_wrong_values_of_an_inference_json_are_named(here: Path, change: dict[str, Any], said: str) -> None:
-    asked = tiny_parts(example("wan2.1/1.3b/t2v/inference_model.json"), here / "ckpt/wan")
-    asked |= {"prompt": ["a red kite"], **change}
+    job = tiny_parts(example("wan2.1/1.3b/t2v/inference_model.json"), here / "ckpt/wan")
+    job |= {"prompt": ["a red kite"], **change}
     with pytest.raises(TesseraError, match=said):
-        inference_sora(["--mm-model", put(here / "wrong.json", asked), "--load", "ckpt/wan/transformer"])
+        inference_sora(["--mm-model", put(here / "wrong.json", job), "--load", "ckpt/wan/transformer"])

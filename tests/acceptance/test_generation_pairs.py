@@ -104,11 +104,11 @@ def test_a_job_on_pairs_trains(here: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow  # two processes that import torch
 def test_two_ranks_sample_one_video_together(here: Path) -> None:
-    asked = tiny_parts(tiny_predictor(example("wan2.1/1.3b/t2v/inference_model.json"), **WAN), here / "ckpt/wan")
-    asked["pipeline_config"]["input_size"] = [5, 32, 48]
-    asked["diffusion"]["num_inference_steps"] = 1
-    asked |= {"prompt": ["a red kite"], "dtype": "fp32"}
-    words = ["--mm-model", put(here / "asked.json", asked), "--load", "ckpt/wan/transformer", "--seed", "3"]
+    job = tiny_parts(tiny_predictor(example("wan2.1/1.3b/t2v/inference_model.json"), **WAN), here / "ckpt/wan")
+    job["pipeline_config"]["input_size"] = [5, 32, 48]
+    job["diffusion"]["num_inference_steps"] = 1
+    job |= {"prompt": ["a red kite"], "dtype": "fp32"}
+    words = ["--mm-model", put(here / "asked.json", job), "--load", "ckpt/wan/transformer", "--seed", "3"]
     inference_sora(words)
     alone = json.loads(Path("samples/wan2.1/video_0.json").read_text())
     started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

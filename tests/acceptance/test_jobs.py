@@ -561,8 +561,8 @@ def environment(**variables: str) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    own = {"OMP_NUM_THREADS": "1", "CPU_AFFINITY_CONF": "0", "MASTER_PORT": str(free_port()), **variables}
-    return {**os.environ, **paths, **own}
+    settings = {"OMP_NUM_THREADS": "1", "CPU_AFFINITY_CONF": "0", "MASTER_PORT": str(free_port()), **variables}
+    return {**os.environ, **paths, **settings}
 
 
 def run_command(root: Path, words: list[str], save: Path, **variables: str) -> str:
@@ -905,6 +905,6 @@ def test_the_walk_through_of_the_guide_from_the_shell(tiny: Path) -> None:
     saved = f"--cfg.mm_dir save-{Path(path).stem} --cfg.save_hf_dir ckpt/mm_to_hf/{name}"
     back = mm_convert(f"Qwen2VLConverter mm_to_hf {saved} {source} {flat} --cfg.parallel_config.tp_size 1")
     assert back.returncode == 0, back.stderr
-    found, before = (load_file(one / "model.safetensors") for one in (tiny / "ckpt/mm_to_hf" / name, folder / "hf"))
-    assert found.keys() == before.keys()
-    assert any(not found[key].equal(before[key]) for key in before)
+    written, before = (load_file(one / "model.safetensors") for one in (tiny / "ckpt/mm_to_hf" / name, folder / "hf"))
+    assert written.keys() == before.keys()
+    assert any(not written[key].equal(before[key]) for key in before)

@@ -28,12 +28,12 @@ from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, WeightInitMixin
 from tessera_compat.mindspeed_mm.training import pretrain
 from tessera_compat.served import serving
 from tests.close import rounding
+from tests.compat.test_compat_data import LOADER, dataset_param
 from tests.contract.small_folders import small_folder
 from tests.toys import pretrain_parts as toy
 from tests.toys.hf_folders import write_folder
 from tests.toys.keyword_rows import picture_and_words
 from tests.toys.migrated import CustomModel
-from tests.unit.test_compat_data import LOADER, dataset_param
 
 
 class Recorded:
@@ -101,8 +101,8 @@ def test_03_get_batch(job: Recorded) -> None:
 
 def test_04_loss_func(job: Recorded, metrics: list[dict[str, Any]]) -> None:
     """Each iteration has two micro-batches; its loss is the mean of what the function returned for them."""
-    found = [row["loss"] for row in metrics if row["kind"] == "train"]
-    assert found == pytest.approx([sum(job.losses[:2]) / 2, sum(job.losses[2:4]) / 2], rel=1e-6)
+    losses = [row["loss"] for row in metrics if row["kind"] == "train"]
+    assert losses == pytest.approx([sum(job.losses[:2]) / 2, sum(job.losses[2:4]) / 2], rel=1e-6)
 
 
 def test_05_forward_step(job: Recorded) -> None:
@@ -241,8 +241,8 @@ def test_30_ignored_modules(tmp_path: Path) -> None:
 
 
 def test_31_recompute_modules(tmp_path: Path) -> None:
-    found = plan_of(tmp_path, "recompute_modules: ['text_decoder.decoder.layers.{4-5}']\n").roles.recompute
-    assert [(one.path[-1], one.keep) for one in found] == [("4", "none"), ("5", "none")]
+    recomputed = plan_of(tmp_path, "recompute_modules: ['text_decoder.decoder.layers.{4-5}']\n").roles.recompute
+    assert [(one.path[-1], one.keep) for one in recomputed] == [("4", "none"), ("5", "none")]
 
 
 def test_32_use_reentrant(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_32_use_reentrant(tmp_path: Path) -> None:
 
 def test_33_reshard_after_forward(tmp_path: Path) -> None:
     text = "sharding_size: auto\nreshard_after_forward: "
-    found = [plan_of(tmp_path, f"{text}{value}\n").sharding.reshard_after_forward for value in ("true", "false", "4")]
-    assert found == [True, False, 4]
+    values = [plan_of(tmp_path, f"{text}{value}\n").sharding.reshard_after_forward for value in ("true", "false", "4")]
+    assert values == [True, False, 4]
 
 
 def test_34_offload_to_cpu(tmp_path: Path) -> None:

@@ -189,19 +189,19 @@ def test_08_the_structure_is_printed_as_in_the_seed(ran: Ran) -> None:
 
 
 def test_09_29_tensors_and_6960_numbers_as_printed(ran: Ran) -> None:
-    found = re.findall(r"^\w[\w.]*, \[.*$", ran.printed, re.MULTILINE)
-    assert found == lines_of(1)
-    assert len(found) == 29
+    lines = re.findall(r"^\w[\w.]*, \[.*$", ran.printed, re.MULTILINE)
+    assert lines == lines_of(1)
+    assert len(lines) == 29
 
 
 def test_10_two_tensor_parallel_ranks_have_3948_numbers() -> None:
     with fake_world(2):
         parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
         model = gpt_model(params_dtype=torch.float16)
-        found = [f"{name}, {list(p.shape)}, {p.dtype}, {p.device}" for name, p in model.named_parameters()]
+        lines = [f"{name}, {list(p.shape)}, {p.dtype}, {p.device}" for name, p in model.named_parameters()]
         assert "RowParallelLinear(in_features=12, out_features=12, bias=False, TP=2)" in repr(model)
         state.destroy()
-    assert found == lines_of(2)
+    assert lines == lines_of(2)
     assert sum(parameter.numel() for parameter in model.parameters()) == 3948
 
 
@@ -366,9 +366,9 @@ def test_22_a_batch_has_tokens_labels_and_masks(ran: Ran) -> None:
 def test_23_first_and_last_stage_are_known() -> None:
     with fake_world(4, rank=1):
         parallel_state.initialize_model_parallel(1, 4, create_gloo_process_groups=False)
-        found = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         state.destroy()
-    assert found == (False, False)
+    assert ends == (False, False)
 
 
 def test_24_forward_only_leaves_no_gradients(alone: None) -> None:
@@ -436,11 +436,11 @@ def check_layouts(world: int, layouts: tuple[Layout, ...], folder: Path, kind: s
     by_rank = run_ranks(several, world, layouts, folder, kind)
     for number, layout in enumerate(layouts):
         losses = [ranks[number][0] for ranks in by_rank]
-        shown = [one for one in losses if one[0]]  # only last stages report
-        assert len(shown) == world // layout.pp
+        reported = [one for one in losses if one[0]]  # only last stages report
+        assert len(reported) == world // layout.pp
         for step, expected in enumerate(plain):
             for at, loss in enumerate(expected):
-                mean = sum(one[step][at] for one in shown) / len(shown)  # data-parallel ranks have different rows
+                mean = sum(one[step][at] for one in reported) / len(reported)  # data-parallel ranks have different rows
                 assert abs(mean - loss) <= limit * abs(loss), (layout.name, step, at)
         assert max(ranks[number][1] for ranks in by_rank) <= limit, layout.name
         saved = dist_checkpointing.load_plain_tensors(folder / f"{world} {layout.name}")
@@ -478,16 +478,16 @@ def test_15_a_pipeline_in_bf16_gives_the_losses_of_one_process() -> None:
     plain, (first, last) = in_this_process(bf16_losses, 1), run_ranks(bf16_losses, 2, 2)
     assert first == []
     assert len(last) == len(plain) == 2
-    for found, expected in zip(last, plain, strict=True):
-        assert abs(found - expected) <= rounding(64, torch.bfloat16) * expected
+    for loss, expected in zip(last, plain, strict=True):
+        assert abs(loss - expected) <= rounding(64, torch.bfloat16) * expected
 
 
 def test_24_micro_batches_of_different_lengths_pass_a_pipeline() -> None:
     plain = in_this_process(losses_of_different_lengths, 1)
     _, last = run_ranks(losses_of_different_lengths, 2, 2)
     assert len(last) == 3
-    for found, expected in zip(last, plain, strict=True):
-        assert abs(found - expected) <= rounding(16 * 8, torch.float64) * expected
+    for loss, expected in zip(last, plain, strict=True):
+        assert abs(loss - expected) <= rounding(16 * 8, torch.float64) * expected
 
 
 def test_28_dropout_is_shared_where_ranks_hold_the_same_and_apart_where_they_do_not() -> None:

@@ -80,13 +80,13 @@ def dcp(converter: str, *, assets: str = "model_assets_dir", to: str = "dcp_dir"
 
 
 def shards(converter: str) -> tuple[Words, Words]:
-    def lists(like: Path, one: str) -> list[str]:
+    def lists(like: Path, template: str) -> list[str]:
         text, vision = layers_of(like)
-        found = {"llm": text, "vit": vision}
+        layers = {"llm": text, "vit": vision}
         return [
             word
-            for part, count in found.items()
-            for word in (f"--cfg.parallel_config.{part}_pp_layers", one.format(count))
+            for part, count in layers.items()
+            for word in (f"--cfg.parallel_config.{part}_pp_layers", template.format(count))
         ]
 
     def there(folder: Path, written: Path, like: Path) -> list[str]:
@@ -334,9 +334,9 @@ def here(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not found[name].equal(expected[name])] == []
+def same(written: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert written.keys() == expected.keys()
+    assert [name for name in written if not written[name].equal(expected[name])] == []
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ class Net(nn.Module):
         self.outer = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.outer(torch.tanh(self.inner(x))).squeeze(-1)
-        return (found - x.sum(-1)).square()
+        output: Tensor = self.outer(torch.tanh(self.inner(x))).squeeze(-1)
+        return (output - x.sum(-1)).square()
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True) -> Net:

@@ -23,12 +23,12 @@ from tests.toys.chat_set import chat_recipe, write_chat_set
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of the debugger, in place of asking it."""
-    made: list[Any] = []
+    messages: list[Any] = []
     module: Any = types.ModuleType("debugpy")
-    module.listen = made.append
-    module.wait_for_client = lambda: made.append("wait")
+    module.listen = messages.append
+    module.wait_for_client = lambda: messages.append("wait")
     monkeypatch.setitem(sys.modules, "debugpy", module)
-    return made
+    return messages
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,6 @@ def test_keys_are_completed_up_to_the_next_dot() -> None:
 def test_the_page_on_other_trainers_lists_every_key_beside_ours(page: str) -> None:
     lines = (Path(__file__).parents[2] / "docs" / "how-to" / page).read_text(encoding="utf-8").splitlines()
     for key, ours in foreign_keys().items():
-        found = [line for line in lines if line.startswith("|") and f"`{key}`" in line.split("|")[1]]
-        assert len(found) == 1, key
-        assert f"`{ours.key}" in found[0].split("|")[2] if ours.key else "—" in found[0], key
+        rows = [line for line in lines if line.startswith("|") and f"`{key}`" in line.split("|")[1]]
+        assert len(rows) == 1, key
+        assert f"`{ours.key}" in rows[0].split("|")[2] if ours.key else "—" in rows[0], key

@@ -518,7 +518,7 @@ def names_without_content(source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("folder", [COMPAT], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [COMPAT, ROOT / "tests" / "compat"], ids=str)
 def test_a_name_tells_what_it_holds(folder: Path) -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
     assert {str(path): names for path, source in sources.items() if (names := names_without_content(source))} == {}

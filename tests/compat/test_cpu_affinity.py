@@ -100,11 +100,11 @@ def test_a_partial_list_leaves_other_devices_alone() -> None:
 
 def test_numa_nodes_are_split_among_their_devices() -> None:
     server = machine(16, nodes=4)
-    known = parse_affinity("1,npu_affine:1")
+    conf = parse_affinity("1,npu_affine:1")
     nodes = [3, 3, 0, 0]
-    found = [format_cores(cores_of_rank(known, device, nodes, server).cores) for device in range(4)]
-    assert found == ["12-13", "14-15", "0-1", "2-3"]
-    spread = [format_cores(cores_of_rank(known, device, [None] * 8, server).cores) for device in (0, 1, 7)]
+    by_device = [format_cores(cores_of_rank(conf, device, nodes, server).cores) for device in range(4)]
+    assert by_device == ["12-13", "14-15", "0-1", "2-3"]
+    spread = [format_cores(cores_of_rank(conf, device, [None] * 8, server).cores) for device in (0, 1, 7)]
     assert spread == ["0-1", "2-3", "14-15"]
     assert cores("1,npu_affine:1", 0, machine(16, 4, range(8, 16)), 4) == "8-9"  # its node may not be used
 
@@ -113,9 +113,9 @@ def test_overlaps_are_named_and_foreign_cores_leave_all_unbound() -> None:
     shared = cores_of_rank(parse_affinity("1,npu0:0-4,npu1:4-7"), 0, [None] * 2, machine(8))
     assert shared.warnings == ("CPU_AFFINITY_CONF: devices 0 and 1 share the cores 4",)
     small = machine(8, allowed=range(4))
-    left = cores_of_rank(parse_affinity("1,npu1:6-7"), 0, [None] * 2, small)
-    assert not left.cores
-    assert "may not use the cores 6-7; force:1" in left.warnings[0]
+    unbound = cores_of_rank(parse_affinity("1,npu1:6-7"), 0, [None] * 2, small)
+    assert not unbound.cores
+    assert "may not use the cores 6-7; force:1" in unbound.warnings[0]
     assert cores("1,npu1:6-7,force:1", 1, small, 2) == "6-7"
     assert cores("1", 1, small, 2) == "2-3"  # what is not named is taken from the cores that may be used
 
@@ -145,8 +145,10 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = read_topology(tmp_path, allowed=[0, 1])
-    assert found == Topology(parse_cores("0-3,6-7"), frozenset({0, 1}), {0: parse_cores("0-3"), 1: parse_cores("6-7")})
+    topology = read_topology(tmp_path, allowed=[0, 1])
+    assert topology == Topology(
+        parse_cores("0-3,6-7"), frozenset({0, 1}), {0: parse_cores("0-3"), 1: parse_cores("6-7")}
+    )
     addresses = ["0000:3B:00.0", "0000:5e:00.0", "0000:ff:00.0", None]
     assert [affinity.numa_node(address, tmp_path) for address in addresses] == [1, None, None, None]
     with pytest.raises(TesseraError, match="interrupt 41 cannot be bound"):
@@ -159,9 +161,9 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
 
 
 def test_this_machine_can_be_read() -> None:
-    found = read_topology()
-    assert found.allowed <= found.online
-    assert found.allowed & frozenset().union(*found.nodes.values())
+    topology = read_topology()
+    assert topology.allowed <= topology.online
+    assert topology.allowed & frozenset().union(*topology.nodes.values())
 
 
 # ---------------------------------------------------------------------------------------------- threads

@@ -59,9 +59,9 @@ def test_the_loss_is_that_of_the_class_and_has_the_other_forms(folder: Path, hub
     model = TransformersModel(config(folder))
     assert isinstance(model, MultiModalModule)
     expected = transformers.Qwen3ForCausalLM.from_pretrained(folder)(**batch)
-    found = model(**batch)
-    torch.testing.assert_close(found["loss"], expected.loss, rtol=1e-6, atol=0)
-    labels, mask = batch["labels"], found["loss_mask"]
+    outputs = model(**batch)
+    torch.testing.assert_close(outputs["loss"], expected.loss, rtol=1e-6, atol=0)
+    labels, mask = batch["labels"], outputs["loss_mask"]
     each = nn.functional.cross_entropy(expected.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     counts = mask.sum(1)
     assert counts.tolist() == (labels[:, 1:] != -100).sum(1).tolist()
@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_the_class_and_has_the_other_forms(folder: Path, hub
 class Groups(Callback):
     def on_start(self, trainer: Any) -> None:
         named = trainer.module.named_modules()
-        self.found = sorted(clean_name(n + ".")[:-1] for n, part in named if isinstance(part, FSDPModule))
+        self.groups = sorted(clean_name(n + ".")[:-1] for n, part in named if isinstance(part, FSDPModule))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_paths_of_the_file_are_those_of_the_class(
         model=TransformersModel(config(folder, **({} if model_id is None else {"model_id": model_id}))),
         callbacks=[keep],
     )
-    assert keep.found == expected
+    assert keep.groups == expected
     assert len([row for row in run.metrics if row["kind"] == "train"]) > 0
 
 

@@ -70,7 +70,7 @@ def test_gradients_follow_the_formula_of_megatron(form: str, per_token: bool, cp
     batches = micro_batches()
     task = ForwardStepTask(plain(form), per_token=per_token, cp=cp)
     totals = SimpleEngine(net).step(task, [MicroBatch.of(batch) for batch in batches])
-    found = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
     masks = [batch["loss_mask"] for batch in batches]
     sums = [(net(batch["x"]) * mask).sum() for batch, mask in zip(batches, masks, strict=True)]
@@ -83,7 +83,7 @@ def test_gradients_follow_the_formula_of_megatron(form: str, per_token: bool, cp
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None
         limit = rounding(64, torch.float64) * float(parameter.grad.abs().max())
-        assert float((found[name] - parameter.grad).abs().max()) <= limit, name
+        assert float((gradients[name] - parameter.grad).abs().max()) <= limit, name
 
 
 def test_reports_are_averaged_as_megatron_does() -> None:
@@ -130,8 +130,8 @@ def test_a_job_trains_logs_evaluates_and_saves(tmp_path: Path, capsys: pytest.Ca
     assert " validation loss at iteration 2 | lm loss value: " in out
     assert " validation loss at iteration 4 on validation set | lm loss value: " in out
     assert " validation loss at iteration 4 on test set | lm loss value: " in out
-    kept = [row for row in read_metrics(save / "metrics.jsonl") if row["kind"] == "eval"]
-    assert [sorted(row)[0] for row in kept] == ["eval_lm loss", "eval_lm loss", "kind"]
+    evaluations = [row for row in read_metrics(save / "metrics.jsonl") if row["kind"] == "eval"]
+    assert [sorted(row)[0] for row in evaluations] == ["eval_lm loss", "eval_lm loss", "kind"]
     assert f"saving checkpoint at iteration       4 to {save}" in out
     assert (save / LATEST).read_text() == "4"
     assert (save / "iter_0000004").samefile(save / "checkpoints" / "step-00000004")
@@ -212,9 +212,11 @@ def test_the_flow_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             train_data, valid_data, _ = training.build_train_valid_test_data_iterators(toy.datasets_provider)
             for iteration in range(3):
                 assert scheduler.num_steps == iteration
-                found, skipped, *_ = training.train_step(toy.forward_step, train_data, model, optimizer, scheduler)
+                step_losses, skipped, *_ = training.train_step(
+                    toy.forward_step, train_data, model, optimizer, scheduler
+                )
                 assert not skipped
-                assert list(found) == ["lm loss"]
+                assert list(step_losses) == ["lm loss"]
             capsys.readouterr()
             training.evaluate_and_print_results("the end", toy.forward_step, valid_data, model, 3)
             assert " validation loss at the end | lm loss value: " in capsys.readouterr().out

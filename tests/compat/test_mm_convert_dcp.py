@@ -36,12 +36,12 @@ def write(folder: Path, tensors: Tensors, **config: Any) -> Path:
 
 def experts(path: str, count: int = 3) -> Tensors:
     """Matrices of 4 inputs and 6 outputs, each with numbers of its own."""
-    found = {}
+    tensors = {}
     for n in range(count):
-        found[f"{path}.{n}.gate_proj.weight"] = numbers(6, 4) + n
-        found[f"{path}.{n}.up_proj.weight"] = numbers(6, 4) - n
-        found[f"{path}.{n}.down_proj.weight"] = numbers(4, 6) + n
-    return found
+        tensors[f"{path}.{n}.gate_proj.weight"] = numbers(6, 4) + n
+        tensors[f"{path}.{n}.up_proj.weight"] = numbers(6, 4) - n
+        tensors[f"{path}.{n}.down_proj.weight"] = numbers(4, 6) + n
+    return tensors
 
 
 def merged(tensors: Tensors, path: str, count: int = 3) -> Tensors:
@@ -52,23 +52,23 @@ def merged(tensors: Tensors, path: str, count: int = 3) -> Tensors:
 
 def job(folder: Path) -> Tensors:
     """The tensors of a DCP folder, read by torch itself."""
-    found = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in read_dcp(folder).items()}
-    stock.load(found, checkpoint_id=str(folder))
-    return found
+    tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in read_dcp(folder).items()}
+    stock.load(tensors, checkpoint_id=str(folder))
+    return tensors
 
 
-def same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
+def same(written: Tensors, expected: Tensors) -> None:
+    assert written.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name], tensor), name
 
 
 def weights(folder: Path) -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def test_experts_are_merged_and_split_again(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_adapters_of_a_job_are_merged(tmp_path: Path) -> None:
             run([*method, *words, modules])
     run([*method, *words, "q_proj"])
     expected = torch.addmm(tensors[q].float(), b, a, alpha=0.5).bfloat16()
-    found = weights(tmp_path / "merged")
-    assert torch.equal(found["vision_tower.x"], tensors["vision_tower.x"])
-    torch.testing.assert_close(found[q], expected)  # one rounding of the sum apart
+    merged = weights(tmp_path / "merged")
+    assert torch.equal(merged["vision_tower.x"], tensors["vision_tower.x"])
+    torch.testing.assert_close(merged[q], expected)  # one rounding of the sum apart
     save_file({"a": a}, adapters / "adapter_model.safetensors")
     with pytest.raises(TesseraError, match="a is no matrix of an adapter"):
         run(["Mistral3Converter", "lora_hf_to_dcp", f"--hf_dir={adapters}", f"--dcp_dir={tmp_path / 'no'}"])

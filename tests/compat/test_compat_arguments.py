@@ -46,8 +46,8 @@ def test_refused_flags_are_refused_with_their_reasons() -> None:
     with pytest.raises(TesseraError, match=f"{len(refused)} of the flags cannot be honoured") as error:
         parse_args([word for flag in refused for word in (flag.name, *VALUES.get(flag.kind, []))])
     assert all(f"{flag.name}: {flag.note}" in str(error.value) for flag in refused)
-    kept = parse_args(["--layerzero", "--layerzero-config", "a.yaml"], allow_refused=True)
-    assert kept.layerzero
+    args = parse_args(["--layerzero", "--layerzero-config", "a.yaml"], allow_refused=True)
+    assert args.layerzero
 
 
 def test_flags_of_launchers_and_other_programs_say_where_they_belong() -> None:

@@ -22,10 +22,10 @@ from tessera_compat.mindspeed_mm import training
 from tessera_compat.mindspeed_mm.forward_step import MicroBatch
 from tessera_compat.served import serving
 from tests.close import assert_as_close
+from tests.compat.test_parallel_fsdp2_file import EXAMPLE
 from tests.dist.spawn import run_ranks
 from tests.toys import pretrain_parts as toy
 from tests.toys.migrated import CustomDataset, PlainModel
-from tests.unit.test_parallel_fsdp2_file import EXAMPLE
 
 CASES = {  # form of the loss, whether per token, context-parallel size
     "mean": (toy.mean_loss, False, 1),
@@ -44,7 +44,7 @@ def micro_batches(dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]
 def gradients_here(rank: int, world: int, folder: str) -> dict[str, dict[str, list[float]]]:
     """Return the gradients of one step for each case, whole."""
     os.environ["WORLD_SIZE"] = str(world)
-    found: dict[str, dict[str, list[float]]] = {}
+    gradients: dict[str, dict[str, list[float]]] = {}
     for number, (case, (loss, per_token, cp)) in enumerate(CASES.items()):
         more = ["--context-parallel-size", str(cp), "--use-torch-fsdp2"]
         more += ["--calculate-per-token-loss"] if per_token else []
@@ -58,17 +58,17 @@ def gradients_here(rank: int, world: int, folder: str) -> dict[str, dict[str, li
             return model(batch["x"]), partial(loss, batch["loss_mask"])
 
         session.task.forward_step = forward_step
-        own = micro_batches()[rank::2]
-        assert len(own) == session.micro_batches
-        session.trainer.engine.step(session.task, [MicroBatch.of(batch) for batch in own])
+        batches = micro_batches()[rank::2]
+        assert len(batches) == session.micro_batches
+        session.trainer.engine.step(session.task, [MicroBatch.of(batch) for batch in batches])
         parameters = dict(session.trainer.module.named_parameters())
         assert any(isinstance(parameter, DTensor) for parameter in parameters.values())  # in shards
         grads = {name: parameter.grad for name, parameter in parameters.items()}
         whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
-        found[case] = {name: grad.flatten().tolist() for name, grad in whole.items() if grad is not None}
+        gradients[case] = {name: grad.flatten().tolist() for name, grad in whole.items() if grad is not None}
         session.abandon()
         state.destroy()
-    return found
+    return gradients
 
 
 def by_formula(case: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -88,18 +88,18 @@ def by_formula(case: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[float]]]]:
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[float]]]]:
     return run_ranks(gradients_here, 2, str(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_on_two_ranks_are_those_of_megatron(
-    case: str, found: list[dict[str, dict[str, list[float]]]]
+    case: str, gradients: list[dict[str, dict[str, list[float]]]]
 ) -> None:
     exact, peer = by_formula(case, torch.float64), by_formula(case, torch.float32)
-    assert found[0][case] == found[1][case]
+    assert gradients[0][case] == gradients[1][case]
     for name, gradient in exact.items():
-        ours = torch.tensor(found[0][case][name]).reshape(gradient.shape)
+        ours = torch.tensor(gradients[0][case][name]).reshape(gradient.shape)
         assert_as_close(ours, peer[name], gradient, what=f"{case}: {name}")
 
 

@@ -66,8 +66,8 @@ def build(family: str) -> nn.Module:
 
     names = {"wan": "WanTransformer3DModel", "hunyuan_video": "HunyuanVideoTransformer3DModel"}
     torch.manual_seed(0)
-    made: nn.Module = getattr(diffusers, names.get(family, "CogVideoXTransformer3DModel"))(**SIZES[family])
-    return moved(made)
+    model: nn.Module = getattr(diffusers, names.get(family, "CogVideoXTransformer3DModel"))(**SIZES[family])
+    return moved(model)
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -78,8 +78,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def model_of(folder: Path, rank: str = "mp_rank_00", key: str = "model") -> dict[str, Tensor]:
-    found = torch.load(folder / "release" / rank / "model_optim_rng.pt", weights_only=True)
-    return found[key]  # type: ignore[no-any-return]
+    stored = torch.load(folder / "release" / rank / "model_optim_rng.pt", weights_only=True)
+    return stored[key]  # type: ignore[no-any-return]
 
 
 def convert(family: str, method: str, source: Path, target: Path, *more: str) -> Path:
@@ -115,9 +115,9 @@ def test_there_and_back_over_other_layouts(folder: tuple[str, Path], tmp_path: P
     assert first.keys() == last.keys()
     assert all(torch.equal(first[name], last[name]) for name in first)
     back = convert(family, "mm_to_hf", tmp_path / "split0", tmp_path / "back", "--cfg.hf_dir", str(source))
-    found, expected = hub_weights(back), hub_weights(source)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    written, expected = hub_weights(back), hub_weights(source)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
     assert (back / "config.json").is_file()
 
 
@@ -157,9 +157,11 @@ def test_names_and_orders_are_those_of_jobs(folder: tuple[str, Path], tmp_path: 
             ),
         }
     else:
-        one, two = (hub[f"transformer_blocks.2.norm{n}.linear.weight"].chunk(6) for n in (1, 2))
+        first, second = (hub[f"transformer_blocks.2.norm{n}.linear.weight"].chunk(6) for n in (1, 2))
         expected = {
-            "videodit_blocks.2.scale_shift_table.1.weight": torch.cat([*one[:3], *two[:3], *one[3:], *two[3:]]),
+            "videodit_blocks.2.scale_shift_table.1.weight": torch.cat(
+                [*first[:3], *second[:3], *first[3:], *second[3:]]
+            ),
             "videodit_blocks.2.self_atten.proj_qkv.weight": joined(hub, "transformer_blocks.2.attn1.to_{}.weight"),
             "pos_embed.pos_embedding": hub["patch_embed.pos_embedding"],
             "caption_projection.bias": hub["patch_embed.text_proj.bias"],
@@ -176,7 +178,7 @@ def joined(hub: dict[str, Tensor], template: str) -> Tensor:
 
 def hunyuan_source(mm: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the file of HunyuanVideo's makers that a job's names stand for."""
-    found = {}
+    renamed = {}
     for name, tensor in mm.items():
         new = name.replace("time_embed.", "mlp.").replace("vector_in.fc1", "vector_in.in_layer")
         new = new.replace("vector_in.fc2", "vector_in.out_layer")
@@ -187,8 +189,8 @@ def hunyuan_source(mm: dict[str, Tensor]) -> dict[str, Tensor]:
         if "linear1_qkv" in name:
             tensor = torch.cat([tensor, mm[name.replace("qkv", "mlp")]])
             new = name.replace("_qkv", "")
-        found[new] = tensor
-    return found
+        renamed[new] = tensor
+    return renamed
 
 
 def cog_source(mm: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,7 +215,7 @@ def cog_source(mm: dict[str, Tensor]) -> dict[str, Tensor]:
         "adaLN_modulation": "mixins.final_layer.adaLN_modulation",
         "ofs_embed": "ofs_embed",
     }
-    found, start = {}, "model.diffusion_model."
+    renamed, start = {}, "model.diffusion_model."
     for name, tensor in mm.items():
         if name.startswith("videodit_blocks."):
             _, number, rest = name.split(".", 2)
@@ -227,8 +229,8 @@ def cog_source(mm: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             prefix = next(one for one in others if name.startswith(f"{one}."))
             new = others[prefix] + name[len(prefix) :]
-        found[start + new] = tensor
-    return found
+        renamed[start + new] = tensor
+    return renamed
 
 
 SOURCES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
@@ -252,9 +254,9 @@ def test_files_of_the_makers_become_the_same_shards(folder: tuple[str, Path], tm
         written = convert(family, "source_to_mm", file, tmp_path / f"source{tp}", *ranks(tp))
         same = convert(family, "resplit", tmp_path / "mm", tmp_path / f"same{tp}", *ranks(tp))
         for rank in [f"mp_rank_{number:02d}" for number in range(tp)]:
-            found, expected = model_of(written, rank), model_of(same, rank)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            stored, expected = model_of(written, rank), model_of(same, rank)
+            assert stored.keys() == expected.keys()
+            assert all(torch.equal(stored[name], expected[name]) for name in expected)
     if family == "cogvideox":
         words = ["--cfg.source_path", str(file), "--cfg.target_path", str(tmp_path / "bare")]
         run(["CogVideoConverter", "--version", "i2v", "--remove_pos_emb", "true", "source_to_mm", *words])

@@ -18,10 +18,10 @@ from tessera.runtime.modules import clean_name
 from tessera.training.run import train
 from tessera.training.setup import build_meta_model
 from tests.close import assert_as_close
+from tests.compat.test_parallel_fsdp2_file import EXAMPLE
 from tests.dist.spawn import run_ranks
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.migrated import CustomDataset, CustomModel, PlainModel, YourModel
-from tests.unit.test_parallel_fsdp2_file import EXAMPLE
 
 MIGRATED = "tests.toys.migrated"
 CONFIG = {"width": 8, "depth": 3}
@@ -56,11 +56,11 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
     file = {"fsdp2_config": str(folder / "fsdp2_config.yaml")}
     native = {"shard": "auto", "use_reentrant": True, "pin_memory": False, "reshard_after_forward": True, **PREFETCH}
     towers = {"wrap": [layers], "ignore": ["vision", "projector"], "recompute": [layers]}
-    own = {"wrap": parts, "ignore": ["image_encoder"], "recompute": parts[-1:]}
+    patterns = {"wrap": parts, "ignore": ["image_encoder"], "recompute": parts[-1:]}
     return {
         "chat file": chat(folder, file, {}),
         "chat native": chat(folder, {**native, **towers}, TYPES),
-        "PlainModel": migrated(folder, "PlainModel", {**native, **own}, TYPES),
+        "PlainModel": migrated(folder, "PlainModel", {**native, **patterns}, TYPES),
         "CustomModel": migrated(folder, "CustomModel", file, {}),
         "YourModel": migrated(folder, "YourModel", file, {}),
     }
@@ -85,14 +85,14 @@ class Keep(Callback):
 
 
 def train_all(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, recipe in recipes(folder).items():
         keep = Keep()
         train({**recipe, "name": f"{name.replace(' ', '-')}-{world}"}, callbacks=[keep])
-        found[name] = (keep.losses, keep.weights, keep.groups)
-    found["direct"] = direct(folder)
-    found["copies"] = copies_differ(folder)
-    return found
+        results[name] = (keep.losses, keep.weights, keep.groups)
+    results["direct"] = direct(folder)
+    results["copies"] = copies_differ(folder)
+    return results
 
 
 def direct(folder: Path) -> list[str]:
@@ -128,14 +128,14 @@ def copies_differ(folder: Path) -> list[str]:
     with torch.device("meta"):
         model = CustomModel(CONFIG)
     model.fully_shard(fsdp2_config_path=folder / "copies.yaml")
-    found = []
+    names = []
     for name, parameter in model.named_parameters():
         mine = full(parameter)
         others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(others, mine)
         if not all(torch.equal(other, mine) for other in others):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -152,8 +152,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(train_all, 2, folder)[0]
-    return found
+    results: dict[str, Any] = run_ranks(train_all, 2, folder)[0]
+    return results
 
 
 def test_the_printed_file_is_the_native_recipe_on_qwen2_vl(folder: Path, two_ranks: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from tessera.parallel.make_plan import make_plan
 from tessera.runtime.modules import clean_name
 from tessera_compat.mindspeed_mm.vl_model import VLModel
 from tests.close import rounding
-from tests.unit.test_parallel_fsdp2_file import EXAMPLE
+from tests.compat.test_parallel_fsdp2_file import EXAMPLE
 
 IMAGE, VIDEO, START = 60, 61, 62
 TEXT = {
@@ -102,12 +102,12 @@ def test_the_loss_is_that_of_transformers(vision: dict[str, Any], tmp_path: Path
     batch = together([row(0, [(1, 4, 4)]), row(2, [(1, 2, 6), (1, 4, 2)]), row(3, [])])
     kinds = (batch["input_ids"] == IMAGE).long()  # newer releases ask which tokens are whose
     expected = theirs(**batch, mm_token_type_ids=kinds)
-    found = ours(**batch)
+    outputs = ours(**batch)
     # Sums over 64 features in four layers, in another order.
-    torch.testing.assert_close(found["loss"], expected.loss, rtol=rounding(4 * 64), atol=0)
+    torch.testing.assert_close(outputs["loss"], expected.loss, rtol=rounding(4 * 64), atol=0)
     logits = ours(**{**batch, "labels": None})
-    shown = batch["attention_mask"].bool()
-    torch.testing.assert_close(logits[shown], expected.logits[shown], rtol=1e-3, atol=rounding(4 * 64, k=64))
+    is_token = batch["attention_mask"].bool()
+    torch.testing.assert_close(logits[is_token], expected.logits[is_token], rtol=1e-3, atol=rounding(4 * 64, k=64))
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -152,10 +152,10 @@ def test_it_trains_by_the_printed_file_from_its_own_weights(tmp_path: Path) -> N
         dataset=Rows(),
         callbacks=[seen],
     )
-    own = dict(model.named_parameters())
-    assert seen.first.keys() == {name for name, p in own.items() if p.requires_grad}
+    parameters = dict(model.named_parameters())
+    assert seen.first.keys() == {name for name, p in parameters.items() if p.requires_grad}
     assert not any(name.startswith(("vision", "projector")) for name in seen.first)
-    assert [name for name, tensor in seen.first.items() if not torch.equal(tensor, own[name])] == []
+    assert [name for name, tensor in seen.first.items() if not torch.equal(tensor, parameters[name])] == []
     assert not torch.equal(seen.first["head.weight"], seen.last["head.weight"])
 
 

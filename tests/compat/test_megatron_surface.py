@@ -121,18 +121,18 @@ def test_scripts_that_cannot_run_are_refused(tmp_path: Path) -> None:
 def test_nothing_is_left_however_a_script_ends(tmp_path: Path, end: str, error: type[BaseException] | None) -> None:
     """Twice in one process: the second run finds what the first one found."""
 
-    def found() -> tuple[object, ...]:
+    def ambient_state() -> tuple[object, ...]:
         ours = [name for name in sys.modules if name.split(".")[0] in ROOTS]
         return [*sys.meta_path], [*sys.path], [*sys.argv], dict(os.environ), ours, torch.Tensor.cuda, state.HOLDER.state
 
     script = tmp_path / "train.py"
     joins = "torch.distributed.init_process_group('gloo')\nparallel_state.initialize_model_parallel()\n"
     script.write_text(f"import torch\nfrom megatron.core import parallel_state\n{joins}{end}\n", encoding="utf-8")
-    before = found()
+    before = ambient_state()
     for _ in range(2):
         with pytest.raises(error) if error else nullcontext():
             run.run_script(script)
-        assert found() == before
+        assert ambient_state() == before
         assert not dist.is_initialized()
 
 
@@ -424,10 +424,10 @@ def test_no_schedule_waits_for_ever(stages: int) -> None:
 
 def _in_flight(order: list[Pass]) -> int:
     """The most micro-batches whose activations a stage keeps at once."""
-    kept = most = 0
+    in_flight = most = 0
     for kind, _, _ in order:
-        kept += 1 if kind == "forward" else -1
-        most = max(most, kept)
+        in_flight += 1 if kind == "forward" else -1
+        most = max(most, in_flight)
     return most
 
 
@@ -435,19 +435,19 @@ def _in_flight(order: list[Pass]) -> int:
 
 
 def test_checkpoints_hold_tensors_objects_and_values(tmp_path: Path) -> None:
-    own = object()
+    local = object()
     state_dict = {
         "model": {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0).view(2, 3))},
         "list": [1, {"rate": 0.5}],
         "seen": torch.tensor([3]),
         "meter": ShardedObject("meter", {"a": 1}),
-        "here": LocalNonpersistentObject(own),
+        "here": LocalNonpersistentObject(local),
     }
     dist_checkpointing.save(state_dict, tmp_path / "c")
-    found = dist_checkpointing.load(state_dict, tmp_path / "c")
-    assert torch.equal(found["model"]["w"], torch.arange(6.0).view(2, 3))
-    assert (found["list"], found["meter"], found["here"]) == ([1, {"rate": 0.5}], {"a": 1}, own)
-    assert torch.equal(found["seen"], torch.tensor([3]))
+    loaded = dist_checkpointing.load(state_dict, tmp_path / "c")
+    assert torch.equal(loaded["model"]["w"], torch.arange(6.0).view(2, 3))
+    assert (loaded["list"], loaded["meter"], loaded["here"]) == ([1, {"rate": 0.5}], {"a": 1}, local)
+    assert torch.equal(loaded["seen"], torch.tensor([3]))
     assert dist_checkpointing.load_tensors_metadata(tmp_path / "c")["w"].global_shape == (2, 3)
     dist_checkpointing.verify(tmp_path / "c")
     with pytest.raises(TesseraError, match="not empty"):

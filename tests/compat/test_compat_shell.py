@@ -102,10 +102,10 @@ def test_a_script_starts_what_bash_starts(tmp_path: Path, monkeypatch: pytest.Mo
     starter.parent.mkdir()
     starter.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     starter.chmod(0o755)
-    found = read(tmp_path, text, **environment)
+    launch = read(tmp_path, text, **environment)
     paths = {"PATH": f"{starter.parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "job.sh"], env={**environment, **paths}, capture_output=True, text=True, check=True)
-    assert [found.entry, *found.argv] == done.stdout.splitlines()
+    assert [launch.entry, *launch.argv] == done.stdout.splitlines()
 
 
 def test_what_only_running_would_tell_hurts_where_it_is_used(tmp_path: Path) -> None:

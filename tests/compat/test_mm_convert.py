@@ -94,9 +94,9 @@ def test_the_lines_of_the_guide_and_back(folder: Path, capsys: pytest.CaptureFix
     assert ranks == {f"mp_rank_00_{stage:03d}" for stage in range(4)}
     main(typed(MM_TO_HF))
     assert "wrote ckpt/mm_to_hf/Qwen2-VL-7B-Instruct" in capsys.readouterr().out
-    found, expected = hub_weights(Path("ckpt/mm_to_hf/Qwen2-VL-7B-Instruct")), hub_weights(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    written, expected = hub_weights(Path("ckpt/mm_to_hf/Qwen2-VL-7B-Instruct")), hub_weights(folder)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
 def convert_at(words: list[str], place: str) -> None:
@@ -132,9 +132,9 @@ def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (stacked,) = (t for n, t in names.items() if n.endswith("layers.0.mlp.experts.down_proj"))
     assert len(stacked.shape) == 2
     run(["Qwen3VLConverter", "dcp_to_hf", "--load_dir", "dcp", "--save_dir", "back", "--model_assets_dir", str(folder)])
-    found, expected = hub_weights(Path("back")), hub_weights(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    written, expected = hub_weights(Path("back")), hub_weights(folder)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
     checked = tessera.compare("back", base=folder, prove="never")
     assert checked.complete, checked.problems
     assert f"{len(expected)} same" in checked.shown[0]  # its record was written
@@ -159,10 +159,10 @@ def test_options_come_from_files_and_variables(
     Path("all.yaml").write_text(yaml.safe_dump({"Qwen2VLConverter": {"hf_to_mm": {"cfg": cfg}}}))
     Path("cfg.yaml").write_text(yaml.safe_dump(cfg))
 
-    def settled(*given: str) -> dict[str, Any]:
-        run([*given, "--print_config=skip_default"])
-        found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)["cfg"]
-        return found
+    def settled(*words: str) -> dict[str, Any]:
+        run([*words, "--print_config=skip_default"])
+        settings: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)["cfg"]
+        return settings
 
     assert settled(*A_JOB, "--config", "job.yaml", "--cfg.mm_dir", "third") == {**cfg, "mm_dir": "third"}
     assert settled("--config", "all.yaml", *A_JOB) == cfg
