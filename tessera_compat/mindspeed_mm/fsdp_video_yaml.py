@@ -58,7 +58,7 @@ def set_video_parts(recipe: dict[str, Any], data: Mapping[str, Any], source: str
         load=data["training"].get("load"),
         load_base_model=None,
         lora_target_modules=[],
-        given=(),
+        typed=(),
         num_workers=loader.get("num_workers", 2),
     )
     recipe["train"]["task"] = "diffusion"
