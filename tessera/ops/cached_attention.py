@@ -40,7 +40,7 @@ def _eager(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: floa
     """Attend row by row. It reads the lengths on the host."""
     outputs = []
     new = step.segments.bounds.diff().tolist()
-    for row, (part, length) in enumerate(zip(q.split(new), step.lengths.tolist(), strict=True)):
+    for row, (part, length) in enumerate(zip(torch.split(q, new), step.lengths.tolist(), strict=True)):
         k, v = (blocks[step.table[row]].flatten(0, 1)[:length] for blocks in (keys, values))
         at = torch.arange(length, device=q.device)
         mask = at <= at[length - len(part) :].unsqueeze(1)
@@ -70,7 +70,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float
         # The i-th new token of a row attends to the cached tokens and to i + 1 new ones; padding attends to no fewer.
         seen = (step.lengths[single:] - new).unsqueeze(1) + torch.arange(1, longest + 1, device=q.device)
         mask = torch.arange(k.shape[1], device=q.device) < seen.unsqueeze(2)
-        out = _attend(padded.unflatten(0, (-1, longest)), k, v, mask, scale)
+        out = _attend(padded.view(-1, longest, *q.shape[1:]), k, v, mask, scale)
         parts.append(out.flatten(0, 1).index_select(0, where))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

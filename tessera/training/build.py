@@ -28,7 +28,7 @@ from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.order.step_order import StepSize
 from tessera.data.workers.servers import start_early
-from tessera.diffusion.family import family_of
+from tessera.diffusion.family import GenerationSpec, family_of
 from tessera.diffusion.previews import Previews
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.errors import TesseraError
@@ -227,7 +227,7 @@ def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
     if setup.spec.processor is None:
         return None
     folder = _processor_source(config)
-    if folder is None and setup.spec.generation is None and not setup.spec.foreign:
+    if folder is None and not isinstance(setup.spec, GenerationSpec) and not setup.spec.foreign:
         raise TesseraError(
             "this family needs a tokenizer",
             where="model.tokenizer",
