@@ -74,13 +74,15 @@ class MigratedJob:
         return yaml.dump(self.recipe, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def migrate(path: Path, *, world_size: int | None = None, environment: Mapping[str, str] | None = None) -> MigratedJob:
-    """Return the recipe of a launch script (.sh) or a YAML job, or the commands of one that trains nothing. Nothing of
-    it is executed.
+def migrate(
+    path: str | Path, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
+) -> MigratedJob:
+    """Return the recipe of a launch script (.sh) or a YAML job, or the commands of a job that trains nothing.
 
-    `world_size`: number of ranks; default: what the script starts, or 1 for a YAML file. `environment`: variables that
-    are set when the script begins.
+    The script is not executed. `world_size`: number of ranks; default: as many as the script starts, 1 for a YAML file.
+    `environment`: variables that are set when the script begins.
     """
+    path = Path(path)
     if path.suffix in (".yaml", ".yml"):
         data = read_job_yaml(path)
         if "gpt_args" in data:
