@@ -1,4 +1,4 @@
-"""Offer the surfaces of Megatron and MindSpeed-MM: the only package that looks like somebody else's API.
+"""Offer the surfaces of Megatron and MindSpeed-MM: the only package that copies another project's API.
 
     import tessera_compat
     job = tessera_compat.migrate("finetune_qwen2vl_7b.sh")

@@ -1,7 +1,6 @@
-"""Bind the threads of a process to CPU cores: which cores there are, to which NUMA node a device belongs, and which
-thread gets which core.
+"""Bind the threads of a process to CPU cores: read the topology of the machine, choose cores, set affinities.
 
-Nothing here knows how a user asks for it; `/sys` and `/proc` are arguments, so that every machine can be imitated.
+Settings are read elsewhere (`cpu_affinity`). `/sys` and `/proc` are arguments, so that tests can imitate any machine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from tessera.errors import TesseraError, first_line
 
 SYS, PROC = Path("/sys"), Path("/proc")
-MIN_FINE_CORES = 5  # with fewer cores a core of its own for each important thread would leave too few for the rest
+MIN_FINE_CORES = 5  # fine binding reserves three cores, and with fewer than five too few are left for other threads
 # Names that torch gives to its threads.
 _BACKWARD = re.compile(r"autograd")
 _COLLECTIVE = re.compile(r"watchdg|heartbt|gloo|nccl|hccl")
@@ -27,8 +26,8 @@ class Topology:
     """Hold the cores of a machine and those of each NUMA node."""
 
     online: frozenset[int]
-    allowed: frozenset[int]  # those that this process may use: taskset and control groups leave some out
-    nodes: dict[int, frozenset[int]]  # NUMA node -> cores; one node where the machine does not tell
+    allowed: frozenset[int]  # cores that this process may use: taskset and control groups exclude some
+    nodes: dict[int, frozenset[int]]  # NUMA node -> cores; one node if /sys does not list nodes
 
 
 def parse_cores(text: str) -> frozenset[int]:
@@ -65,13 +64,13 @@ def read_topology(sys: Path = SYS, allowed: Iterable[int] | None = None) -> Topo
             cores = parse_cores((folder / "cpulist").read_text())
         except (OSError, ValueError):
             continue
-        if cores:  # a node of memory alone has none
+        if cores:  # a node that has only memory has no cores
             nodes[int(folder.name.removeprefix("node"))] = cores
     return Topology(online, usable, nodes or {0: online})
 
 
 def numa_node(pci_address: str | None, sys: Path = SYS) -> int | None:
-    """Return the NUMA node of a device; None where the machine does not tell."""
+    """Return the NUMA node of a device; None if /sys does not list it."""
     if pci_address is None:
         return None
     try:
@@ -90,7 +89,7 @@ def consecutive_cores(devices: int, topology: Topology) -> list[frozenset[int]]:
 def numa_cores(nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
     """Return for each device its share of the cores of its NUMA node, which devices of one node split evenly.
 
-    Devices whose node is not known are spread over the nodes in order, as machines are usually built.
+    Devices without a known node are spread over the nodes in order, which is how most machines are built.
     """
     with_cores = [node for node, cores in sorted(topology.nodes.items()) if cores & topology.allowed] or [0]
     spread = [with_cores[number * len(with_cores) // len(nodes)] for number in range(len(nodes))]
@@ -121,7 +120,7 @@ def overlaps(sets: Sequence[frozenset[int]]) -> list[tuple[int, int, frozenset[i
 
 
 class ThreadBinder:
-    """Bind the threads of this process to cores, and threads that begin later when it is asked again.
+    """Bind the threads of this process to cores. Each call of `bind` also binds threads started since the last one.
 
     Coarse: all threads may use all cores. Fine: the thread that calls `bind` (the one that queues the work), the
     backward pass and the collectives have a core each, and all other threads share the rest.
@@ -180,7 +179,7 @@ def bind_interrupts(pci_address: str | None, cores: Iterable[int], sys: Path = S
     """Let these cores serve the interrupts of a device; return how many interrupts it has. Needs root."""
     folder = None if pci_address is None else sys / "bus/pci/devices" / pci_address.lower() / "msi_irqs"
     if folder is None or not folder.is_dir():
-        raise TesseraError("the machine does not tell which interrupts belong to this device", fix="leave bind_irq out")
+        raise TesseraError("/sys does not list the interrupts of this device", fix="leave bind_irq out")
     numbers = sorted(os.listdir(folder))
     for number in numbers:
         try:

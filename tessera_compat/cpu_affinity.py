@@ -85,7 +85,7 @@ def _refuse(
 
 
 def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
-    """Return the cores of each device. `nodes` holds their NUMA nodes, as far as the machine tells."""
+    """Return the cores of each device. `nodes`: the NUMA node of each device, None if unknown."""
     devices = len(nodes)
     chosen = affinity.numa_cores(nodes, topology) if conf.npu_affine else affinity.consecutive_cores(devices, topology)
     for device, cores in conf.cores.items():
@@ -107,14 +107,14 @@ def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: 
         for device, cores in enumerate(chosen):
             if len(cores) <= _INTERRUPT_CORES:
                 raise TesseraError(
-                    f"bind_irq keeps {_INTERRUPT_CORES} cores, and device {device} has {len(cores)}", where=VARIABLE
+                    f"bind_irq reserves {_INTERRUPT_CORES} cores, and device {device} has {len(cores)}", where=VARIABLE
                 )
     return chosen
 
 
 @dataclass(frozen=True)
 class RankCores:
-    """Hold the cores of one rank, and what is to be said about them."""
+    """Hold the cores of one rank, and warnings about them."""
 
     cores: frozenset[int]  # for threads; empty where nothing is bound
     interrupts: frozenset[int] = frozenset()
@@ -122,7 +122,7 @@ class RankCores:
 
 
 def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], topology: Topology) -> RankCores:
-    """Return the cores of one device, or none where cores are asked for that this process may not use."""
+    """Return the cores of one device; none if the configuration names cores that this process may not use."""
     sets = cores_of_devices(conf, nodes, topology)
     warnings = [
         f"{VARIABLE}: devices {first} and {other} share the cores {format_cores(both)}"

@@ -1,8 +1,8 @@
 """Honour, pass on or explain the environment variables that launch scripts of MindSpeed-MM and Megatron set.
 
-`check_environment` refuses values that cannot be meant and returns one line for each variable that is set; whoever
-starts ranks calls it. `prepare_rank` does what a rank must do before its work begins; `begin_job` does both for the
-rank of a job file, whose variables also become settings.
+`check_environment` refuses invalid values and returns a line for each variable that is set; launchers call it.
+`prepare_rank` binds the process of a rank to cores. `begin_job` does both for the rank of a job file, and turns its
+variables into settings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Variable:
     """State how a run treats an environment variable."""
 
     treatment: Treatment
-    meaning: str  # what it is, and what to use here
+    meaning: str  # what it does, and the setting that replaces it here
     values: AllowedValues | None = None  # None: any
     setting: str = ""  # key of the recipe that a job file's value becomes
 
@@ -119,7 +119,7 @@ VARIABLES: dict[str, Variable] = {
         "no effect", "sets Python's garbage collector there; it is left as it is here", _SWITCH
     ),
     "HF_SAVE_WAIT_MODE": Variable(
-        "no effect", "for saving Hugging Face folders there; an export here is whole or not there"
+        "no effect", "for saving Hugging Face folders there; an export here appears by one rename, complete"
     ),
     "MM_FORCE_EP_BALANCE": Variable("no effect", "a debugging aid: it routes tokens evenly, which changes results"),
     "VLLM_USE_V1": Variable("no effect", "for a library that is not used here"),
@@ -155,7 +155,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
 def explain_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Check the variables, and print once per run what becomes of them."""
     lines = check_environment(environ)
-    launched_here = environ.get("TORCHELASTIC_RUN_ID") == "tessera"  # then the launcher has said it
+    launched_here = environ.get("TORCHELASTIC_RUN_ID") == "tessera"  # then the launcher has printed it
     if environment_ranks(environ)[0] == 0 and not launched_here:
         for line in lines:
             print(line, file=sys.stderr)
@@ -172,9 +172,9 @@ def job_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def prepare_rank(environ: Mapping[str, str] = os.environ) -> list[Callback]:
-    """Do what the environment asks of this rank; return the callbacks that its run needs for it.
+    """Bind this rank to cores if `CPU_AFFINITY_CONF` is set; return the callbacks that bind later threads.
 
-    To be called before the rank joins the others: threads and processes inherit cores from whoever begins them.
+    Call it before the rank joins the others: threads and processes inherit the cores of their parent.
     """
     conf = parse_affinity(environ.get(AFFINITY, ""))
     if conf.mode == 0:
@@ -188,7 +188,7 @@ def prepare_rank(environ: Mapping[str, str] = os.environ) -> list[Callback]:
 
 @dataclass(frozen=True)
 class JobStart:
-    """Hold what the environment adds to a job."""
+    """Hold the settings and callbacks that environment variables add to a job."""
 
     settings: dict[str, Any]  # of its recipe
     callbacks: list[Callback]
@@ -197,7 +197,7 @@ class JobStart:
 def begin_job(prepared: list[Callback] | None = None) -> JobStart:
     """Check and explain the variables of a job, wait for a debugger, and prepare this rank.
 
-    `prepared`: the callbacks of `prepare_rank`, where whoever started the script has called it.
+    `prepared`: the callbacks of `prepare_rank`, if it was called before the script started.
     """
     explain_environment()
     settings = {**job_settings(), **check_debug(environment_ranks()[1])}

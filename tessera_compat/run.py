@@ -70,7 +70,7 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
                 raise
             raise TesseraError(
                 f"{script.name} imports something that Tessera does not offer: {error.msg}",
-                fix="docs/reference/compat-megatron.md lists what is offered",
+                fix="docs/reference/compat-megatron.md lists the served modules",
             ) from error
         finally:
             state.destroy()

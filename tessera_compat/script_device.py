@@ -1,8 +1,8 @@
 """Let a script that names one kind of accelerator run on the device that this machine has.
 
-Scripts say `torch.cuda.set_device(rank)`, `.to("cuda")` and `init_process_group("nccl")`. Where the machine has no such
-device, these words mean its own one (another accelerator, or the CPU with gloo) until the script ends. A machine that
-has the device is left alone.
+Scripts call `torch.cuda.set_device(rank)`, `.to("cuda")` and `init_process_group("nccl")`. On a machine without such a
+device, these names select its accelerator, or the CPU with gloo, until the script ends. On a machine with the device
+nothing is replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DeviceNames(TorchFunctionMode):
         return value
 
     def present(self, absent: torch.device) -> torch.device:
-        """Return the device of this machine that stands for the one that was asked for."""
+        """Return the device of this machine that replaces an absent one."""
         if self._device.type == "cpu" or absent.index is None:
             return self._device
         return torch.device(self._device.type, absent.index)

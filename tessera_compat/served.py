@@ -24,7 +24,7 @@ from tessera.runtime.log import logger
 _OURS = "tessera_compat."
 TAKES_OVER = "from tessera_compat.run import take_over"  # of the packages in a workspace
 ROOTS = ("megatron", "mindspeed", "mindspeed_mm")
-USER_ROOT = "mindspeed_mm"  # below which users put files of their own
+USER_ROOT = "mindspeed_mm"  # users add their own files below it
 # Modules that list the classes of models by id, and the one that builds them.
 REGISTRIES = ("mindspeed_mm.models.common.modelzoo", "mindspeed_mm.models.transformers.modelhub")
 MODEL_USER = "mindspeed_mm.models.transformers_model"
@@ -237,7 +237,7 @@ class ServedModule(ModuleType):
 class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Find and load the served modules, and those that the user has added below `mindspeed_mm/`.
 
-    `folders`: of the script and of the run. A file there that has the name of a served module is left alone.
+    `folders`: of the script and of the run. A file there with the name of a served module is ignored.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -263,7 +263,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         error = NotServed(
             f"the module {fullname} is not offered here{why}",
             nearest=nearest(fullname, [*SERVED, *packages()]),
-            fix="docs/reference/compat-megatron.md lists what is; a file of your own below mindspeed_mm/ is found; "
+            fix="docs/reference/compat-megatron.md lists the served modules, and files below mindspeed_mm/ are found; "
             "`except ImportError` around the import works too",
         )
         error.name = fullname
@@ -276,7 +276,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return any(place.is_relative_to(folder) for folder in self.folders)
 
     def places(self, fullname: str) -> list[Path]:
-        """Return where a module of the user's would lie, without the ending of its file."""
+        """Return the path of a user's module, without its file ending."""
         return [folder.joinpath(*fullname.split(".")) for folder in self.folders]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
@@ -319,13 +319,13 @@ def _register(module: ModuleType, file: Path) -> None:
 def serving() -> Iterator[None]:
     """Serve `megatron`, `mindspeed` and `mindspeed_mm` from here until the end of the block.
 
-    Installed packages of these names are left out, with a warning; ones that are imported already are an error.
+    Installed packages of these names are ignored, with a warning. If one is already imported, that is an error.
     """
     imported = sorted(root for root in ROOTS if root in sys.modules)
     if imported:
         raise TesseraError(
             f"{', '.join(imported)} has been imported before, so it cannot be served from Tessera",
-            fix="start the script with `tessera run --as-megatron` in a process of its own",
+            fix="start the script with `tessera run --as-megatron` in a separate process",
         )
     finder = ServedFinder([Path(sys.path[0] or "."), Path.cwd()])
     for root in ROOTS:

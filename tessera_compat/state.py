@@ -1,6 +1,6 @@
-"""Hold what the copied APIs read from module state: one object per run, which `destroy` removes.
+"""Hold the ambient state that the copied APIs read: one object per run, which `destroy` removes.
 
-Nothing outside of `tessera_compat` reads it. The rest of the library passes such things as arguments.
+Only `tessera_compat` reads it. The library passes such objects as arguments.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class RunState:
     args: Any = None  # the namespace that `get_args` returns
     parallel: Any = None  # the process groups that `parallel_state` answers from
     rng: Any = None  # the named random streams that `get_cuda_rng_tracker` returns
-    rank_callbacks: Any = None  # what keeps this rank as its environment wants it: bound to cores
+    rank_callbacks: Any = None  # callbacks that keep this rank bound to its cores
     timers: Any = None  # what `get_timers` returns
-    session: Any = None  # the trainer behind `pretrain`, and what was built for it
+    session: Any = None  # the trainer behind `pretrain`, with model and data
     # The modules whose `_fully_shard` runs, innermost last, each with its settings and the keywords of fully_shard.
     sharding: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
 

@@ -80,7 +80,7 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """Scale, mask and normalize attention scores, in float32 if asked to."""
+    """Scale, mask and normalize attention scores, in float32 if configured."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class DotProductAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         if max(config.context_parallel_size, parallel_state.get_context_parallel_world_size()) > 1:
-            raise config.refusal("context_parallel_size", "the local attention sees one whole sequence")
+            raise config.refusal("context_parallel_size", "the local attention needs the unsharded sequence")
         assert config.kv_channels is not None
         assert config.num_query_groups is not None
         self.layer_number = max(1, layer_number)
@@ -286,7 +286,7 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """Project up, apply the activation, gated if the configuration says so, and project down."""
+    """Project up, apply the activation, gated if configured, and project down."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class MLP(MegatronModule):
         self.activation_func = config.activation_func
         width = config.ffn_hidden_size
         assert width is not None
-        # Gate and up projection stand one behind the other: each of both is split over ranks.
+        # The weight holds the gate projection, then the up projection. Each is split over ranks.
         gated = {"stride": 2} if config.gated_linear_unit else {}
         self.linear_fc1 = build_module(
             submodules.linear_fc1,

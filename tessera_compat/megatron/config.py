@@ -1,7 +1,7 @@
 """Describe a transformer and how it is trained: `ModelParallelConfig` and `TransformerConfig` of release 0.12.1.
 
-A field is honoured, or it is a hint on speed or memory that this implementation does not need (`HINTS`: said once), or
-a value other than the default is refused (`REFUSED`, with the reason). A name that no release had is refused as well.
+A field is honoured, or a hint on speed or memory without effect here (`HINTS`: logged once), or refused if its value is
+not the default (`REFUSED`, with the reason). Unknown names are refused, too.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ REFUSED = {
     "tp_comm_overlap": "it needs Transformer Engine; leave it out",
     "cpu_offloading": "activation offload is a key of Tessera's own recipes (`parallel.activation_offload`)",
     "window_size": "a sliding window needs Transformer Engine's attention",
-    "flash_decode": "it serves inference alone; `tessera generate` has its own cache",
+    "flash_decode": "it serves only inference; `tessera generate` has its own cache",
     "first_last_layers_bf16": _NO_FP8,
     "activation_func_fp8_input_store": _NO_FP8,
     "expert_model_parallel_size": _NO_MOE,
     "expert_tensor_parallel_size": _NO_MOE,
-    "hierarchical_context_parallel_sizes": "the local attention sees one whole sequence",
+    "hierarchical_context_parallel_sizes": "the local attention needs the unsharded sequence",
     "pipeline_model_parallel_split_rank": "models here have one stack of layers",
     "num_microbatches_with_partial_activation_checkpoints": "recompute is the same for all micro-batches",
     "disable_bf16_reduced_precision_matmul": "it is a global switch of torch (`torch.backends`); set it in the script",
@@ -75,7 +75,7 @@ HINTS = {
     "barrier_with_L1_time": "there are no timers",
     "deterministic_mode": "call `torch.use_deterministic_algorithms` in the script",
     "memory_efficient_layer_norm": "there is one form of the norm",
-    "clone_scatter_output_in_embedding": "the slice of a rank is a tensor of its own",
+    "clone_scatter_output_in_embedding": "the slice of a rank is a separate tensor",
     "config_logger_dir": "the configuration is not written anywhere",
     "test_mode": "nothing depends on it",
 }
@@ -102,7 +102,7 @@ class CheckedFields:
 
 @dataclass
 class ModelParallelConfig(CheckedFields):
-    """Say how a model is split over ranks, and in which types it computes."""
+    """Configure how a model is split over ranks, and the types of its computation."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_comm_backend: str | None = None
@@ -145,11 +145,11 @@ class ModelParallelConfig(CheckedFields):
     barrier_with_L1_time: bool = True
 
     def __post_init__(self) -> None:
-        """Check values that exclude each other, and derive those that were left out."""
+        """Check values that exclude each other, and derive missing ones."""
         if self.sequence_parallel and self.tensor_model_parallel_size <= 1:
             raise self.refusal("sequence_parallel", "it needs tensor_model_parallel_size above 1")
         if self.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
-            raise self.refusal("pipeline_dtype", "stages need to know the type of what they exchange")
+            raise self.refusal("pipeline_dtype", "stages need the type of the activations that they exchange")
         if self.autocast_dtype is None:
             self.autocast_dtype = self.params_dtype
         if self.microbatch_group_size_per_vp_stage is None:
@@ -177,7 +177,7 @@ class ModelParallelConfig(CheckedFields):
 
 @dataclass
 class TransformerConfig(ModelParallelConfig):
-    """Say how a transformer is built."""
+    """Configure a transformer."""
 
     num_layers: int = 0
     first_pipeline_num_layers: int | None = None
@@ -239,7 +239,7 @@ class TransformerConfig(ModelParallelConfig):
     flash_decode: bool = False
 
     def __post_init__(self) -> None:
-        """Check the description and derive sizes and initializers that were left out."""
+        """Check the description, and derive missing sizes and initializers."""
         super().__post_init__()
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             if getattr(self, name) < 1:
@@ -287,7 +287,7 @@ class TransformerConfig(ModelParallelConfig):
         elif self.recompute_method is not None or self.recompute_num_layers is not None:
             raise self.refusal("recompute_method", "it belongs to recompute_granularity='full'")
         if self.distribute_saved_activations:
-            raise self.refusal("distribute_saved_activations", "saved activations stay whole on each rank")
+            raise self.refusal("distribute_saved_activations", "each rank saves unsharded activations")
 
     def _check_pipeline_layers(self) -> None:
         for name in ("first_pipeline_num_layers", "last_pipeline_num_layers"):

@@ -69,7 +69,7 @@ class _NullTokenizer(MegatronTokenizer):
 
 @dataclass
 class BlendedMegatronDatasetConfig(CheckedFields):
-    """Say of what a data set is made."""
+    """Configure the sources of a data set."""
 
     random_seed: int = 0
     sequence_length: int = 0
@@ -90,7 +90,7 @@ class BlendedMegatronDatasetConfig(CheckedFields):
             raise TesseraError(
                 "data sets of .bin and .idx files are not read here",
                 where=f"{type(self).__name__}.blend",
-                fix="leave blend out for mock data, or give the script a torch Dataset of its own",
+                fix="leave blend out for mock data, or use a torch Dataset in the script",
             )
         if self.sequence_length < 1:
             raise TesseraError(f"sequence_length is {self.sequence_length}", where=type(self).__name__)
@@ -106,7 +106,7 @@ class BlendedMegatronDatasetConfig(CheckedFields):
 
 @dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """Say how samples for a GPT model are made."""
+    """Configure the samples of a GPT model."""
 
     reset_position_ids: bool | None = None
     reset_attention_mask: bool | None = None

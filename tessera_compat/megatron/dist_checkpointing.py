@@ -1,9 +1,9 @@
 """Save and load sharded state without pickle: `megatron.core.dist_checkpointing` on safetensors and JSON.
 
-Each rank writes the parts that it is the main replica of into one safetensors file. `metadata.json` names every part,
-its box in the whole tensor and the hash of its file, and is written last: a folder without it is no checkpoint. Loading
-reads any boxes, so the tensor- and pipeline-parallel sizes may differ from those at saving. Values that are no tensors
-are kept in `common.json`. Files of Megatron's own `torch_dist` format contain pickles and are refused.
+Each rank writes the parts of which it is the main replica into one safetensors file. `metadata.json` lists every part,
+its box in the unsharded tensor and the hash of its file. It is written last: a folder without it is no checkpoint.
+Loading reads any boxes, so the tensor- and pipeline-parallel sizes may differ from those at saving. Other values are
+stored in `common.json`. Files of Megatron's own `torch_dist` format contain pickles and are refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MISSING = object()
 
 
 def _with_leaves(value: Any, leaves: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return nested containers with their leaves exchanged. Those that are not given are left out, None in lists."""
+    """Return nested containers with their leaves replaced. Missing leaves are dropped; in lists they become None."""
     if isinstance(value, Mapping):
         exchanged = {key: _with_leaves(below, leaves, (*path, key)) for key, below in value.items()}
         return {key: below for key, below in exchanged.items() if below is not _MISSING}
@@ -107,12 +107,12 @@ def _make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CheckpointingException(
-            "the folder is not empty", where=str(folder), fix="remove what it holds, or choose another folder"
+            "the folder is not empty", where=str(folder), fix="empty it, or choose another folder"
         )
 
 
 def _write_parts(path: Path, tensors: list[ShardedTensor], objects: dict[str, Any]) -> dict[str, Any]:
-    """Write the parts of which this rank is the main replica, and return what `metadata.json` says of them."""
+    """Write the parts of which this rank is the main replica, and return their entries for `metadata.json`."""
     parts, blocks = [], {}
     for shard in tensors:
         for block, (offset, size) in shard.boxes() if shard.is_main_replica else ():
@@ -152,7 +152,7 @@ def _as_json(value: Any, name: str) -> Any:
         raise CheckpointingException(
             f"{name} is a {type(value).__name__}, which JSON cannot hold; nothing is pickled here",
             where="dist_checkpointing.save",
-            fix="save numbers, strings, lists, dicts and tensors; wrap what belongs to this process alone in "
+            fix="save numbers, strings, lists, dicts and tensors; wrap objects of this process in "
             "LocalNonpersistentObject",
         ) from None
 
@@ -166,7 +166,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _table(everything: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by key, shape and type of each whole tensor and where its parts are."""
+    """Return shape, type and parts of each unsharded tensor, by key."""
     tensors: dict[str, Any] = {}
     for entries in everything:
         for key, name, offset, size, shape, dtype in entries["parts"]:
@@ -176,7 +176,7 @@ def _table(everything: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _check_coverage(everything: list[dict[str, Any]]) -> None:
-    """Raise if the parts of a tensor do not add up to the whole, each element once."""
+    """Raise unless the parts of a tensor cover each element once."""
     for key, entry in _table(everything).items():
         elements = sum(torch.Size(part["size"]).numel() for part in entry["parts"])
         whole = torch.Size(entry["shape"]).numel()
@@ -319,7 +319,7 @@ def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
-    """Return every whole tensor of a checkpoint, on this rank alone."""
+    """Return all unsharded tensors of a checkpoint, on this rank only."""
     whole = {
         key: ShardedTensor.from_rank_offsets(key, torch.empty(shard.global_shape, dtype=shard.dtype))
         for key, shard in load_tensors_metadata(checkpoint_dir).items()

@@ -34,7 +34,7 @@ _HINTS = (
 
 @dataclass
 class DistributedDataParallelConfig(CheckedFields):
-    """Say how gradients are averaged."""
+    """Configure how gradients are averaged."""
 
     grad_reduce_in_fp32: bool = False
     overlap_grad_reduce: bool = False
@@ -52,7 +52,7 @@ class DistributedDataParallelConfig(CheckedFields):
     gradient_reduce_div_fusion: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be served, and say once what has no effect."""
+        """Refuse unsupported settings, and log settings without effect once."""
         for name, reason in _REFUSED.items():
             if vars(self)[name]:
                 raise TesseraError(f"{name}=True cannot be served: {reason}", where="DistributedDataParallelConfig")

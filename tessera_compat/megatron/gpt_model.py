@@ -121,7 +121,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.scatter_to_sequence_parallel = scatter_to_sequence_parallel
-        # Each rank can keep its share of the sum at once, unless positions are added to the whole sequence first.
+        # Each rank scatters its share of the sum at once, unless positions are added to the unsharded sequence first.
         self.reduce_scatter_embeddings = (
             not self.add_position_embedding and config.sequence_parallel and scatter_to_sequence_parallel
         )

@@ -1,8 +1,8 @@
 """Split embeddings and linear layers over tensor-parallel ranks, as `megatron.core.tensor_parallel.layers`.
 
 Weights are plain parameters that hold this rank's rows or columns. With `use_cpu_initialization` every rank draws the
-whole weight on the host and keeps its slice, so all layouts begin with the same numbers; otherwise each rank draws its
-own slice on the current device. Where input and weight differ in type, the product is computed in that of the weight.
+unsharded weight on the host and stores its slice, so all layouts start from the same numbers; otherwise each rank draws
+its slice on the current device. Where input and weight differ in type, the product is computed in that of the weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
 
 
 def own_slice(whole: Tensor, dim: int, stride: int = 1) -> Tensor:
-    """Return this rank's slice of a whole weight. Each of `stride` equal blocks is split over all ranks."""
+    """Return this rank's slice of an unsharded weight. Each of `stride` equal blocks is split over all ranks."""
     ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     size = divide(whole.shape[dim], ranks * stride)
     blocks = torch.split(whole, size, dim=dim)
@@ -52,7 +52,7 @@ def own_slice(whole: Tensor, dim: int, stride: int = 1) -> Tensor:
 def make_weight(
     config: ModelParallelConfig, shape: tuple[int, ...], dim: int, init_method: Callable[[Tensor], Any], stride: int = 1
 ) -> Parameter:
-    """Return this rank's slice of a new weight of the whole `shape`, split along `dim`."""
+    """Return this rank's slice of a new weight with the unsharded `shape`, split along `dim`."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     local = list(shape)
     local[dim] = divide(shape[dim], ranks)
@@ -78,7 +78,7 @@ def make_bias(config: ModelParallelConfig, size: int) -> Parameter:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the product in the type of the weight: parameters of 16 bit stand beside norms of 32 bit."""
+    """Return the product in the type of the weight: a model may mix 16-bit weights with 32-bit norms."""
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)
     return F.linear(x, weight, bias)
@@ -204,7 +204,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def __repr__(self) -> str:
-        # Release 0.12.1 prints bias=False for every layer, and programs compare what is printed.
+        # Release 0.12.1 prints bias=False for every layer, and programs compare the printed text.
         sizes = f"in_features={self.input_size}, out_features={self.output_size}"
         return f"{type(self).__name__}({sizes}, bias=False, TP={self.ranks})"
 

@@ -1,7 +1,7 @@
 """Move activations between tensor-parallel ranks, and compute the loss of a vocabulary that is split over them.
 
-Each mapping has its counterpart in backward: what is copied forward is summed backward, and so on. The names are those
-of `megatron.core.tensor_parallel`; hidden states are [sequence, batch, hidden].
+Each mapping has its counterpart in backward: a copy becomes a sum, and so on. The names are those of
+ `megatron.core.tensor_parallel`; hidden states are [sequence, batch, hidden].
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
 
 
 def gather_from_sequence_parallel_region(input_: Tensor, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """Return the whole sequence; gradients are summed first if each rank computes only a part of them."""
+    """Return the unsharded sequence; gradients are summed first if each rank computes only a part of them."""
     return _mapped(input_, gathered, scattered if tensor_parallel_output_grad else _own_rows)
 
 
@@ -117,7 +117,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
     """Give the tensors of the first tensor-parallel rank to the others, which pass None, on the current device."""
     group, source = _tensor_group(), parallel_state.get_tensor_model_parallel_src_rank()
     device = devices.current()
-    header: list[Any] = [None, None]  # what is missing, and the shapes
+    header: list[Any] = [None, None]  # missing keys, and shapes
     if dist.get_rank() == source:
         tensors = data or {}
         header[0] = [key for key in keys if key not in tensors or tensors[key].dtype != datatype]

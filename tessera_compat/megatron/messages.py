@@ -1,7 +1,7 @@
 """Send hidden states and their gradients between pipeline stages.
 
-A message is sent as soon as it exists and received where it is needed. Each kind of message has a process group of its
-own, and within it all ranks agree on the order, so no rank waits for a message that stands behind another.
+A message is sent as soon as it exists and received where it is needed. Each kind of message has its own process group,
+in which all ranks agree on the order, so no message waits behind one of another kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Messages:
         self.stages = parallel_state.get_pipeline_model_parallel_world_size()
         if self.config.pipeline_dtype is None:
             raise TesseraError(
-                "stages need to know the type of what they exchange",
+                "stages need the type of the activations that they exchange",
                 where="TransformerConfig.pipeline_dtype",
                 fix="set pipeline_dtype=torch.float32, or that of the model",
             )
@@ -68,7 +68,7 @@ class Messages:
             self._start(sizes, peer, group)
         elif tuple(tensor.shape) != self.shape:
             raise TesseraError(
-                f"a stage passes on {list(tensor.shape)}, the schedule was told {list(self.shape)}",
+                f"a stage sends {list(tensor.shape)}, and the schedule expects {list(self.shape)}",
                 where="forward_backward_func",
                 fix="give seq_length and micro_batch_size of the batches, or set variable_seq_lengths=True",
             )

@@ -19,7 +19,7 @@ from tessera_compat.megatron.sharding import make_sharded_tensors_for_checkpoint
 
 
 class ModelType(enum.Enum):
-    """Say of how many stacks of layers a model consists."""
+    """List the kinds of models: one stack of layers, or several."""
 
     encoder_or_decoder = 1
     retro_encoder = 2
@@ -28,7 +28,7 @@ class ModelType(enum.Enum):
 
 
 class AttnMaskType(enum.Enum):
-    """Say which positions attention may see."""
+    """List the attention masks."""
 
     padding = 1
     causal = 2
@@ -39,7 +39,7 @@ class AttnMaskType(enum.Enum):
 
 @dataclass
 class ModuleSpec:
-    """Say of which class a module is, with which arguments it is built, and of which modules it consists."""
+    """Describe a module: its class, its arguments and its submodules."""
 
     module: tuple[str, str] | type | Callable[..., Any]
     params: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class ModuleSpec:
 
 
 def import_module(module_path: tuple[str, str]) -> Any:
-    """Return the class that a (module, name) pair stands for."""
+    """Return the class that a (module, name) pair names."""
     path, name = module_path
     return vars(importlib.import_module(path))[name]
 
@@ -88,7 +88,7 @@ class MegatronModule(nn.Module):
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def set_is_first_microbatch(self) -> None:
-        """Do nothing: no layer keeps anything from one micro-batch to the next."""
+        """Do nothing: layers hold no state between micro-batches."""
 
 
 class GraphableMegatronModule(MegatronModule):
@@ -163,7 +163,7 @@ class Float16Module(ModelWrapper):
 
 
 def wrapped(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model and what it wraps, from the outside to the inside. Wrappers keep their model as `module`."""
+    """Yield a model and the models it wraps, outermost first. Wrappers store their model as `module`."""
     current: nn.Module | None = model
     while current is not None:
         yield current
@@ -171,7 +171,7 @@ def wrapped(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """Return an attribute of the outermost of a model and what it wraps that has it."""
+    """Return an attribute of a model, or of the first model inside its wrappers that has it."""
     if isinstance(model, list):
         raise TesseraError("one model is expected here, not a list of chunks", where="get_attr_wrapped_model")
     for part in wrapped(model):
@@ -183,7 +183,7 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
 
 
 def get_model_config(model: nn.Module) -> ModelParallelConfig:
-    """Return the configuration of a model, inside of whatever wraps it."""
+    """Return the configuration of a model, through its wrappers."""
     config: ModelParallelConfig = get_attr_wrapped_model(model, "config", allow_none=False)
     return config
 
@@ -201,5 +201,6 @@ def refuse_inference(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise TesseraError(
-                f"{name} is not offered: these layers train on whole sequences", fix="leave it out, or see tessera.load"
+                f"{name} is not offered: these layers train on unsharded sequences",
+                fix="leave it out, or see tessera.load",
             )

@@ -23,7 +23,7 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 def rank_groups(world: int, sizes: dict[str, int], order: Sequence[str], axes: Sequence[str]) -> list[list[int]]:
-    """Return the groups of ranks that differ in their coordinates on `axes` alone, each in ascending order."""
+    """Return the groups of ranks that differ only in their coordinates on `axes`, each in ascending order."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world):
         rest, fixed = rank, []

@@ -1,7 +1,7 @@
 """Keep named random streams beside torch's own, on any device, as `megatron.core.tensor_parallel.random`.
 
-Ranks of one tensor-parallel group share torch's stream, so that dropout of what they all hold is the same, and have a
-stream of their own (`model-parallel-rng`) for what is split between them. The names say cuda as the copied API does.
+Ranks of one tensor-parallel group share torch's stream, so that dropout of replicated tensors is the same. For sharded
+tensors each rank has its own stream (`model-parallel-rng`). Names contain cuda, as in the copied API.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def model_parallel_cuda_manual_seed(
 ) -> None:
     """Seed torch's stream on the current device and the named streams of this rank, with the offsets of 0.12.1.
 
-    Without an accelerator the stream of the device is the host's, so this also seeds what is drawn on the host.
+    Without an accelerator the stream of the device is the host's, so this also seeds draws on the host.
     """
     initialize_rng_tracker(
         te_rng_tracker, inference_rng_tracker=inference_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng
@@ -124,7 +124,7 @@ def model_parallel_cuda_manual_seed(
 
 @contextmanager
 def model_parallel_stream() -> Iterator[None]:
-    """Draw what is split between tensor-parallel ranks; without seeded streams, draw from torch's own."""
+    """Draw sharded tensors from this rank's stream; without seeded streams, from torch's."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         yield

@@ -49,7 +49,7 @@ class RotaryEmbedding(nn.Module):
         transformer_config: Any,
         packed_seq_params: Any = None,
     ) -> int:
-        """Return the length of the whole sequence from what this rank holds of it."""
+        """Return the length of the unsharded sequence, given the shard of this rank."""
         source = transformer_input if transformer_input is not None else transformer.input_tensor
         length = int(source.shape[0])
         if transformer_config.sequence_parallel:

@@ -1,4 +1,4 @@
-"""Say which box of which whole tensor a rank holds: what `sharded_state_dict` returns and checkpoints are made of."""
+"""Describe the shards of a rank as boxes of unsharded tensors: the contents of `sharded_state_dict` and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size
 
 @dataclass
 class ShardedTensor:
-    """Hold a rank's part of a whole tensor, under the name of the whole.
+    """Hold a rank's shard of a tensor, under the name of the tensor.
 
-    With a `stride` above 1 the part consists of so many blocks along the split axis, one from each equal part of the
-    whole: gate and up projection of a gated layer stand in one weight.
+    With a `stride` above 1 the shard consists of that many blocks along the split axis, one from each equal part of
+    the tensor: a gated layer has its gate and up projections in one weight.
     """
 
     key: str
@@ -66,7 +66,7 @@ class ShardedTensor:
         return not any(ids)
 
     def boxes(self) -> Iterator[tuple[Tensor, Box]]:
-        """Yield the blocks of the local data and where each lies in the whole tensor."""
+        """Yield the blocks of the local data with their offsets in the unsharded tensor."""
         assert self.data is not None, f"{self.key} holds no data"
         data = self.data.detach().reshape(self.local_shape)
         axis, count = self.split_axis, self.axis_fragmentations[self.split_axis] if self.axis_fragmentations else 1

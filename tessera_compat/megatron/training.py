@@ -35,7 +35,7 @@ def _provided(provider: Provider, pre_process: bool, post_process: bool) -> nn.M
         return provider(pre_process=pre_process, post_process=post_process)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         raise TesseraError(
-            "model_provider takes no pre_process and post_process, which tell the first stage from the last",
+            "model_provider takes no pre_process and post_process, by which the first stage differs from the last",
             where="get_model",
             fix="def model_provider(pre_process=True, post_process=True)",
         )
@@ -47,7 +47,7 @@ def get_model(
     model_type: ModelType = ModelType.encoder_or_decoder,
     wrap_with_ddp: bool = True,
 ) -> list[nn.Module]:
-    """Return the model chunks of this rank: on its device, in 16 bit if asked to, and wrapped for data parallelism."""
+    """Return the model chunks of this rank, on its device, in the configured type, and wrapped for data parallelism."""
     if model_type is not ModelType.encoder_or_decoder:
         raise TesseraError(f"{model_type} is not offered", where="get_model", allowed=["ModelType.encoder_or_decoder"])
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()

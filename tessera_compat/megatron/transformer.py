@@ -55,7 +55,7 @@ class TransformerLayerSubmodules:
 
 
 class BaseTransformerLayer:
-    """Mark classes that stand for one layer of a block."""
+    """Mark classes of which one instance is one layer of a block."""
 
 
 class TransformerLayer(GraphableMegatronModule, BaseTransformerLayer):
@@ -246,7 +246,7 @@ class TransformerBlock(MegatronModule):
         return run
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Describe the layers under their numbers in the whole model."""
+        """Describe the layers by their numbers in the unsharded model."""
         shards: dict[str, Any] = {}
         for local, (number, layer) in enumerate(zip(self.layer_numbers, self.layers, strict=True)):
             here = f"{prefix}layers.{local}."

@@ -70,8 +70,8 @@ def parse_args(
     """Return the arguments of a job.
 
     `argv`: words after the name of the script; default: those of this process. `extra_args_provider` adds flags of the
-    user's own to the parser, as in Megatron. `args_defaults`: values for arguments that are not given.
-    `allow_refused`: flags that a run would refuse are only kept, for a report. `world_size`: number of ranks; default:
+    user's own to the parser, as in Megatron. `args_defaults`: values for arguments that are missing.
+    `allow_refused`: keep flags that a run would refuse, for a report. `world_size`: number of ranks; default:
     as the launcher has set it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -81,7 +81,7 @@ def parse_args(
     parser = _parser()
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
-    plain, left_over = parser.parse_known_args(words)  # which asks for every name whether it is there
+    plain, left_over = parser.parse_known_args(words)  # which checks for every name
     args = Args(**vars(plain))
     _check_words(words, left_over)
     args.typed = tuple(dict.fromkeys(_destination(word) for word in words if word.startswith("--")))
@@ -160,7 +160,7 @@ def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
             raise TesseraError(f"{name}: {flag.note}", where=WHERE, fix=fix)
         if name in ("--help", "-h"):
             names = sorted(one.name for one in FLAGS.values() if one.scope == "training" and one.state != "refused")
-            print("flags (docs/reference/compat-flags.md says what each becomes):", *names, sep="\n  ")
+            print("flags (docs/reference/compat-flags.md explains each):", *names, sep="\n  ")
             raise SystemExit(0)
         if word.startswith("-"):
             raise TesseraError(f"unknown flag {name}", where=WHERE, nearest=nearest(name, FLAGS))
@@ -189,7 +189,7 @@ def _several_words(words: Sequence[str], extra: str) -> TesseraError:
 
 
 def _flatten_yaml(path: Path, more: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the flags that a YAML job stands for, and its parts that are no flags."""
+    """Return the flags of a YAML job, and its sections that are not flags."""
     data = read_job_yaml(path)
     if "gpt_args" not in data:
         near = nearest("gpt_args", data)
@@ -233,7 +233,7 @@ def _config_files(args: Args, parts: Mapping[str, Any]) -> ConfigReader:
     for name in ("model", "data", "tool"):
         path = getattr(args, f"mm_{name}")
         if path is not None and name in parts:
-            raise TesseraError(f"--mm-{name} and the section {name!r} of the YAML file both say it", where=WHERE)
+            raise TesseraError(f"--mm-{name} and the section {name!r} of the YAML file both set it", where=WHERE)
         files[name] = read_job_file(Path(path)) if path is not None else parts.get(name) or {}
     reader = ConfigReader({}, "args.mm")
     for name, data in files.items():

@@ -1,6 +1,6 @@
 """Write the recipe of a run whose model, data and loss come from the callbacks of `pretrain`.
 
-Flags that describe a network or a data set have nothing to say here: the callbacks build both.
+Flags that describe a network or a data set are not read: the callbacks build both.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def callback_recipe(args: Any) -> dict[str, Any]:
         "name": folder.resolve().name,
         "out": str(folder.resolve().parent),
         "model": model,
-        "data": {"kind": "custom", "workers": 0},  # a DataLoader has workers of its own
+        "data": {"kind": "custom", "workers": 0},  # a DataLoader has its own workers
         "train": {
             "steps": steps,
-            # A row is one micro-batch of one rank: the callbacks decide what a micro-batch holds.
+            # A row is one micro-batch of one rank: the callbacks decide its contents.
             "global_batch": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size) * replicas,
             "micro_batch": 1,
             "seed": args.seed,
@@ -83,8 +83,8 @@ def _check_parallel(args: Any) -> None:
         size = getattr(args, f"{name}_model_parallel_size") or 1
         if size > 1:
             raise TesseraError(
-                f"--{name}-model-parallel-size {size}: a model that model_provider returns is whole, and nothing says "
-                "how to split its layers",
+                f"--{name}-model-parallel-size {size}: nothing describes how to split the layers "
+                "of a model that model_provider returns",
                 where="pretrain",
                 fix="leave the flag out: --use-torch-fsdp2 or --use-distributed-optimizer shards the model over the "
                 f"ranks. A family of Tessera is split by parallel.{key}={size} in a recipe "

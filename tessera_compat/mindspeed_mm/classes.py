@@ -58,7 +58,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def flag(name: str) -> Any:
-    """Return an argument of the run; None where there is none, or where nobody parsed a command line."""
+    """Return an argument of the run; None if it is missing, or if no command line was parsed."""
     args = state.current().args
     return None if args is None else vars(args).get(name)
 
@@ -121,13 +121,13 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
             )
         self.transformer_config, self.model = _load(config, str(folder))
         self.model.train()
-        # Classes since transformers 5.3 are told which tokens stand for media; batches of MindSpeed-MM do not say it.
+        # Classes since transformers 5.3 need the kinds of media tokens, which batches of MindSpeed-MM do not have.
         self.marks_media = "mm_token_type_ids" in inspect.signature(self.model.forward).parameters
         if isinstance(self.model, FSDP2Mixin):
             self.model.freeze(config)
 
     def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Return `loss` and `loss_mask` (the positions that it is made of); without labels, what the class returns."""
+        """Return `loss` and `loss_mask` (the positions it averages); without labels, the output of the class."""
         tensors = {name: value for name, value in inputs.items() if value is not None}
         if input_ids is not None and self.marks_media and ("image_grid_thw" in tensors or "video_grid_thw" in tensors):
             tensors.setdefault("mm_token_type_ids", self._kinds(input_ids))
@@ -190,7 +190,7 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
                 vars(part)["_get_fsdp_state"] = lambda: answer
 
     def post_meta_init(self) -> None:
-        """Let the class complete what it left open, if it can."""
+        """Let the class compute its remaining buffers, if it can."""
         if isinstance(self.model, FSDP2Mixin):
             self.model.post_meta_init()
 
@@ -217,7 +217,7 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
         ) from None
     if flag("trust_remote_code"):
         raise TesseraError(
-            "--trust-remote-code would run the code that lies in a model folder; that is never done",
+            "--trust-remote-code would run code of a model folder, which is never done",
             where="command line",
             fix="install the code as a package, and put its class into ModelHub.MODEL_MAPPINGS",
         )
@@ -231,7 +231,7 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
     settings.use_cache = False
     try:
         model = build_from_config(kind, settings, torch.float32, "sdpa")
-    except Exception as error:  # whatever a constructor makes of a wrong field
+    except Exception as error:  # constructors raise anything for a wrong field
         raise TesseraError(f"{kind.__name__} cannot be built from {folder}: {error}", where=WHERE) from error
     if not flag("init_model_with_meta_device"):
         fill_from(Path(folder), model_tensors(model), _weight_map(kind, settings), tied_names(model))
@@ -239,8 +239,8 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
 
 
 def _weight_map(kind: Any, settings: Any) -> WeightMap:
-    """Return the names that weights of a class have in files. Of a user's class they are those of the library's class
-    that it extends: the library would pass over what it does not find, and draw it."""
+    """Return the names of a class's weights in files. A user's class has the names of the library's class that it
+    extends: the library would ignore missing weights, and draw them."""
     from transformers import PreTrainedModel
 
     published: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))

@@ -1,4 +1,4 @@
-"""Write the Tessera commands that do what scripts of inference, evaluation and feature extraction do."""
+"""Write the Tessera commands that replace scripts of inference, evaluation and feature extraction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera_compat.mindspeed_mm.report import JobReport, part_of
 from tessera_compat.mindspeed_mm.sora_features import SAVE, feature_recipe
 from tessera_compat.mindspeed_mm.sora_inference import AskedVideos, read_videos
 
-RECIPE = "RECIPE"  # the word that stands for the recipe's path
+RECIPE = "RECIPE"  # replaced by the recipe's path
 FEATURES = ("get_sora_feature.py", "get_wan_feature.py", "get_hunyuan_feature.py")  # one program, by the names of all
 # Field of a request -> option of `tessera generate`.
 _SAMPLED = {
@@ -59,8 +59,10 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
     table = data.get("dataset_path")
     if not table:
         raise TesseraError("dataset_path names no table", where=source, fix='"dataset_path": "AI2D_TEST.tsv"')
-    report.add(source, "dataset_path", table, "mapped", "--data: its name says which benchmark it is")
-    report.add(source, "evaluation_dataset", data.get("evaluation_dataset"), "not needed", "the table's name says it")
+    report.add(source, "dataset_path", table, "mapped", "--data: its name selects the benchmark")
+    report.add(
+        source, "evaluation_dataset", data.get("evaluation_dataset"), "not needed", "the table's name selects it"
+    )
     _without_option(report, *settings.processor)
     for key in ("do_sample", "temperature", "top_k", "top_p"):
         report.change(f"generation_config.{key}", "the command takes the likeliest token")
@@ -69,7 +71,7 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
 
 
 def _videos(args: Args, report: JobReport) -> Commands:
-    """Write the commands that sample what an inference JSON of videos asks for: one, or one for each given frame."""
+    """Write the commands that sample the videos of an inference JSON: one, or one for each input frame."""
     data, source = _json_of(args)
     images = data.get("image")
     videos = read_videos({key: value for key, value in data.items() if key != "image"}, source, report)
@@ -127,9 +129,9 @@ def _json_of(args: Args) -> tuple[dict[str, Any], str]:
 
 
 def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
-    """Return the folder of the model: that of `--load`, or, where it may hold shards, the one that the JSON names.
+    """Return the folder of the model: `--load`, or, if that may hold shards, the folder that the JSON names.
 
-    Shards do not say which model they are of, and a folder that is not here may hold either.
+    Shards do not name their model, and a folder on another machine may hold either.
     """
     load = args.load
     if load is None or (named and not any((Path(load) / name).is_file() for name in (CONFIG_FILE, "config.yaml"))):
@@ -144,7 +146,7 @@ def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
 
 def _without_option(report: JobReport, *keys: str) -> None:
     """Report keys that the command has no option for."""
-    note = "no option of the command says it; the same script in a workspace honours it"
+    note = "the command has no such option; the same script in a workspace honours it"
     entries = [replace(one, outcome="differs", note=note) if one.key in keys else one for one in report.entries]
     report.entries = entries
 

@@ -37,7 +37,7 @@ class ConfigReader:
             vars(self)[str(key)] = _wrapped(value, f"{where}: {key}")
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for missing names alone. Copying asks for names with underscores before there are any attributes.
+        # Called only for missing names. Copying reads names with underscores before any attribute exists.
         if name.startswith("_"):
             raise AttributeError(name)
         keys = self.keys()
@@ -99,7 +99,7 @@ class _JobLoader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: Any) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > MAX_NODES:  # merge keys that double what they merge
+        if len(node.value) > MAX_NODES:  # merge keys that double the values they merge
             raise yaml.constructor.ConstructorError(None, None, "too large to be a configuration", node.start_mark)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -118,7 +118,7 @@ def read_job_yaml(path: Path) -> dict[str, Any]:
     """Return a YAML configuration of a job; numbers that YAML 1.1 takes for text (1e-8) become numbers."""
     text = _text(path).replace("\t", "    ")
     try:
-        data = yaml.load(text, Loader=_JobLoader)  # a SafeLoader: it makes plain data alone
+        data = yaml.load(text, Loader=_JobLoader)  # a SafeLoader, which builds only plain data
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
@@ -156,7 +156,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
 
 
 def _check_extent(data: Any, where: str) -> None:
-    """Refuse what is too deep, or too large once every alias stands for a copy."""
+    """Refuse data that is too deep, or too large with every alias expanded."""
     nodes, waiting = 0, [(data, 0)]
     while waiting:
         value, depth = waiting.pop()

@@ -1,7 +1,7 @@
 """Continue the run of a job with the flags and files that it is started with now.
 
-A start states the whole job. Where it differs from what the run was trained with, the new value counts, and one line
-says so; what a run cannot change is refused by the name of its flag or key.
+A start states all settings of the job. Where they differ from the settings of the run, the new value counts, and one
+line reports it. Settings that a run cannot change are refused by the name of their flag or key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIXED = {
     "train.seed": "the order of samples would change in the middle",
     "train.task": "another objective is another run",
     "precision.weights": "the checkpoints hold weights of one type",
-    "model.freeze": "the checkpoints hold the optimizer of what was trained",
+    "model.freeze": "the checkpoints hold the optimizer state of the trained weights",
     "model.lora": "the checkpoints hold its adapters",
 }
 
@@ -59,7 +59,7 @@ def refuse_change(saved: RunConfig, key: str, report: JobReport, folder: Path) -
 
 
 def described_changes(saved: RunConfig, job: RunConfig, changes: Iterable[str], report: JobReport) -> list[str]:
-    """Return what a job changes in the run that it continues, by the names of its flags and keys."""
+    """Return the settings that a job changes in the run that it continues, by its flags and keys."""
     values = {key: (_value(saved, key), _value(job, key)) for key in changes}
     return [
         f"{flags_of(key, report)}: {_word(before)} -> {_word(now)}"
@@ -75,7 +75,7 @@ def print_changes(changes: Sequence[str]) -> None:
 
 
 class ChangesLog(Callback):
-    """Print what a job changes in its run, once the run goes on."""
+    """Print the settings that a job changes in its run, once the run goes on."""
 
     def __init__(self, changes: Sequence[str]) -> None:
         self.changes = changes
@@ -106,7 +106,7 @@ def _freezes_others(saved: RunConfig, job: RunConfig) -> bool:
 
 
 def _adapts_others(saved: RunConfig, job: RunConfig) -> bool:
-    """Return whether adapters differ. A run keeps every layer that has one, a job the patterns of them."""
+    """Return whether adapters differ. A run stores the adapted layers, a job stores patterns."""
     before, now = saved.model.lora, job.model.lora
     if before is None or now is None:
         return before is not now

@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def run(words: Sequence[str]) -> Path | None:
-    """Carry out a command line and return the folder that was written; None if only help was asked for."""
+    """Run a command line and return the written folder; None if it only printed help."""
     single = [name for name, converter in CONVERTERS.items() if "" in converter.methods]
     line = CommandLine.of(words, single)
     if not line.path:
@@ -70,7 +70,7 @@ def run(words: Sequence[str]) -> Path | None:
 
 
 def _constructor(line: CommandLine, converter: Converter) -> dict[str, Any]:
-    """Take the options of the converter itself, which stand before the method, out of what was typed."""
+    """Remove the options of the converter, which precede the method, from the command line, and return their values."""
     options = [f"--{name}" for name in converter.options]
     early = [one for one in line.options if one[0] == 1 and one[1] in options]
     line.options = [one for one in line.options if one not in early]
@@ -103,7 +103,7 @@ def _help() -> str:
     lines = [
         "mm-convert CONVERTER METHOD --cfg.key value ... [--config FILE.yaml] [--print_config]",
         "mm-convert CONVERTER METHOD --key value ...     converters of DCP, whose options have no cfg.",
-        "mm-convert CONVERTER METHOD -h                  what a method takes",
+        "mm-convert CONVERTER METHOD -h                  options of a method",
         "",
         "converters:",
     ]

@@ -1,7 +1,7 @@
 """The methods of `mm-convert` between Hugging Face folders and torch DCP: names, experts and adapters of FSDP2 jobs.
 
-A job keeps its model under `model.`, then a prefix, then the name of the Hugging Face folder. A `Naming` says what else
-differs; `weight_map` makes the table of one folder from it, with the names of the job on the native side.
+Names of a job are `model.`, a prefix, and the name in the Hugging Face folder. A `Naming` describes further
+differences; `weight_map` builds the table of one folder from it, with the names of the job on the native side.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class SwappedLast:
 
 @dataclass(frozen=True)
 class Naming:
-    """Say how a job names and shapes the tensors of a folder."""
+    """Describe how a job names and shapes the tensors of a folder."""
 
     prefix: str = ""  # before names, after `model.`
-    replaced: str = ""  # what the prefix replaces
+    replaced: str = ""  # beginning of a name that the prefix replaces
     renames: tuple[tuple[str, str], ...] = ()  # (beginning in the folder, beginning in the job)
     fused: tuple[str, ...] = ()  # tensors of three dimensions with such a part in their name lose the first
     tied: tuple[tuple[str, str], ...] = ()  # (name that a job may have too, the tensor of the folder that it equals)
-    merge: str = ""  # how experts with matrices of their own are stacked: flat, stacked; empty: not at all
+    merge: str = ""  # how matrices of single experts are stacked: flat, stacked; empty: not at all
     swap: str = ""  # regular expression of stacked experts whose matrices are transposed
 
     def of(self, name: str) -> str:
@@ -105,7 +105,7 @@ class Naming:
         return Reshape((shape[0] * shape[1], shape[2]), shape) if flat else Identity()
 
     def rules(self, stored: Mapping[str, PlannedTensor], where: str) -> list[Rule]:
-        """Return a rule for each tensor of the job; `stored`: what the folder holds."""
+        """Return a rule for each tensor of the job. `stored`: the tensors of the folder."""
         experts = _experts(stored, where) if self.merge else {}
         merged = {name for names in experts.values() for name in names}
         rules = [
@@ -202,7 +202,7 @@ def merge_experts(folder: Path, target: Path, *, split: bool, shard_bytes: int) 
             return target
         rules = naming.rules(tensors, str(folder))
         if not any(isinstance(rule.op, ExpertMatrices) for rule in rules):
-            raise TesseraError("no expert has matrices of its own here: nothing is merged", where=str(folder))
+            raise TesseraError("no matrices of single experts here: nothing to merge", where=str(folder))
         _write_folder(target, _native(stored, WeightMap(tuple(rules)), rules), _SAME, folder, shard_bytes)
     return target
 
@@ -228,7 +228,7 @@ def _split_rules(
 
 
 def _number_of_experts(config: Mapping[str, Any]) -> int | None:
-    """Return how many experts a layer has, wherever config.json says it."""
+    """Return the number of experts of a layer, by any of its keys in config.json."""
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         if type(config.get(key)) is int and config[key] > 0:
             return int(config[key])
@@ -294,7 +294,7 @@ def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str
         )
 
 
-# ---------------------------------------------------------------------------------------------- what they share
+# ---------------------------------------------------------------------------------------------- shared parts
 
 
 class _Changed(StoredForm):
@@ -312,7 +312,7 @@ class _Changed(StoredForm):
 
     @abstractmethod
     def changed(self, name: str) -> Tensor:
-        """Return a whole tensor."""
+        """Return an unsharded tensor."""
 
 
 class _InType(_Changed):

@@ -50,7 +50,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Method:
-    """Describe a method of a converter: what it does, and its options. `refused`: why it does not."""
+    """Describe a method of a converter and its options. `refused`: the reason if it is not supported."""
 
     about: str
     run: Callable[[str, Options], Path] | None = None
@@ -67,12 +67,12 @@ class Converter:
     family: str
     methods: Mapping[str, Method] = field(default_factory=dict)
     types: tuple[str, ...] = ()
-    options: Mapping[str, Option] = field(default_factory=dict)  # that stand before the method
+    options: Mapping[str, Option] = field(default_factory=dict)  # options that precede the method
 
 
 @dataclass
 class CommandLine:
-    """Collect what was typed: words, options in order, and what is asked for instead of a conversion."""
+    """Hold a parsed command line: words, options in order, and requests for help or printed settings."""
 
     path: list[str] = field(default_factory=list)  # converter and method
     options: list[tuple[int, str, str]] = field(default_factory=list)  # (words of `path` before it, key, value)
@@ -131,7 +131,7 @@ def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
 
 
 def collect_plain(options: Mapping[str, str], method: Method, name: str) -> dict[str, Any]:
-    """Return the values of options that are typed alone, without files and variables."""
+    """Return the values of typed options, without files and variables."""
     raw: dict[str, Any] = {}
     for key, value in options.items():
         raw |= _parsed(key, value, method)
@@ -223,7 +223,7 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(n) is int and n >= 0 for n in value)
 
 
-# ---------------------------------------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------------------------------------- printed texts
 
 
 def values_as_yaml(values: Options, method: Method, flags: Sequence[str]) -> str:
@@ -244,7 +244,7 @@ def values_as_yaml(values: Options, method: Method, flags: Sequence[str]) -> str
 
 
 def help_of(name: str, method: Method) -> str:
-    """Return what a method does, and its options."""
+    """Return the help text of a method."""
     lines = [f"mm-convert {name}", f"  {method.about}", ""]
     if method.refused is not None:
         return "\n".join([*lines, f"  refused: {method.refused}"])

@@ -39,7 +39,7 @@ def hf_to_mm(family: str, options: Options) -> Path:
 def mm_to_hf(family: str, options: Options) -> Path:
     layout = layout_of(options, "parallel_config.", two_levels=False)
     like, source = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
-    if is_run(source):  # whole tensors, and lists that only have to fit the model
+    if is_run(source):  # unsharded tensors, and lists that only have to fit the model
         check_layout(_form_of(ModelSection(path=like)), parse_layout(layout), str(source))
     return convert(source, options["save_hf_dir"], to=form_like(like), like=like, source_layout=layout)
 
@@ -50,7 +50,7 @@ def is_run(folder: Path) -> bool:
 
 
 def form_like(folder: Path) -> Form:
-    """Return the form that a Hugging Face folder has: that of transformers, or of the model's makers."""
+    """Return the form of a Hugging Face folder: transformers' or the original one."""
     return "original" if any(is_original(FAMILIES.get(name), folder) for name in FAMILIES.names()) else "hf"
 
 
@@ -137,7 +137,7 @@ def lora_hf_to_mm(family: str, options: Options) -> Path:
 
 
 def lora_mm_to_hf(family: str, options: Options) -> Path:
-    """Write the adapters of a job as PEFT keeps them. Its configuration is that of the folder it began from, if any."""
+    """Write the adapters of a job as a PEFT folder, with the configuration of the PEFT folder that it began with."""
     source, target = Path(options["mm_dir"]), Path(options["save_hf_dir"])
     check_apart(target, source, options.get("hf_config.hf_dir"))
     layout = _checked_layout(options, two_levels=False)

@@ -26,7 +26,7 @@ from tessera_compat.mindspeed_mm.convert_video_table import VIDEO_CONVERTERS
 # ---------------------------------------------------------------------------------------------- options
 
 _PATH = functools.partial(Option, "path", required=True)
-_CANONICAL = "its names of separate projections are those of adapters alone here: convert the fused structure"
+_CANONICAL = "separate projections are supported only for adapters here: convert the fused structure"
 
 
 def _parallel(prefix: str, kind: Any) -> dict[str, Option]:
@@ -48,13 +48,13 @@ _BESIDE = {
         "path", refused="a decoder of another folder is not joined in: make one Hugging Face folder first"
     ),
     "save_vit_only": Option(
-        "flag", default=False, refused="an encoder alone is not written: freeze what you do not train"
+        "flag", default=False, refused="a single encoder is not written: freeze the parts that you do not train"
     ),
     **{
-        f"common_model_config.{key}": Option("size", "accepted; config.json says it")
+        f"common_model_config.{key}": Option("size", "accepted; read from config.json")
         for key in ("num_experts", "num_key_value_heads", "llm_num_layers", "vit_num_layers", "audio_num_layers")
     },
-    "common_model_config.tie_word_embeddings": Option("flag", "accepted; config.json says it"),
+    "common_model_config.tie_word_embeddings": Option("flag", "accepted; read from config.json"),
     "common_model_config.llm_hf_dir": Option("path", refused="a decoder of another folder is not joined in"),
 }
 _ANY_NAMES = {
@@ -98,7 +98,7 @@ _SHARDS = {
         {
             "source_dir": _MM_DIR,
             "target_dir": _PATH("folder to write"),
-            "hf_config.hf_dir": Option("path", "Hugging Face folder, where names do not say how heads are divided"),
+            "hf_config.hf_dir": Option("path", "Hugging Face folder, for the number of heads"),
             **_parallel("source_parallel_config.", "list"),
             **_parallel("target_parallel_config.", "list"),
             "trust_remote_code": _BESIDE["trust_remote_code"],
@@ -118,7 +118,7 @@ _LORA_SHARDS = {
         },
     ),
     "lora_mm_to_hf": Method(
-        "Join the adapters of a job as PEFT keeps them.",
+        "Join the adapters of a job to a PEFT folder.",
         convert_shards.lora_mm_to_hf,
         {
             "save_hf_dir": _PATH("folder to write"),
@@ -143,7 +143,7 @@ _LORA_SHARDS = {
 
 _NAMES_OPTIONS = {
     "dcp_prefix": Option("text", "before names in the job"),
-    "hf_prefix": Option("text", "what it replaces in names of the folder", ""),
+    "hf_prefix": Option("text", "beginning of names in the folder that it replaces", ""),
     "fused_linear_names": Option("names", "stacked experts with these in their name lose their first dimension"),
 }
 _TRUST = {"trust_remote_code": _BESIDE["trust_remote_code"]}
@@ -170,7 +170,7 @@ _BASE = "base_model.model."  # before names in a job that trains adapters
 
 
 def _named(options: Options, naming: Naming) -> Naming:
-    """Return a naming with what the options say."""
+    """Return a naming with the values of the options."""
     ties = options.get("tie_weight_mapping", {})
     prefix = options.get("dcp_prefix", naming.prefix)
     return Naming(
@@ -256,7 +256,7 @@ def _dcp_lora(naming: Naming) -> dict[str, Method]:
 _NO_SHARDS = {
     name: Method(
         "(empty there)",
-        refused="this converter knows DCP alone, and the method is empty in MindSpeed-MM: use hf_to_dcp or dcp_to_hf",
+        refused="this converter supports only DCP, and the method is empty in MindSpeed-MM: use hf_to_dcp or dcp_to_hf",
     )
     for name in ("hf_to_mm", "mm_to_hf", "resplit")
 }

@@ -1,4 +1,4 @@
-"""The methods of `mm-convert` for transformers of video generation: folders, files of their makers, and shards."""
+"""The methods of `mm-convert` for transformers of video generation: folders, original checkpoints and shards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hf_to_mm(family: str, options: Options) -> Path:
 
 
 def mm_to_hf(family: str, options: Options) -> Path:
-    """Join shards, or take the run of a job, to a transformer as diffusers keeps it."""
+    """Join shards, or export the run of a job, to a diffusers transformer."""
     source, like = Path(options["source_path"]), Path(options["hf_dir"])
     if is_run(source):
         return convert(source, options["target_path"])
@@ -53,7 +53,7 @@ def mm_to_hf(family: str, options: Options) -> Path:
 
 
 def resplit_mm(family: str, options: Options) -> Path:
-    """Divide shards anew; how they are divided now, their files say."""
+    """Reshard. The current layout is read from the files."""
     source, target, after = Path(options["source_path"]), options["target_path"], target_layout(family, options)
     if is_run(source):
         return convert(source, target, to="mm", layout=after)
@@ -63,13 +63,13 @@ def resplit_mm(family: str, options: Options) -> Path:
 
 
 def target_layout(family: str, options: Options) -> dict[str, Any]:
-    """Return the layout of a target, as the lists and sizes of the options say."""
+    """Return the target layout from the lists and sizes of the options."""
     layers, tp = options.get(f"{_TARGET}pp_layers") or [], options.get(f"{_TARGET}tp_size") or 1
     nested = isinstance(layers, list) and bool(layers) and isinstance(layers[0], list)
     stages = sum(len(one) for one in layers) if nested else len(layers)
     where = f"--cfg.{_TARGET}"
     if tp > 1 and family not in _TENSORS:
-        raise TesseraError(f"jobs keep {family} whole on every tensor rank", where=f"{where}tp_size", allowed=[1])
+        raise TesseraError(f"jobs do not split {family} over tensor ranks", where=f"{where}tp_size", allowed=[1])
     if tp > 1 and options.get("version") == "i2v" and family == "hunyuan_video":
         raise TesseraError("jobs that continue images are not divided over tensor ranks", where=f"{where}tp_size")
     if stages > 1 and family not in _PIPELINES:
@@ -82,7 +82,7 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
 
 
 def _form(family: str) -> MegatronForm:
-    """Return the form of a family by its names alone: sizes are those of what is converted."""
+    """Return the form of a family. Only its names are used: sizes come from the source."""
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
     form = megatron_form_of(spec.name, config)
     assert form is not None, "each converter is for a family with such a form"
@@ -92,14 +92,14 @@ def _form(family: str) -> MegatronForm:
 def _check_version(options: Options) -> None:
     if str(options.get("version", "")).endswith("-lora"):
         raise TesseraError(
-            "adapters in the files of HunyuanVideo's makers are not converted",
+            "adapters of original HunyuanVideo checkpoints are not converted",
             where="--version",
             allowed=["t2v", "i2v"],
             fix="adapters of PEFT or diffusers are read as they are: model.lora.path in a recipe",
         )
 
 
-# ---------------------------------------------------------------------------------------------- files of the makers
+# ---------------------------------------------------------------------------------------------- original checkpoints
 
 Tensors = dict[str, Tensor]
 _HUNYUAN_NAMES = (
@@ -135,7 +135,7 @@ _COG_NAMES = (
 
 
 def hunyuan_source_to_mm(family: str, options: Options) -> Path:
-    """Divide a file of HunyuanVideo's makers as a job loads it."""
+    """Shard an original HunyuanVideo checkpoint as a job loads it."""
     _check_version(options)
     tensors = _renamed(_source_tensors(Path(options["source_path"])), _HUNYUAN_NAMES)
     for name in [name for name in tensors if re.fullmatch(r"single_blocks\.\d+\.linear1\.(weight|bias)", name)]:
@@ -148,7 +148,7 @@ def hunyuan_source_to_mm(family: str, options: Options) -> Path:
 
 
 def cog_source_to_mm(family: str, options: Options) -> Path:
-    """Divide a file of CogVideoX's makers as a job loads it. Layers that no job has are left out."""
+    """Shard an original CogVideoX checkpoint as a job loads it. Layers that no job has are dropped."""
     tensors = _renamed(_source_tensors(Path(options["source_path"])), _COG_NAMES)
     tensors = {
         name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "first_stage_model."))
@@ -189,7 +189,7 @@ def _renamed(tensors: Tensors, names: tuple[tuple[str, str], ...]) -> Tensors:
 
 
 def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path:
-    """Write whole tensors by the names of jobs as shards of the target's layout."""
+    """Write unsharded tensors, by their names in jobs, as shards of the target layout."""
     source, target = Path(options["source_path"]), Path(options["target_path"])
     check_apart(target, source)
     layout = parse_layout(target_layout(family, options))
@@ -201,7 +201,7 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
             f"{strange[0] if strange else 'nothing'} belongs to no part of {family}",
             where=str(source),
             nearest=nearest(strange[0], [part.layers for part in form.parts]) if strange else None,
-            fix="name the file that the makers of the model publish",
+            fix="name the original checkpoint of the model",
         )
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -238,7 +238,7 @@ def merge_lora(family: str, options: Options) -> Path:
     for key, folder in folders.items():
         if is_run(folder):
             raise TesseraError(
-                f"{folder} is the run of a job, which is whole",
+                f"{folder} is the run of a job, which is unsharded",
                 where=f"--cfg.{key}",
                 fix=f"tessera convert {folder} TARGET merges its adapters; --to mm writes shards",
             )
@@ -265,7 +265,7 @@ def merge_lora(family: str, options: Options) -> Path:
 
 
 def _whole(family: str, folder: Path) -> Tensors:
-    """Return whole tensors of shards by the names of jobs. Adapters have no layers of every number."""
+    """Return unsharded tensors by their names in jobs. Adapters may lack some layers."""
     form = _form(family)
     before = stored_layout(folder, form.parts)
     if before.tp > 1 or before.pp > 1:

@@ -24,7 +24,7 @@ _DIT = {
         {**_TWO, **_DIVIDED},
     ),
     "mm_to_hf": Method(
-        "Join shards of a job, or take its run, to a transformer as diffusers keeps it.",
+        "Join shards of a job, or export its run, to a diffusers transformer.",
         convert_video.mm_to_hf,
         {**_TWO, "hf_dir": _PATH("transformer of the diffusers folder that the job began from")},
     ),
@@ -44,7 +44,7 @@ _DIT = {
     ),
 }
 _LEFT_OUT = {
-    "layerzero_to_mm": "LayerZeRO keeps pickled pieces of flattened weights: convert them with MindSpeed-MM itself; "
+    "layerzero_to_mm": "LayerZeRO writes pickled pieces of flattened weights: convert them with MindSpeed-MM; "
     "jobs here are sharded by --use-torch-fsdp2 or --use-distributed-optimizer, and their runs need no conversion",
     "mm_to_dcp": "jobs here read shards and diffusers folders as they are; GenericDCPConverter hf_to_dcp writes a DCP "
     "folder",
@@ -58,7 +58,7 @@ def _left_out(*names: str) -> dict[str, Method]:
 
 
 def _source(family: str) -> Method:
-    about = "Divide a file of the makers (.pt or .safetensors) as a job loads it."
+    about = "Shard an original checkpoint (.pt or .safetensors) as a job loads it."
     return Method(about, convert_video.SOURCES[family], {**_TWO, **_DIVIDED})
 
 

@@ -41,7 +41,7 @@ from tessera_compat.mindspeed_mm.recipe_parts import nested
 from tessera_compat.mindspeed_mm.report import JobReport
 
 WHERE = "data.json"
-_PAD_TO = 8  # a collator pads to a multiple of this where data.json says nothing
+_PAD_TO = 8  # a collator pads to a multiple of this by default
 
 
 def move_to_device(batch: dict[str, Any], float_dtype: torch.dtype) -> None:
@@ -114,7 +114,7 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
         return tensors | self._media(sample, sizes, encoded.media)
 
     def _media(self, sample: Sample, sizes: Sequence[MediaSize], media: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return patches as numbers, in the order in which an image is read, and the grids they lie in."""
+        """Return patch values in reading order, and their grids."""
         if not sizes:
             return {}
         processor = self.processor
@@ -169,7 +169,7 @@ def _processor(folder: Path, settings: DataSection) -> ChatProcessor:
     processor = None if make is None else make(config, folder, train_on=tuple(settings.train_on), **settings.processor)
     if not isinstance(processor, ChatProcessor) or not isinstance(processor, GridProcessor):
         raise TesseraError(
-            f"family {spec.name}: build_mm_dataset writes tensors of the Qwen-VL and GLM-4.1V families alone",
+            f"family {spec.name}: build_mm_dataset supports only the Qwen-VL and GLM-4.1V families",
             where=str(folder),
             fix="train by the recipe that `tessera migrate JOB.sh` writes, or return a data set of your own",
         )
@@ -209,10 +209,10 @@ def build_mm_dataloader(
     """Return the loader of this rank that `dataloader_param` of data.json describes.
 
     Batch size, workers and seed are those of the command line, as in MindSpeed-MM. A run that is resumed goes on at its
-    batch without `consumed_samples`: the trainer asks for batches by number. `generator`: for workers that draw.
+    batch without `consumed_samples`: the trainer requests batches by number. `generator`: for workers that draw.
     """
     param, args = _plain(dataloader_param), state.get_args()
-    # The keys are checked as those of a whole file; the data set is there already.
+    # The keys are checked as those of a complete file; the data set exists already.
     report = JobReport()
     file = read_data({"dataset_param": _ANY_DATASET, "dataloader_param": param}, WHERE, report, None)
     report.check()

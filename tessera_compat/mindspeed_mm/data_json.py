@@ -30,7 +30,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "llava": ("llava", "llava-plain", "vicuna", "llava_v1", "mpt"),
 }
 _SAMPLE_TYPES = ("huggingface", "multimodal", "image")  # the last two: files in LLaVA's format
-_INDEX = unneeded("files are measured once, and their index is kept")
+_INDEX = unneeded("files are measured once, and their index is cached")
 PREPROCESS_KEYS: dict[str, KeyRule] = {
     "image_max_pixels": sets("processor.max_pixels"),
     "image_min_pixels": sets("processor.min_pixels"),
@@ -72,7 +72,7 @@ LOADER_KEYS: dict[str, KeyRule] = {
     "pin_memory": unneeded("batches are copied ahead to the device"),
     "drop_last": unneeded("the order of samples goes on into the next epoch"),
     "enable_preload": unneeded("batches are copied ahead to the device"),
-    **all_of(unneeded("the command line says it"), "num_workers batch_size seed"),
+    **all_of(unneeded("set on the command line"), "num_workers batch_size seed"),
     "data_sharding": unneeded("each rank reads its own rows"),
     **all_of(unneeded("rows of equal work are made from measured samples"), "priority_mode group_data"),
 }
@@ -99,7 +99,7 @@ TILE_KEYS: dict[str, KeyRule] = {
     "max_num_frame": sets("processor.max_frames"),
     "min_num_frame": sets("processor.min_frames"),
     "dynamic_image_size": fixed(True),
-    "use_thumbnail": unneeded("the model's folder says it"),
+    "use_thumbnail": unneeded("read from the model's folder"),
     **all_of(unneeded("the model says it"), "patch_size image_size down_sample_ratio use_text_processer"),
     "group_by_length": unneeded("rows of equal work are made from measured samples"),
     "sampling_method": unneeded("frames are taken evenly"),
@@ -118,7 +118,7 @@ class DataFile:
 
 
 def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: str | None) -> DataFile:
-    """Return what a `data.json` (or the `data` section of a YAML job) says; every key gets a line in the report."""
+    """Translate a `data.json`, or the `data` section of a YAML job. Every key gets a line in the report."""
     translate(data, {}, source, report, handled={"dataset_param", "dataloader_param", "val_dataset_param"})
     param = data.get("dataset_param")
     if not isinstance(param, Mapping):
@@ -163,7 +163,7 @@ def _conversations(
         part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr")
     )
     rules = {**PREPROCESS_KEYS, **_TILED_IMAGES} if family in ("internvl", "llava") else PREPROCESS_KEYS
-    # 0 is no bound. For images the folder's own then holds; that of videos is larger than what jobs allow a frame.
+    # 0 is no bound. Then the bound of the folder holds for images; for videos it is larger than jobs allow a frame.
     unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
     bounds = {key: unbounded[key] if key in unbounded and not value else value for key, value in preprocess.items()}
     where = f"{at}preprocess_parameters."
@@ -208,7 +208,7 @@ def _conversations(
 def _sources(
     names: Any, limit: Any, columns: Mapping[str, str], record_format: str, folder: Any
 ) -> list[dict[str, Any]]:
-    """Return our sets for `a.json,b.json`. Their media lie in `folder`, as data.json calls it `dataset_dir`."""
+    """Return our sets for `a.json,b.json`. `folder`: of their media, `dataset_dir` in data.json."""
     if not names:
         return []
     common: dict[str, Any] = {"format": record_format}
@@ -221,9 +221,9 @@ def _sources(
 
 
 def _media_root(file: Path) -> str:
-    """Return the folder of media where data.json names none: that of the job, or of a file that lies elsewhere.
+    """Return the folder of media if data.json names none: the folder of the job, or of a data file elsewhere.
 
-    Records may come from anywhere, so they cannot choose it: a path outside of it is refused.
+    Records are not trusted to choose it: a path outside of it is refused.
     """
     start = Path.cwd()
     return "." if file.resolve().is_relative_to(start) and start != Path(start.anchor) else str(file.parent)
@@ -293,7 +293,7 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
     names = "hub_backend autotokenizer_name add_eos_token use_fast model_max_length cache_dir padding_side"
     words = all_of(rule, names)
     translate(tokenizer, words, source, report, f"{at}tokenizer_config.", {"from_pretrained"})
-    images = unneeded("preprocessor_config.json of the folder says how images are prepared")
+    images = unneeded("read from preprocessor_config.json of the folder")
     preprocess = part_of(param, "preprocess_parameters", source)
     translate(preprocess, dict.fromkeys(preprocess, images), source, report, f"{at}preprocess_parameters.")
     _template(param.get("template_name"), family, f"{at}template_name", source, report)
@@ -336,7 +336,7 @@ def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobR
 
 
 def read_sampler(loader: Mapping[str, Any], source: str, report: JobReport) -> bool:
-    """Return whether samples are shuffled, as the names of a sampler and `shuffle` say."""
+    """Return whether samples are shuffled, given the name of the sampler and `shuffle`."""
     sampler, shuffle = loader.get("sampler_type"), loader.get("shuffle")
     if sampler is not None and str(sampler) not in _SAMPLERS:
         near = nearest(str(sampler), _SAMPLERS)

@@ -1,6 +1,6 @@
 """Offer the small names that the entry files of MindSpeed-MM import, so that edited copies of them run.
 
-What these names do there, a flag or the trainer does here; a function that would change a run says which.
+A flag or the trainer replaces each of them. A function that would change a run names its replacement.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_enable_lora() -> bool:
 
 
 def is_use_dynamic_dpcp() -> bool:
-    """Return False: one layout serves a whole run."""
+    """Return False: a run has one layout."""
     return False
 
 
@@ -75,7 +75,7 @@ class _NotHere:
     apply = __call__
 
 
-_ENCODERS = "leave out --hetero-parallel; encoders get a split of their own by parallel.encoders in a recipe"
+_ENCODERS = "leave out --hetero-parallel; parallel.encoders of a recipe splits encoders separately"
 change_parallel_state = _NotHere("change_parallel_state", _ENCODERS)
 apply_hetero_parallel_hooks = _NotHere("apply_hetero_parallel_hooks", _ENCODERS)
 hetero_align_config = _NotHere("hetero_align_config", _ENCODERS)
@@ -88,5 +88,5 @@ DynamicBatchingDataLoader = _NotHere(
     "DynamicBatchingDataLoader", "data.pack fills rows in the recipe that `tessera migrate JOB.sh` writes"
 )
 torch_fully_sharded_data_parallel_init = _NotHere(
-    "torch_fully_sharded_data_parallel_init", "setup_model_and_optimizer shards the model, as fsdp2_config.yaml says"
+    "torch_fully_sharded_data_parallel_init", "setup_model_and_optimizer shards the model by fsdp2_config.yaml"
 )

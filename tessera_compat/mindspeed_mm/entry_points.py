@@ -57,7 +57,7 @@ def pretrain(argv: Sequence[str]) -> None:
     report.check()
     if recipe["train"].get("task") == "diffusion_dpo":
         raise TesseraError(
-            "the section dpo compares pairs of videos, which is a job of its own",
+            "the section dpo belongs to another job, which compares pairs of videos",
             where=f"{args.mm_model}: dpo",
             fix="start it with posttrain_sora_dpo.py, or leave the section out",
         )
@@ -82,9 +82,7 @@ def posttrain_sora_dpo(argv: Sequence[str]) -> None:
     recipe, report = recipe_of(args)
     report.check()
     if recipe["train"].get("task") != "diffusion_dpo":
-        raise TesseraError(
-            "no section says how pairs of videos are compared", where=args.mm_model, fix='"dpo": {"loss_beta": 2000}'
-        )
+        raise TesseraError("the section dpo is missing", where=args.mm_model, fix='"dpo": {"loss_beta": 2000}')
     _train(args, recipe, report)
 
 
@@ -112,7 +110,7 @@ def inference(argv: Sequence[str]) -> None:
 
 
 def inference_sora(argv: Sequence[str]) -> None:
-    """Write the videos that an inference JSON asks for, and print where they are."""
+    """Write the videos of an inference JSON, and print their paths."""
     args = parse_args(argv)
     with _sampling_ranks(args) as parallel:
         for path in write_videos(args, progress() if args.rank == 0 else None, parallel):
@@ -122,9 +120,9 @@ def inference_sora(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _sampling_ranks(args: Args) -> Iterator[dict[str, int] | None]:
-    """Join the other ranks, and yield how all share the work; None: this is the only one.
+    """Join the other ranks, and yield how they share the work; None if this is the only rank.
 
-    Where no flag says it, all share the tokens of a video.
+    By default all ranks share the tokens of a video.
     """
     if args.pipeline_model_parallel_size > 1:
         raise TesseraError(
@@ -141,7 +139,7 @@ def _sampling_ranks(args: Args) -> Iterator[dict[str, int] | None]:
 
 
 def extract_features(argv: Sequence[str]) -> None:
-    """Write latents and embeddings of a job's videos; ranks share the work, and what is there already is kept."""
+    """Write latents and embeddings of a job's videos; ranks share the work, and existing files are reused."""
     args = parse_args(argv)
     log.setup()
     for line in extract(args).lines():

@@ -24,7 +24,7 @@ class Flag:
     kind: Kind
     default: Any
     state: State
-    note: str  # honoured: the recipe key or what it is compared with; otherwise the reason
+    note: str  # honoured: the recipe key, or the value it is compared with; otherwise the reason
     scope: Scope = "training"
     dest: str = ""  # Megatron's name of the value, where it is not the flag's own
 
@@ -45,7 +45,7 @@ def _honoured(kind: Kind, default: Any, notes: Mapping[str, str], scope: Scope =
 
 
 def _group(state: State, note: str, kinds: Mapping[Kind, str], scope: Scope = "training") -> Iterator[Flag]:
-    """Yield flags that share a state and its reason. Numbers and words have no default of their own here."""
+    """Yield flags that share a state and its reason. Numbers and words have no default here."""
     for kind, names in kinds.items():
         default = {"switch": False, "switch off": True}.get(kind)
         for name in names.split():
@@ -140,9 +140,9 @@ def _honoured_words() -> Iterator[Flag]:
         ("fsdp2-config-path", None, "parallel.fsdp2_config"),
         ("recompute-granularity", None, "parallel.recompute"),
         ("recompute-method", None, "parallel.recompute"),
-        ("optimizer", "adam", "optim.name: adam alone"),
+        ("optimizer", "adam", "optim.name: only adam"),
         ("optimizer-selection", "fused_adamw", "optim.name; fused_ema_adamw also sets train.ema"),
-        ("dpo-loss-type", "sigmoid", "train.task=dpo: sigmoid alone"),
+        ("dpo-loss-type", "sigmoid", "train.task=dpo: only sigmoid"),
         ("ref-model", None, "train.task=dpo: must be the folder that training begins from"),
     ):
         yield Flag(f"--{name}", "str", word, "honoured", note)
@@ -165,11 +165,11 @@ def _honoured_switches() -> Iterator[Flag]:
             "downcast-to-bf16": "precision.weights=bfloat16",
             "sequence-parallel": "parallel.sequence_parallel",
             "use-torch-fsdp2": "parallel.backend=fsdp2",
-            "use-distributed-optimizer": "parallel.shard=auto; without it every rank keeps whole weights",
+            "use-distributed-optimizer": "parallel.shard=auto; without it every rank has unsharded weights",
             "layerzero": "parallel.shard=auto: weights, gradients and optimizer are sharded over the ranks",
             "no-save-optim": "checkpoint.weights_only",
             "finetune": "training begins at step 0 with the weights of --load",
-            "recompute-activations": "accepted: attention keeps no scores that could be recomputed",
+            "recompute-activations": "accepted: attention saves no scores that could be recomputed",
             "recompute-skip-core-attention": "parallel.recompute, keep: attention",
             "recompute-activation-function": "parallel.recompute_activation",
             "recompute-norm": "parallel.recompute_norm",
@@ -194,7 +194,7 @@ def _sizes() -> Iterator[Flag]:
     yield Flag("--rotary-base", "float", None, "honoured", _SIZE)
     yield Flag("--untie-embeddings-and-output-weights", "switch", False, "honoured", _SIZE)
     yield from _meaningless(
-        "model.json or the model's folder says what the network is",
+        "the network is read from model.json or the model's folder",
         switches="swiglu qk-layernorm group-query-attention add-qkv-bias",
         ints="make-vocab-size-divisible-by",
         floats="attention-dropout hidden-dropout init-method-std",
@@ -205,7 +205,7 @@ def _sizes() -> Iterator[Flag]:
         "switch off",
         True,
         "meaningless",
-        "model.json or the model's folder says what the network is",
+        "the network is read from model.json or the model's folder",
         dest="add_bias_linear",
     )
     yield from _refused(
@@ -268,12 +268,12 @@ def _without_effect() -> Iterator[Flag]:
         "mbs_data_balance_sorting_algo",
     )
     yield from _meaningless(
-        "weights are kept once, in float32; what a block computes with is made from them", switches="reuse-fp32-param"
+        "weights are stored once, in float32; blocks compute with casts of them", switches="reuse-fp32-param"
     )
     yield from _meaningless("--layerzero shards over all ranks, block by block", strings="layerzero-config")
     yield from _meaningless("the device decides the communication backend", strings="distributed-backend")
     yield from _meaningless("adapters need no hook on frozen layers", words="lora-register-forward-hook")
-    yield from _meaningless("it has an effect with warm-up alone, which begins at zero here", floats="lr-warmup-init")
+    yield from _meaningless("it only affects warm-up, which begins at zero here", floats="lr-warmup-init")
     yield from _meaningless(
         "figures of every step are in the folder of the run", strings="tensorboard-dir wandb-project wandb-exp-name"
     )

@@ -38,7 +38,7 @@ Report = dict[str, tuple[Tensor, Tensor]]  # name -> numerator and denominator, 
 
 @dataclass
 class MicroBatch(Batch):
-    """Hold what a data iterator gave for one micro-batch, as it is.
+    """Hold the unchanged item of a data iterator for one micro-batch.
 
     It is the only element of the list `box`, so that `release` drops it also for records that outlive the step.
     """
@@ -79,13 +79,15 @@ class ForwardResult(NamedTuple):
 
 
 class ForwardStepTask(Task):
-    """Compute what the user's `forward_step` computes. It keeps the reports of the latest micro-batches."""
+    """Run the user's `forward_step`, and store the reports of the latest micro-batches."""
 
     def __init__(self, forward_step: ForwardStep | None = None, *, per_token: bool = False, cp: int = 1) -> None:
         self.forward_step = forward_step
         self.per_token, self.cp = per_token, cp
         self.reports: list[Report] = []
-        self.collected: list[Any] | None = None  # of `loss_func(output, non_loss_data=True)`, while somebody asks
+        self.collected: list[Any] | None = (
+            None  # of `loss_func(output, non_loss_data=True)`, while an evaluation collects them
+        )
 
     def counts(self, batch: Batch) -> dict[str, int] | None:
         """Return 1 for each micro-batch; None with `per_token`: only the loss function knows how many tokens it has."""
@@ -177,10 +179,10 @@ def mean_reports(reports: Sequence[Report]) -> dict[str, Tensor]:
 
 
 def compute_token_level_loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [sum of losses / cp, tokens] of this rank, the tokens alone, and [sum of losses, tokens] of data ranks.
+    """Return [sum of losses / cp, tokens] of this rank, the tokens, and [sum of losses, tokens] of data ranks.
 
     `outputs` has the losses of tokens or their sum under "loss", and which tokens count under "loss_mask"; with context
-    parallelism the number of tokens of the whole sequence under "token_nums" instead.
+    parallelism the number of tokens of the unsharded sequence under "token_nums" instead.
     """
     cp = parallel_state.get_context_parallel_world_size()
     losses = outputs["loss"].float()
@@ -204,7 +206,7 @@ def callback_name(function: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """Return a few words on what a callback returned."""
+    """Describe the return value of a callback in a few words."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, (tuple, list)):

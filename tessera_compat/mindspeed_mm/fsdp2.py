@@ -36,7 +36,7 @@ REPLICATE, SHARD = "Replicate", "Shard"
 
 @dataclass
 class Fsdp2Config:
-    """Hold the keys of `fsdp2_config.yaml`: what a class's own `_fully_shard` is given to read."""
+    """Hold the keys of `fsdp2_config.yaml`, as the `_fully_shard` of a class receives them."""
 
     sharding_size: int | str | None = None
     sub_modules_to_wrap: Sequence[str] | None = None
@@ -60,7 +60,7 @@ class Fsdp2Config:
 
     @classmethod
     def load_from_yaml(cls, yml_file: str | Path) -> Fsdp2Config:
-        """Return what a file says, with its defaults."""
+        """Read a file, with its defaults."""
         file = read_fsdp2_file(Path(yml_file))
         return cls(**{one.name: file.value(one.name) for one in fields(cls) if one.name != "plan"})
 
@@ -88,7 +88,7 @@ class Fsdp2Config:
     def to_dict(self) -> dict[str, Any]:
         """Return the keywords of torch's `fully_shard` for a block, without the mesh.
 
-        The type of the output is the root's alone: between blocks it would meet weights of another type.
+        Only the root casts its output: between blocks the cast would meet weights of another type.
         """
         policy = MixedPrecisionPolicy(
             param_dtype=_dtype(self.param_dtype),
@@ -178,13 +178,13 @@ def set_recompute_modules_to_wrap(
     recompute_modules_config: Sequence[str] | None = None,
     use_reentrant: bool | None = None,
 ) -> None:
-    """Recompute the activations of these modules in backward. Without a module: those that the recipe asks for."""
+    """Recompute the activations of these modules in backward. Without a module: those that the recipe selects."""
     if module is None:
         module, config, _ = _current()
         recompute_modules_config = config.recompute_modules
     else:
         config = _config_of(module)
-    # A recipe may say what a module keeps; the file and this function cannot.
+    # Only a recipe can set the activations that a recomputed module saves.
     planned = {} if config.plan is None else {one.path: one for one in config.plan.roles.recompute}
     paths = select_paths(module, recompute_modules_config)
     reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
@@ -195,7 +195,7 @@ def set_fullyshard_modules_to_wrap(
     module: nn.Module | None = None, fullyshard_modules_config: Sequence[str] | None = None, **fsdp2_kwargs: Any
 ) -> None:
     """Make each of these modules a shard group, and the module itself the root. Without a module: those that the
-    recipe asks for."""
+    recipe selects."""
     if module is None:
         module, config, arguments = _current()
         fullyshard_modules_config, fsdp2_kwargs = config.sub_modules_to_wrap, {**arguments, **fsdp2_kwargs}
@@ -219,8 +219,8 @@ def set_modules_to_prefetch(
 ) -> None:
     """Gather the weights of the next groups while one computes, along the tree of the model.
 
-    Called as `(module, list, forward, backward)`, as `(forward, backward)`, or without arguments; what is left out is
-    what the recipe asks for.
+    Called as `(module, list, forward, backward)`, as `(forward, backward)`, or without arguments; missing
+    arguments are those of the recipe.
     """
     if isinstance(module, nn.Module):
         config, patterns = _config_of(module), fullyshard_modules_config

@@ -40,7 +40,7 @@ log = logging.getLogger("tessera")
 
 
 class Fsdp2File(Section):
-    """Hold the keys of the file. None: the file does not say, and `value` has the default of its form.
+    """Hold the keys of the file. None: the key is missing, and `value` returns the default of the file's form.
 
     There are two forms. Files of MindSpeed-MM name modules by path; files of MindSpeed's core name classes by import
     path, and some of their defaults differ.
@@ -90,8 +90,8 @@ def read_fsdp2_file(path: Path) -> Fsdp2File:
     file = build(Fsdp2File, read_mapping(path), str(path))
     if not file.reshard_local_experts and file.expert_parallel_size > 1:
         raise TesseraError(
-            "reshard_local_experts: false would keep the experts of a rank whole; here the ranks that have the same "
-            "experts always share their weights",
+            "reshard_local_experts: false would leave the experts of a rank unsharded; ranks with the same experts "
+            "always share their weights here",
             where=str(path),
             fix="leave it out, or set expert_parallel_size to sharding_size: then no two ranks have the same experts",
         )
@@ -99,9 +99,9 @@ def read_fsdp2_file(path: Path) -> Fsdp2File:
 
 
 def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe with the file that it names (`parallel.fsdp2_config`) taken up into its sections.
+    """Merge the file that a recipe names (`parallel.fsdp2_config`) into the sections of the recipe.
 
-    A key that both give must have one value. A default of the file yields to what the recipe says.
+    A key that both set must have one value. The recipe replaces defaults of the file.
     """
     sections = {name: dict(recipe.get(name) or {}) for name in ("parallel", "precision")}
     named = sections["parallel"].pop("fsdp2_config")
@@ -112,12 +112,12 @@ def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if file.align_fsdp_param_groups:
         log.warning(
             "%s: align_fsdp_param_groups has no effect here: it moves the norms of two classes of MindSpeed-MM into a "
-            "group of their own, which changes no result; here each block is one group",
+            "separate group, which changes no result; here each block is one group",
             path,
         )
     if file.moe_modules:
         log.warning(
-            "%s: moe_modules has no effect here: a model says itself which of its modules hold experts, and "
+            "%s: moe_modules has no effect here: the plan of a model lists the modules that hold experts, and "
             "expert_parallel_size distributes all of them",
             path,
         )

@@ -28,7 +28,7 @@ def is_container(data: Mapping[str, Any]) -> bool:
 
 
 def with_our_modules(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job with the transformer's modules by our names; those of frozen encoders are left out."""
+    """Return the job with the transformer's modules by our names, without those of frozen encoders."""
 
     def renamed(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def set_video_parts(recipe: dict[str, Any], data: Mapping[str, Any], source: str
 
 
 def _described(section: Mapping[str, Any], source: str, report: JobReport) -> dict[str, Any]:
-    """Return the model.json that a container stands for."""
+    """Return the model.json that is equivalent to a container."""
     name = str(section.get("model_id"))
     if name not in _CONTAINERS:
         near = nearest(name, _CONTAINERS)

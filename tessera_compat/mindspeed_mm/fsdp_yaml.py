@@ -53,8 +53,8 @@ PARALLEL_KEYS: dict[str, KeyRule] = {
     "expert_parallel_size": sets("parallel.ep"),
     "expert_fully_shard_parallel_size": unneeded("experts are sharded over the ranks that expert parallelism leaves"),
     "data_parallel_size": unneeded("it follows from the number of ranks"),
-    "context_parallel_size": refused("the trainer never read it; say ulysses_parallel_size"),
-    "tp_plan": unneeded("the model says itself how it is split"),
+    "context_parallel_size": refused("the trainer never reads it; use ulysses_parallel_size"),
+    "tp_plan": unneeded("the plan of the model describes its split"),
 }
 FSDP_KEYS: dict[str, KeyRule] = {
     "param_dtype": sets("precision.compute", _type),
@@ -100,7 +100,7 @@ FEATURE_KEYS: dict[str, KeyRule] = {
 _LOSS = {
     "loss_type": fixed("raw", "default", "per_token_loss", "token_loss"),
     "router_aux_loss_coef": sets(AUX_LOSS, float),
-    "router_aux_loss_offload": unneeded("the load balancing loss keeps nothing"),
+    "router_aux_loss_offload": unneeded("the load balancing loss has no state"),
     **all_of(unneeded("the loss is always computed in chunks that fit"), "compute_mode chunk_size"),
 }
 TRAINING_KEYS: dict[str, KeyRule] = {
@@ -118,10 +118,10 @@ TRAINING_KEYS: dict[str, KeyRule] = {
     "val_interval": sets("train.eval_every"),
     **all_of(unneeded("all updates run in one kernel where the device has it"), "adam_fused clip_grad_foreach"),
     **all_of(_BUILT, "init_model_with_meta_device load_rank0_and_broadcast"),
-    **all_of(unneeded("folders and runs are told apart by what they hold"), "load_strict"),
+    **all_of(unneeded("folders and runs are detected by their files"), "load_strict"),
     **all_of(unneeded("a Hugging Face folder holds neither"), "no_load_optim no_load_rng no_save_rng"),
     "save_format": unneeded("checkpoints have one format; tessera convert writes Hugging Face folders"),
-    "save_ckpt_dtype": unneeded("tessera convert --dtype says it"),
+    "save_ckpt_dtype": unneeded("use tessera convert --dtype"),
     "val_micro_batch_size": unneeded("evaluation takes the rows of a micro-batch"),
     **all_of(unneeded("families are part of the package"), "plugin"),
     **all_of(_KERNEL, "allow_hf32"),
@@ -133,7 +133,7 @@ TRAINING_KEYS: dict[str, KeyRule] = {
         "ckpt_manager load_checkpoint_path save_steps max_steps profile",
     ),
     **all_of(refused("fp8 is not among the precisions here"), "quantization_plan"),
-    **all_of(refused("say train_iters; an epoch is not counted here"), "train_epochs"),
+    **all_of(refused("use train_iters; epochs are not counted here"), "train_epochs"),
     **all_of(unneeded("optimizer switches it"), "muon_momentum muon_ns_steps mem_fraction_static"),
 }
 LORA_KEYS: dict[str, KeyRule] = {
@@ -210,7 +210,7 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
 
 
 def _places(source: str) -> dict[str, str]:
-    """Return where a file of this form can say the keys of a recipe."""
+    """Return the keys of such a file by the recipe keys that they set."""
     tables = {"parallel.": PARALLEL_KEYS, "parallel.fsdp_plan.": FSDP_KEYS, "training.": TRAINING_KEYS}
     targets = {rule.target: f"{at}{key}" for at, rules in tables.items() for key, rule in rules.items() if rule.target}
     memory = {"parallel.recompute": "recompute_plan", "parallel.activation_offload": "activation_offload_plan"}
@@ -232,7 +232,7 @@ def _set_parallel(recipe: dict[str, Any], section: Mapping[str, Any], source: st
     _put_all(recipe, translate(section.get("fsdp_plan") or {}, FSDP_KEYS, source, report, "parallel.fsdp_plan."))
     ep_plan = section.get("ep_plan") or {}
     experts = all_of(
-        unneeded("the model says itself which modules hold experts"),
+        unneeded("the plan of the model lists the modules that hold experts"),
         "apply_modules apply_efsdp_modules dispatcher use_npu_fused_ops",
     )
     translate(ep_plan, experts, source, report, "parallel.ep_plan.")
@@ -255,7 +255,7 @@ def _set_model(
 ) -> None:
     why_not = unknown_model(section.get("model_id"), section.get("model_name_or_path"))
     outcome: Outcome = "not supported" if why_not else "not needed"
-    note = why_not or "the folder says what the model is"
+    note = why_not or "read from the folder"
     report.add(source, "model.model_id", section.get("model_id"), outcome, note)
     handled = {
         "model_id",
@@ -278,7 +278,7 @@ def _set_model(
     if "load" in training:
         report.add(source, "training.load", loaded, "mapped", "model.weights" if converted else "model.path")
     if "load_format" in training:
-        note = "model.weights" if converted else "folders and runs are told apart by what they hold"
+        note = "model.weights" if converted else "folders and runs are detected by their files"
         report.add(
             source, "training.load_format", training["load_format"], "mapped" if converted else "not needed", note
         )
@@ -304,7 +304,7 @@ def _set_model(
 
 
 def _is_converted(folder: Path, form: str | None) -> bool:
-    """Return whether a job loads DCP or shards. A run of an earlier job is loaded as it is, whatever it is called."""
+    """Return whether a job loads DCP or shards. A run of an earlier job is loaded directly, under any name."""
     return is_foreign_checkpoint(folder) or (form == "dcp" and not (folder / "config.yaml").is_file())
 
 
@@ -378,7 +378,9 @@ def _set_training(
         report.add(source, "training.lr_start", section["lr_start"], "not supported", "warm-up begins at zero")
     if section.get("lr_decay_ratio") not in (None, 1, 1.0):
         value = section["lr_decay_ratio"]
-        report.add(source, "training.lr_decay_ratio", value, "not supported", "the rate decays over the whole run")
+        report.add(
+            source, "training.lr_decay_ratio", value, "not supported", "the rate decays until the end of the run"
+        )
     groups = [
         {"pattern": path, "lr": optim["lr"] * float(scaling["scale"])}
         for scaling in section.get("lr_scaling_plan") or []

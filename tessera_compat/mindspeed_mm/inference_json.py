@@ -29,14 +29,14 @@ GENERATION_KEYS: dict[str, KeyRule] = {
         "decoder_start_token_id forced_bos_token_id forced_eos_token_id",
     ),
     **all_of(
-        unneeded("generation keeps its cache, and returns the answer alone"),
+        unneeded("generation always uses its cache, and returns only the answer"),
         "use_cache kv_cache split_batch output_attentions output_hidden_states output_scores output_logits "
         "return_dict_in_generate return_legacy_cache cache_implementation cache_config low_memory max_time "
         "num_assistant_tokens num_assistant_tokens_schedule remove_invalid_values renormalize_logits",
     ),
     **all_of(unneeded("max_new_tokens says it"), "max_length"),
     **all_of(
-        unneeded("it has an effect with beams alone"),
+        unneeded("it only affects beam search"),
         "length_penalty early_stopping num_beam_groups num_return_groups diversity_penalty",
     ),
 }
@@ -56,10 +56,10 @@ OFF_KEYS = (
     "dola_layers min_p token_healing watermarking_config max_matching_ngram_size stop_strings"
 )
 _TOP: dict[str, KeyRule] = {
-    "dtype": unneeded("weights are kept in the type they are stored in"),
+    "dtype": unneeded("weights have the type of their files"),
     "device": unneeded("an accelerator is used if there is one"),
     "template": unneeded("the model's folder has the template"),
-    "infer_data_type": unneeded("the files say what they are"),
+    "infer_data_type": unneeded("detected from the files"),
     "min_pixels": sets("min_pixels"),
     "max_pixels": sets("max_pixels"),
     "num_segments": sets("frames"),
@@ -98,7 +98,7 @@ class Asked:
 
 
 def read_settings(data: Mapping[str, Any], source: str, report: JobReport) -> AnswerSettings:
-    """Return how an inference or evaluation JSON asks; every key gets a line in the report."""
+    """Read the settings of an inference or evaluation JSON. Every key gets a line in the report."""
     pipeline = data.get("pipeline_class") or data.get("model_id")
     if pipeline not in PIPELINES:
         near = nearest(str(pipeline), PIPELINES)
@@ -106,8 +106,8 @@ def read_settings(data: Mapping[str, Any], source: str, report: JobReport) -> An
     processor = translate(data, _TOP, source, report, handled=_OWN | _MODEL_KEYS, section="data.processor.")
     if data.get("image_encoder"):
         described = {key: data[key] for key in data if key in _MODEL_KEYS and key != "model_id"}
-        read_model(described, source, JobReport())  # only to check it: the folder says what the model is
-        report.add(source, "image_encoder, text_decoder", "...", "not needed", "the folder says what the model is")
+        read_model(described, source, JobReport())  # only to check it: the model is read from the folder
+        report.add(source, "image_encoder, text_decoder", "...", "not needed", "read from the folder")
     generation = _generation(data.get("generation_config") or {}, source, report)
     tokenizer = data.get("tokenizer") or {}
     folders = [tokenizer.get("from_pretrained"), data.get("image_processer_path")]
@@ -118,7 +118,7 @@ def read_settings(data: Mapping[str, Any], source: str, report: JobReport) -> An
 
 
 def read_inference(data: Mapping[str, Any], source: str, report: JobReport) -> Asked:
-    """Return what an inference JSON asks; every key gets a line in the report."""
+    """Read the questions of an inference JSON. Every key gets a line in the report."""
     settings = read_settings(data, source, report)
     prompts = data.get("prompts")
     if not prompts:

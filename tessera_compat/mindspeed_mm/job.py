@@ -94,7 +94,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
-    """Leave recomputation to the file of FSDP2 where it names modules, whatever model.json says of its towers."""
+    """Drop the recomputation of model.json if the FSDP2 file names modules to recompute."""
     file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
     if file is None or not file.recompute_modules or "recompute" not in section:
         return
@@ -102,19 +102,19 @@ def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, rep
     towers = {"vision": "image_encoder.vision_encoder", "projector": "image_encoder.vision_projector"}
     for tower, keys in model.recompute.items():
         for key in keys:
-            report.change(f"{towers.get(tower, 'text_decoder')}.{key}", "recompute_modules of the FSDP2 file say it")
+            report.change(f"{towers.get(tower, 'text_decoder')}.{key}", "set by recompute_modules of the FSDP2 file")
 
 
 def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobReport) -> None:
-    """Report where model.json says another size than the command line, whose sizes only satisfy an argument check."""
+    """Report sizes of model.json that differ from the command line, whose sizes only satisfy an argument check."""
     for name, target in _SHELL_SIZES.items():
         size = getattr(args, name)
         if size is not None and target in model.fields and model.fields[target] != size:
-            report.change(f"--{name.replace('_', '-')}", f"{source} says {model.fields[target]}, there as here")
+            report.change(
+                f"--{name.replace('_', '-')}", f"{source} has {model.fields[target]}, which counts there and here"
+            )
     if args.untie_embeddings_and_output_weights and model.fields.get("tie_word_embeddings"):
-        raise TesseraError(
-            f"--untie-embeddings-and-output-weights: {source} says that they are tied", where=WHERE, fix="say one"
-        )
+        raise TesseraError(f"--untie-embeddings-and-output-weights: {source} ties them", where=WHERE, fix="say one")
 
 
 def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataFile, report: JobReport) -> None:

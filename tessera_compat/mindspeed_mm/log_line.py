@@ -35,7 +35,7 @@ class IterationLog(Callback):
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.latest: dict[str, Tensor] = {}  # what the user's loss function reported in the latest iteration
+        self.latest: dict[str, Tensor] = {}  # reports of the user's loss function in the latest iteration
         self._losses: dict[str, list[Tensor]] = {}  # of each iteration since the last line
         self._last: StepResult | None = None
         self._iterations = self._skipped = self._tokens = 0
@@ -119,10 +119,10 @@ class IterationLog(Callback):
 
 
 class SaveLog(Callback):
-    """Print the lines about checkpoints; keep the names of Megatron beside them.
+    """Print the lines about checkpoints, and link them under Megatron's names.
 
     `iter_0000100` is a link to the checkpoint of that step, and `latest_checkpointed_iteration.txt` has the number of
-    the newest one. What they hold is a checkpoint of Tessera: `mm-convert`, `--load` and `tessera` read it.
+    the newest one. The contents are a checkpoint of Tessera, which `mm-convert`, `--load` and `tessera` read.
     """
 
     def __init__(self, args: Any) -> None:
@@ -151,13 +151,13 @@ def consumed_samples(trainer: TrainerHandle, args: Any) -> int:
 
 
 def print_on_last_rank(world: World, line: str) -> None:
-    """Print a line on the last rank alone."""
+    """Print a line on the last rank."""
     if world.rank == world.size - 1:
         print(line, flush=True)
 
 
 def _training_time(trainer: TrainerHandle) -> float:
-    """Return a clock that stands still while the run evaluates or saves."""
+    """Return a clock that stops while the run evaluates or saves."""
     return time.perf_counter() - trainer.paused_seconds
 
 

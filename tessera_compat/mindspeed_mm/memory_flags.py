@@ -1,7 +1,7 @@
-"""Translate the flags that save memory: what is recomputed, and what waits in host memory.
+"""Translate the flags that save memory: recomputation and activation offload.
 
-MindSpeed applies them one inside the other. Here a layer is recomputed as a whole, or its attention waits in host
-memory, or parts of it are recomputed: of several flags the one that saves most counts for a layer. No result changes.
+MindSpeed nests them. Here a layer is fully recomputed, or its attention is offloaded, or parts of it are recomputed: of
+several flags, the one that saves most applies to a layer. No result changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tessera_compat.mindspeed_mm.report import JobReport
 
 
 def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
-    """Set what is recomputed and what waits in host memory in the section `parallel` of a recipe."""
+    """Set recomputation and activation offload in the section `parallel` of a recipe."""
     stages = section.get("layers", {})
     whole = _whole_layers(section, args, model)
     patterns = [one["modules"] if isinstance(one, dict) else one for one in whole]
@@ -50,7 +50,7 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
 
 
 def _whole_layers(section: dict[str, Any], args: Args, model: ModelFile) -> list[Any]:
-    """Return the text layers that are recomputed as a whole, or all of them but attention."""
+    """Return the text layers that are fully recomputed, or recomputed except for attention."""
     settings = {
         "recompute_granularity": args.recompute_granularity,
         "recompute_method": args.recompute_method,
@@ -67,7 +67,7 @@ def _whole_layers(section: dict[str, Any], args: Args, model: ModelFile) -> list
 
 
 def _depth(args: Args, model: ModelFile) -> int:
-    """Return the number of text layers; where the folder that says it is not on this machine, more than any has."""
+    """Return the number of text layers; if the model's folder is on another machine, more than any model has."""
     depth = model.fields.get("text.num_hidden_layers")
     folder = Path(args.load_base_model or args.load or model.folder or "")
     if depth is None and ((folder / "config.json").is_file() or (folder / "config.yaml").is_file()):

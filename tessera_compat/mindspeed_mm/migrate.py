@@ -48,7 +48,7 @@ _EMPTY = ("logs", "data", "ckpt")
 
 @dataclass(frozen=True)
 class MigratedJob:
-    """Hold a recipe that does what a job did, and the report on each key of the job."""
+    """Hold the recipe that is equivalent to a job, and the report on each key of the job."""
 
     recipe: dict[str, Any]  # empty: its commands need none
     report: JobReport
@@ -120,8 +120,8 @@ def migrate(
 
 
 def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch, dict[str, str]]:
-    """Read a launch script, and join what stands for one value. Where a file that is not here counts machines, take the
-    fewest that hold the model."""
+    """Read a launch script, and join words of one value. If the host file is on another machine, assume the fewest
+    machines that hold the model."""
     job = read_shell(path, environment)
     launch = _launch_of(job)
     fewest = -(-launch.model_ranks // launch.ranks_per_machine)
@@ -133,8 +133,8 @@ def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[She
 
 
 def join_values(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words with each value as one, and the values that were several: placeholders that nobody has replaced,
-    such as `--save path to save your weights`."""
+    """Join values of several words, and return the words and these values. They are placeholders that the user has not
+    replaced, such as `--save path to save your weights`."""
     words: list[str] = []
     joined: dict[str, str] = {}
     for word in argv:
@@ -164,7 +164,7 @@ def _launch_of(job: ShellJob) -> Launch:
 
 
 def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
-    """Add what a script does beside the launch, and what of it was not read."""
+    """Report commands of a script beside the launch, and commands that were not read."""
     for line, command, what in job.unread:
         report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
     for other_launch in job.launches:
@@ -178,20 +178,21 @@ def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
             )
     for line, name in job.hosts:
         note = (
-            f"{name} is not here: {launch.machines} taken, as many as hold the model; NNODES=N tessera migrate says it"
+            f"{name} is not here: {launch.machines} taken, as many as hold the model; "
+            "NNODES=N tessera migrate sets another number"
         )
         report.add("script", f"line {line}", f"lines of {name}", "differs", note)
     for line, name in job.absent:
         note = f"{name} is not here; where it is missing the script ends"
         report.add("script", f"line {line}", "exit", "not needed", note)
     for name, line in job.from_environment.items():
-        report.add("script", f"line {line}", f"${name}", "mapped", "the environment says it, in place of a command")
+        report.add("script", f"line {line}", f"${name}", "mapped", "taken from the environment, in place of a command")
     for name, line in job.unset.items():
         report.add("script", f"line {line}", f"${name}", "not needed", "not set here: nothing, as in a shell")
 
 
 def _with_environment(migrated: MigratedJob, launch: Launch) -> MigratedJob:
-    """Add what the exported variables of the script say to the recipe and to the report."""
+    """Translate the exported variables of the script, and report them."""
     recipe = apply_overrides(migrated.recipe, job_settings(launch.exports), str(launch.path))
     exported: dict[str, str] = {}
     for name, value in launch.exports.items():

@@ -1,6 +1,6 @@
 """Offer the bases of models that are written for MindSpeed-MM: `MultiModalModule`, `FSDP2Mixin`, `WeightInitMixin`.
 
-None of them is needed here: a plain `nn.Module` is split by the plan of the recipe alone.
+None of them is needed here: the plan of the recipe splits a plain `nn.Module`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MultiModalModule(MegatronModule):
         self.input_tensor: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Set what the forward pass begins with instead of its own input."""
+        """Set the tensor that replaces the input of the forward pass."""
         self.input_tensor = input_tensor
 
 
@@ -57,7 +57,7 @@ class FSDP2Mixin:
         """Stop the training of some parameters; `TransformersModel` calls it with the model's configuration."""
 
     def post_meta_init(self) -> None:
-        """Complete what is left open once memory is allocated; see `core.types.AdjustsAfterInit`."""
+        """Compute buffers once memory is allocated; see `AdjustsAfterInit`."""
 
     def shard_itself(self, plan: Plan, arguments: dict[str, Any]) -> None:
         """Apply recompute, sharding and prefetch for a run of Tessera."""
@@ -67,7 +67,7 @@ class FSDP2Mixin:
     def fully_shard(
         self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | Path | None = None, **kwargs: Any
     ) -> bool:
-        """Shard this module over the ranks of a group (None: all) as a file says, and return True.
+        """Shard this module over the ranks of a group (None: all) by a file, and return True.
 
         Parameters on the meta device are allocated, filled by `init_weights` and completed by `post_meta_init`.
         """
@@ -102,7 +102,7 @@ class FSDP2Mixin:
             self.fsdp2_kwargs["ignored_params"] = parameters
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Fsdp2Config) -> None:
-        """Shard as the configuration says; a class overrides this to do it in its own way."""
+        """Shard by the configuration. A class may override this."""
         set_recompute_modules_to_wrap(self._module, fsdp2_config.recompute_modules, fsdp2_config.use_reentrant)
         set_fullyshard_modules_to_wrap(self._module, fsdp2_config.sub_modules_to_wrap, **fsdp2_kwargs)
         set_modules_to_prefetch(
@@ -113,7 +113,7 @@ class FSDP2Mixin:
         )
 
     def _post_fully_shard(self) -> None:
-        """Do what is left after sharding; a class may override this."""
+        """Run after sharding. A class may override this."""
 
     def _run_fully_shard(self) -> None:
         with sharding(self._module, self.fsdp2_config, self.fsdp2_kwargs):
@@ -140,7 +140,7 @@ class FSDP2Mixin:
         mesh = self.fsdp2_kwargs["mesh"]
         copies = mesh.get_group(REPLICATE) if REPLICATE in (mesh.mesh_dim_names or ()) else None
         for parameter in self._module.parameters():
-            ranks = copies if isinstance(parameter, DTensor) else group  # what is ignored is whole on every rank
+            ranks = copies if isinstance(parameter, DTensor) else group  # ignored modules are unsharded
             if ranks is not None:
                 first = dist.get_process_group_ranks(ranks)[0]
                 dist.broadcast(local_shard(parameter.detach()), first, group=ranks)
@@ -153,8 +153,8 @@ class FSDP2Mixin:
 class WeightInitMixin:
     """Draw initial weights by rule: biases are zero, weights of norms are one, everything else is normal.
 
-    In a run this happens on a whole module in host memory, under the run's seed, and each rank keeps its shards, so
-    that any layout starts from the same numbers. A model too large for that has `initialize(name, tensor, generator)`
+    In a run this happens on the unsharded module in host memory, with the run's seed. Each rank takes its shards, so
+    any layout starts from the same numbers. A model too large for that has `initialize(name, tensor, generator)`
     instead, or loads weights.
     """
 

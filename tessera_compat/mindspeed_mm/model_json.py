@@ -1,4 +1,4 @@
-"""Translate `model.json` of a vision-language job: family, sizes, what is frozen, stages and recomputation."""
+"""Translate `model.json` of a vision-language job: family, sizes, frozen parts, stages and recomputation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tessera_compat.mindspeed_mm.report import (
 
 AUX_LOSS, _LOGITS = "text.experts.router_aux_loss_coef", "text.experts.output_router_logits"
 TEXT, VISION = "text.layers", "vision.blocks"  # where our models keep the layers of a tower
-_DTYPE = unneeded("precision is said once, by --bf16 or --fp16")
+_DTYPE = unneeded("precision is set by --bf16 or --fp16")
 _KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
 _FAMILY = unneeded("the family says it")
-_SPLIT = unneeded("ranks are said once, by the sizes on the command line")
+_SPLIT = unneeded("ranks are set by the sizes on the command line")
 _COPIED = unneeded("the converter of weights needs it")
-_TOWER_WEIGHTS = refused("weights of one tower are not read: name a folder of the whole model, --load FOLDER")
+_TOWER_WEIGHTS = refused("weights of one tower are not read: name a folder of the complete model, --load FOLDER")
 _FUSIONS = (
     "bias_activation_fusion masked_softmax_fusion bias_dropout_fusion apply_rope_fusion memory_efficient_layer_norm "
     "persist_layer_norm"
@@ -96,7 +96,7 @@ TEXT_KEYS: dict[str, KeyRule] = {
     **all_of(_FAMILY, "moe_layer_freq moe_router_load_balancing_type moe_router_score_function moe_router_pre_softmax"),
     "router_gating_in_fp32": _DTYPE,
     "synchronize_per_layer": unneeded("transfers to host memory wait for themselves"),
-    "seq_length": unneeded("--seq-length or cutoff_len says it"),
+    "seq_length": unneeded("set by --seq-length or cutoff_len"),
 }
 VISION_KEYS: dict[str, KeyRule] = {
     **all_of(_DTYPE, "params_dtype bf16 fp16 attention_softmax_in_fp32"),
@@ -169,7 +169,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "internvl": _TILED,
     "llava": _TILED,
 }
-# Ids of vision encoders in model.json -> our families. Qwen2.5-VL is told from Qwen2-VL by its windows.
+# Ids of vision encoders in model.json -> our families. Qwen2.5-VL differs from Qwen2-VL by its windows.
 _ENCODERS = {
     "qwen2vit": "qwen2_vl",
     "qwen2_5_vit": "qwen2_5_vl",
@@ -195,7 +195,7 @@ PATCH_KEYS = {
     "infer_fa": _KERNEL,
     "scale_grad": unneeded("gradients are final when backward ends"),
     "adaptive_clip_grad_norm": refused("the guard clips spikes; see guard.policy"),
-    "muon_optimizer": refused("say --optimizer muon, or optim.name=muon in a recipe"),
+    "muon_optimizer": refused("use --optimizer muon, or optim.name=muon in a recipe"),
     "layerwise_disaggregated_training": refused("layers stay on the ranks of one job"),
     "hetero_parallel_cp": refused("parallel.encoders splits an encoder in its own way"),
 }
@@ -204,11 +204,11 @@ LOSS_KEYS = {
     "chunk_size": unneeded("the loss is always computed in chunks that fit"),
     "loss_type": fixed("default", "raw", "per_token_loss", "token_loss"),
     "router_aux_loss_coef": sets(AUX_LOSS, float),
-    "router_aux_loss_offload": unneeded("the load balancing loss keeps nothing"),
+    "router_aux_loss_offload": unneeded("the load balancing loss has no state"),
 }
 _OWN = {"model_id", "freeze", "pipeline_num_layers", "activation_offload"}
 RECOMPUTE_KEYS = {"recompute_granularity", "recompute_method", "recompute_num_layers"}
-COMPARED = (  # fields of which the folder and model.json must say the same
+COMPARED = (  # fields that must be equal in the folder and in model.json
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "depth", "embed_dim", "num_heads", "patch_size", "spatial_merge_size", "rope_theta"),
 )
@@ -218,12 +218,12 @@ COMPARED = (  # fields of which the folder and model.json must say the same
 class ModelFile:
     """Hold the content of a `model.json` under Tessera's names."""
 
-    family: str | None = None  # None: the folder says it
+    family: str | None = None  # None: read from the folder
     folder: str | None = None  # init_from_hf_path
     fields: dict[str, Any] = field(default_factory=dict)  # dotted keys of model.config
     freeze: list[str] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)  # stream -> layers of each stage
-    depths: dict[str, Any] = field(default_factory=dict)  # stream -> all its layers, as num_layers says
+    depths: dict[str, Any] = field(default_factory=dict)  # stream -> all its layers, num_layers
     recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # tower -> its recompute_* keys
     offload: list[str] = field(default_factory=list)
 
@@ -234,7 +234,7 @@ class ModelFile:
 
 
 def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> ModelFile:
-    """Return what a `model.json` (or the `model` section of a YAML job) says; every key gets a line in the report."""
+    """Translate a `model.json`, or the `model` section of a YAML job. Every key gets a line in the report."""
     if "predictor" in data or "ae" in data:
         raise TesseraError(
             "this describes a model of image or video generation", where=source, fix="pretrain_sora.py trains it"
@@ -285,7 +285,7 @@ def _plain_rope(text: Mapping[str, Any], source: str, report: JobReport) -> Mapp
     scaling = text.get("rope_scaling")
     if not isinstance(scaling, Mapping) or scaling.get("type", scaling.get("rope_type")) != "dynamic":
         return text
-    note = "it begins beyond max_position_embeddings; the model's folder says it"
+    note = "it begins beyond max_position_embeddings, which is read from the model's folder"
     report.add(source, "text_decoder.rope_scaling", dict(scaling), "not needed", note)
     return {key: value for key, value in text.items() if key != "rope_scaling"}
 
@@ -319,9 +319,9 @@ def _ids(
     report: JobReport,
     file: ModelFile,
 ) -> None:
-    """Report what the names of model and parts become: the family, or that none has it."""
+    """Report the family that the names of model and parts select, or that there is none."""
     why_not = unknown_model(data.get("model_id"), file.folder) if file.family is None else None
-    note = f"model.family={file.family}" if file.family else why_not or "model.family: found from the folder"
+    note = f"model.family={file.family}" if file.family else why_not or "model.family: detected from the folder"
     outcome: Outcome = "not supported" if why_not else "mapped"
     places = (
         ("", data),
@@ -430,7 +430,7 @@ def recompute_patterns(settings: Mapping[str, Any], modules: str, stages: Sequen
     layers of each stage.
     """
     if settings.get("recompute_granularity") != "full":
-        return []  # selective: attention keeps no scores that could be recomputed
+        return []  # selective: attention saves no scores that could be recomputed
     number = settings.get("recompute_num_layers")
     if settings.get("recompute_method") != "block" or number is None:
         return [f"{modules}.{{*}}"]

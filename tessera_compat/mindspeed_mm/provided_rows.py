@@ -1,4 +1,4 @@
-"""Number the micro-batches of what a `train_valid_test_datasets_provider` returns, for a trainer that asks by number.
+"""Number the micro-batches of a `train_valid_test_datasets_provider`, for a trainer that requests them by number.
 
 | returned | which batches a rank gets | where a resumed run goes on |
 |---|---|---|
@@ -55,7 +55,7 @@ class ProvidedRows(LoaderBatches):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the number of this rank among those that read rows, and how many these are."""
+        """Return the position of this rank among the ranks that read rows, and their number."""
         return self._position, self._ranks
 
     def bind(self, data: Any) -> None:
@@ -136,7 +136,7 @@ class ProvidedRows(LoaderBatches):
 
 
 def loader_of(dataset: Any, args: Any) -> Any:
-    """Return the loader of a Dataset as `--dataloader-type` says; a loader, an iterable or an iterator as it is."""
+    """Return the loader of a Dataset by `--dataloader-type`; return a loader, an iterable or an iterator unchanged."""
     if isinstance(dataset, DataLoader) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         return dataset
     return DataLoader(

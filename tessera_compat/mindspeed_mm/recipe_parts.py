@@ -63,9 +63,9 @@ TOOL_KEYS: dict[str, dict[str, str]] = {
 
 
 def note_behaviour(report: JobReport, *, calculates_tokens: bool, pairs: bool) -> None:
-    """Add to the report how a run here differs from MindSpeed-MM without any key that asks for it."""
+    """Report how a run here differs from MindSpeed-MM by default."""
     if pairs:
-        note = "data.truncate=never: a pair that is too long is left out and listed"
+        note = "data.truncate=never: a pair that is too long is skipped and listed"
     else:
         note = "data.truncate=turns: cut after the last turn that fits"
         if not calculates_tokens:
@@ -125,7 +125,7 @@ def parallel_section(
     args: Any, layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any], main: str
 ) -> dict[str, Any]:
     """Return the layout of a job. `layers`: of each stream on each stage; `depths`: all layers of each stream; `main`:
-    the stream without which there is no list. One stage has all layers, whatever the lists say."""
+    the stream that a list needs. A single stage has all layers, and lists are ignored."""
     virtual = args.virtual_pipeline_model_parallel_size or 1
     stages = args.pipeline_model_parallel_size * virtual
     if stages > 1:
@@ -158,7 +158,7 @@ def parallel_section(
 
 
 def shards_weights(args: Any) -> bool:
-    """Return whether a flag asks for weights that are sharded over the ranks."""
+    """Return whether a flag shards the weights over the ranks."""
     return bool(args.use_torch_fsdp2 or args.use_distributed_optimizer or args.layerzero)
 
 
@@ -221,7 +221,7 @@ def _schedule(args: Any, steps: int) -> dict[str, Any]:
         raise TesseraError(
             f"--lr-decay-iters is {args.lr_decay_iters}, and there are {steps} steps",
             where=COMMAND_LINE,
-            fix="the learning rate decays over the whole run here; leave it out",
+            fix="the learning rate decays until the end of the run here; leave it out",
         )
     warmup = args.lr_warmup_iters or round((args.lr_warmup_fraction or 0) * steps)
     schedule: dict[str, Any] = {"kind": args.lr_decay_style, "warmup": warmup}
@@ -231,7 +231,7 @@ def _schedule(args: Any, steps: int) -> dict[str, Any]:
 
 
 def precision_section(args: Any) -> dict[str, Any]:
-    """Return the types of weights and of computation; a file of FSDP2 may say the latter."""
+    """Return the types of weights and of computation; an FSDP2 file may set the latter."""
     compute = "bfloat16" if args.bf16 or args.downcast_to_bf16 else "float16" if args.fp16 else "float32"
     section: dict[str, Any] = {"weights": "bfloat16" if args.downcast_to_bf16 else "float32"}
     file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
@@ -259,7 +259,7 @@ def is_foreign_checkpoint(folder: Path) -> bool:
 
 def foreign_checkpoint(folder: str, where: str, named: str = "as tokenizer in data.json") -> TesseraError:
     return TesseraError(
-        f"{folder} holds shards, which do not say which model they are of",
+        f"{folder} holds shards, which do not name their model",
         where=where,
         fix=f"name the Hugging Face folder that they were converted from: {named}, or in place of "
         "them (LOAD_PATH=ckpt/hf_path/...); or convert them back with mm-convert CONVERTER mm_to_hf",
@@ -310,7 +310,7 @@ def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list
             )
         text, vision = _LINEAR[last]
         patterns += [f"{TEXT}.{{*}}.{layer}" for layer in text if "text" in chosen]
-        # Megatron's names occur in both towers; those of transformers tell them apart.
+        # Megatron's names occur in both towers; the names of transformers differ.
         if vision and "vision" in chosen and (not text or "image_encoder" in parts):
             patterns += [f"{VISION}.{{*}}.{layer}" for layer in vision]
     if not patterns:
@@ -360,7 +360,7 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
     ranks = (times.get("ranks") if times.get("enable") else memory.get("dump_ranks")) or [0]
     numbers = [steps.get("start_step") or 1, steps.get("end_step") or 1, *(ranks if isinstance(ranks, list) else [""])]
     if not all(isinstance(number, int) for number in numbers):
-        raise TesseraError("start_step, end_step and ranks are whole numbers", where=source, fix='"ranks": [0]')
+        raise TesseraError("start_step, end_step and ranks are integers", where=source, fix='"ranks": [0]')
     first = max(1, numbers[0])
     recipe["profile"] = {
         "steps": [first, max(first, numbers[1])],

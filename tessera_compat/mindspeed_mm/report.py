@@ -1,4 +1,4 @@
-"""Say of every flag and key of a foreign job what becomes of it, and translate sections by tables of rules."""
+"""Report the outcome of every flag and key of a job, and translate sections by tables of rules."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class JobReport:
     """Collect the entries for all flags and keys of a job."""
 
     entries: list[ReportEntry] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)  # keys of a recipe -> where else the job can say them
+    places: dict[str, str] = field(default_factory=dict)  # recipe key -> the place of the job that sets it
 
     def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
         self.entries.append(ReportEntry(source, key, value, outcome, note))
 
     def change(self, key: str, note: str) -> None:
-        """Say that a key that has a place in a recipe has no effect in this job, and why."""
+        """Report that a key which usually sets something has no effect in this job, with the reason."""
         entries = [replace(one, outcome="not needed", note=note) if one.key == key else one for one in self.entries]
         self.entries = entries
 
@@ -105,7 +105,7 @@ def _has(tree: Any, dotted: str) -> bool:
 class KeyRule:
     """State how to translate one key: it sets a target, is fixed to some values, or has an outcome with a note."""
 
-    target: str = ""  # dotted path of what it sets
+    target: str = ""  # dotted path of the setting
     allowed: tuple[Any, ...] = ()  # the values it may have
     note: str = ""
     outcome: Outcome = "not needed"  # any other: unless the key is off: null, false, 0 or empty
@@ -146,10 +146,10 @@ def translate(
     handled: frozenset[str] | set[str] = frozenset(),
     section: str = "",
 ) -> dict[str, Any]:
-    """Return what a section sets: dotted target -> value. Every key of it gets a line in the report.
+    """Return the settings of a section: dotted target -> value. Every key gets a line in the report.
 
-    `prefix`: what stands before the keys in the file. `handled`: keys that the caller translates and reports itself.
-    `section`: where the targets lie in a recipe.
+    `prefix`: path of the section in the file. `handled`: keys that the caller translates and reports itself.
+    `section`: path of the targets in a recipe.
     """
     settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -198,7 +198,7 @@ def _set(
             report.add(source, name, value, "not needed", f"{earlier} says it")
             return
         if not rules[earlier.rpartition(".")[2]].yields:
-            report.add(source, name, value, "not supported", f"{earlier} says {settings[rule.target]}")
+            report.add(source, name, value, "not supported", f"{earlier} sets {settings[rule.target]}")
             return
     settings[rule.target], origin[rule.target] = converted, name
     report.add(source, name, value, "mapped", f"{section}{rule.target}")

@@ -1,4 +1,4 @@
-"""Hold one run of `pretrain`: the parts that Megatron keeps in module state, built on the trainer of Tessera.
+"""Hold one run of `pretrain`: the parts that Megatron has in module state, built on the trainer of Tessera.
 
 The order is Megatron's: process group, model and optimizer, checkpoint, data, steps. Every function of the flow that a
 script may call by name works on the session of this run.
@@ -66,7 +66,7 @@ class Session:
         *,
         resume: bool,
         overwrite: bool = False,
-        changes: Sequence[str] = (),  # what the flags change in the run that is resumed
+        changes: Sequence[str] = (),  # settings that the flags change in the resumed run
     ) -> None:
         self.args = args
         self.config = config
@@ -129,7 +129,7 @@ class Session:
                 f"model_provider returned {described(model)}",
                 where="model_provider",
                 allowed=["an nn.Module"],
-                fix="return the model, whole; it is sharded here",
+                fix="return the unsharded model; it is sharded here",
             )
         optim = {"groups": _groups(model, self.config, self.args, no_weight_decay, scale_lr, lr_mult)}
         self.config = self.config.model_copy(
@@ -163,7 +163,7 @@ class Session:
     # ------------------------------------------------------------------------------------------ data
 
     def sample_counts(self) -> tuple[int, int, int]:
-        """Return how many samples of each split the run will use, as the provider is told."""
+        """Return how many samples of each split the run will use, for the provider."""
         steps, args = self.config.train.steps, self.args
         assert steps is not None, "jobs count iterations"
         evaluations = steps // args.eval_interval + 1 if args.eval_interval else 1
@@ -172,7 +172,7 @@ class Session:
         return train, valid, test
 
     def datasets(self, provider: Callable[..., Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
-        """Return what the user's provider returns for train, valid and test; the last two may be None."""
+        """Return the user's data for train, valid and test; the last two may be None."""
         datasets = call_provider(provider, PROVIDER, list(counts))
         if not isinstance(datasets, (tuple, list)) or len(datasets) != 3 or datasets[0] is None:
             raise TesseraError(
@@ -199,7 +199,7 @@ class Session:
         self.trainer.run()
 
     def train_step(self, batches: Sequence[Any]) -> StepResult | None:
-        """Run one step on these micro-batches, for a script that has a loop of its own."""
+        """Run one step on these micro-batches, for a script with its own loop."""
         if not self._started:
             self._started = True
             self._stack.push(self._end_steps)
@@ -212,15 +212,17 @@ class Session:
     def _end_steps(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the steps of a script that has a loop of its own, when its session ends."""
+        """End the steps of a script with its own loop, when its session ends."""
         if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
             self.trainer.end()
         elif not isinstance(error, SystemExit):  # a process that ends waits for no other, and is no failure to them
             self.trainer.fail(error)
 
     def evaluate(self, name: str, collected: list[Any] | None = None) -> dict[str, float]:
-        """Return the losses of a split, over `--eval-iters` global batches. `collected`: gets what the loss function
-        returns for `non_loss_data=True`."""
+        """Return the losses of a split, over `--eval-iters` global batches.
+
+        `collected`: receives the output of the loss function for `non_loss_data=True`.
+        """
         return self.evaluate_batches(
             self.rows[name].evaluation(self.args.eval_iters * self.micro_batches), collected=collected
         )
@@ -392,7 +394,7 @@ def _adapters(model: nn.Module, args: Any) -> LoraSection | None:
 
 
 def modules_named(model: nn.Module, names: Sequence[str], where: str) -> list[str]:
-    """Return the paths of modules that are called so: whole paths, or their last parts."""
+    """Return the paths of modules with these names: full paths, or their last parts."""
     paths = [path for path, _ in model.named_modules() if path]
     modules: list[str] = []
     for name in names:

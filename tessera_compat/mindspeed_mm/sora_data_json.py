@@ -24,18 +24,18 @@ from tessera_compat.mindspeed_mm.report import (
 )
 
 TYPES = ("t2v", "i2v", "t2i", "feature")
-_READER = unneeded("what a file is, its content says")
+_READER = unneeded("the kind of a file is detected from its content")
 _CROP = unneeded("media are resized to cover their target and cropped around the middle")
 PREPROCESS_KEYS: dict[str, KeyRule] = {
     "num_frames": sets("processor.num_frames"),
     "min_num_frames": sets("processor.min_frames"),
     **all_of(_READER, "video_processor_type video_reader_type image_reader_type image_processer_type"),
     "speed_factor": fixed(1, 1.0),
-    "hw_aspect_thr": unneeded("no video is left out for its aspect ratio: what is outside of the target is cropped"),
+    "hw_aspect_thr": unneeded("no video is skipped for its aspect ratio: it is cropped to the target"),
     "skip_frame_num": unneeded("frames are taken from the beginning of a video"),
     **all_of(_CROP, "min_hxw hw_stride force_resolution vae_scale_factor vae_stride vae_patch_size keep_last"),
     **all_of(unneeded("a run has one seed, and takes frames from the beginning"), "seed zero_start"),
-    "truncate_t_by_sp": refused("ranks that share a video take their part of its tokens, whatever its length"),
+    "truncate_t_by_sp": refused("ranks that share a video split its tokens, at any length"),
     "use_aesthetic": refused("captions are trained on as they are"),
 }
 _OWN_PREPROCESS = {
@@ -74,12 +74,12 @@ class GenerationData:
     section: dict[str, Any] = field(default_factory=dict)  # our data section, processor options dotted
     tokenizers: list[str] = field(default_factory=list)  # their folders
     sizes: dict[str, Any] = field(default_factory=dict)  # of videos: num_frames, height and width, or max_pixels
-    dropped: float = 0.0  # share of captions that are left out
+    dropped: float = 0.0  # share of captions that are dropped
     features: bool = False
 
 
 def read_generation_data(data: Mapping[str, Any], source: str, report: JobReport) -> GenerationData:
-    """Return what a `data.json` says; every key gets a line in the report."""
+    """Translate a `data.json`. Every key gets a line in the report."""
     translate(data, {}, source, report, handled={"dataset_param", "dataloader_param"})
     param = data.get("dataset_param")
     if not isinstance(param, Mapping):
@@ -124,7 +124,7 @@ def _preprocess(file: GenerationData, preprocess: Mapping[str, Any], source: str
         note = "train.task_options.caption_dropout" if file.dropped else "off"
         report.add(source, f"{at}cfg", preprocess["cfg"], "mapped" if file.dropped else "not needed", note)
     file.sizes = {key.removeprefix("processor."): value for key, value in settings.items()}
-    if not file.features:  # those have their sizes already, which only say how long a row is
+    if not file.features:  # features have their sizes already, which only determine the length of a row
         file.section |= settings
 
 
@@ -171,7 +171,7 @@ def _rate(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str
         report.add(source, f"{at}auto_interval", automatic, "mapped", "data.processor.fps")
     if "frame_interval" in preprocess:
         single = interval in (1, 1.0) or automatic
-        note = "every frame" if single else "train_fps says it: frames of a second, with auto_interval true"
+        note = "every frame" if single else "use train_fps (frames per second) with auto_interval true"
         report.add(source, f"{at}frame_interval", interval, "not needed" if single else "not supported", note)
     if "train_fps" in preprocess:
         used = bool(automatic and preprocess["train_fps"])
@@ -190,7 +190,7 @@ def _tokenizers(file: GenerationData, config: Any, source: str, report: JobRepor
         translate(section, TOKENIZER_KEYS, source, report, name, {"from_pretrained"})
         if section.get("from_pretrained"):
             file.tokenizers.append(str(section["from_pretrained"]).rstrip("/"))
-            note = "model.tokenizer: the folder above, where --load is a transformer alone"
+            note = "model.tokenizer: the folder above, if --load is only a transformer"
             report.add(source, f"{name}from_pretrained", section["from_pretrained"], "mapped", note)
 
 

@@ -52,7 +52,7 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
         raise TesseraError(
             f"no {DiffusersFolder.TRAINED}/{CONFIG_FILE} in {pipeline}: features belong to a model",
             where=sources["model"],
-            fix="name the parts of a whole diffusers folder; of the transformer its configuration is enough",
+            fix="name the parts of one diffusers folder; of the transformer its configuration is enough",
         )
     spec, config = resolve(ModelSection(path=Path(pipeline)))
     family = generation_family_of(spec, config, pipeline)

@@ -1,4 +1,4 @@
-"""Read the inference JSON of a generation job, and write the videos that it asks for."""
+"""Read the inference JSON of a generation job, and write its videos."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from tessera_compat.mindspeed_mm.report import (
 from tessera_compat.mindspeed_mm.sora_model_json import OWN_PREDICTOR_KEYS, PREDICTORS, GenerationFile, read_encoders
 
 PIPELINES = {"WanPipeline": "wan", "HunyuanVideoPipeline": "hunyuan_video", "CogVideoXPipeline": "cogvideox"}
-_FOLDER = unneeded("scheduler/scheduler_config.json of the folder says it")
+_FOLDER = unneeded("read from scheduler/scheduler_config.json of the folder")
 CONFIG_KEYS: dict[str, KeyRule] = {
     "guidance_scale": sets("guidance", float),
     "embedded_guidance_scale": sets("embedded", float),
     "seed": sets("seed", int),
     "use_dynamic_cfg": sets("dynamic_guidance", bool),
     "cpu_offload": unneeded("text encoders and VAE are in host memory between uses"),
-    "use_tiling": unneeded("the VAE decodes whole frames"),
-    "version": unneeded("the folder says which model it is"),
+    "use_tiling": unneeded("the VAE decodes full frames"),
+    "version": unneeded("detected from the folder"),
     "guidance_rescale": fixed(0, 0.0),
     **all_of(refused("videos begin as noise"), "strength start_frame"),
 }
@@ -68,7 +68,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass
 class AskedVideos:
-    """Hold what an inference JSON asks for: prompts with their images, where videos go, and how they are made."""
+    """Hold the request of an inference JSON: prompts with their images, the output folder and sampling options."""
 
     family: str
     prompts: list[str]
@@ -82,7 +82,7 @@ class AskedVideos:
 
 
 def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> AskedVideos:
-    """Return what an inference JSON asks for; every key gets a line in the report."""
+    """Read the request of an inference JSON. Every key gets a line in the report."""
     name = str(data.get("pipeline_class"))
     if name not in PIPELINES:
         near = nearest(name, PIPELINES)
@@ -128,7 +128,7 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
 
 
 def _described(data: Mapping[str, Any], family: str, source: str, report: JobReport) -> None:
-    """Check that the sections of the networks have keys that are known; the folder says what they are."""
+    """Check the keys of the sections of networks. Their values are read from the folder."""
     predictor = part_of(data, "predictor", source)
     rules_of_family = next(rules for name, rules in PREDICTORS.values() if name == family)
     scratch = JobReport()
@@ -137,7 +137,7 @@ def _described(data: Mapping[str, Any], family: str, source: str, report: JobRep
     report.entries += scratch.refused
     for key in ("predictor", "tokenizer", "image_encoder"):
         if key in data:
-            report.add(source, key, "...", "not needed", "the diffusers folder says it")
+            report.add(source, key, "...", "not needed", "read from the diffusers folder")
 
 
 def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobReport) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def write_videos(
     model = videos.parts if shards is not None else args.load or videos.parts
     if model is None:
         fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
-        raise TesseraError("nothing names a folder that says which model it is", where="--load", fix=fix)
+        raise TesseraError("the folder of the model is missing", where="--load", fix=fix)
     _check_experts(videos, source)
     check_out(videos.folder / "video_0.mp4", videos.options.get("frames", 2))
     pipeline = load_pipeline(model, "auto", videos.dtype, shards=shards, parts=videos.parts, parallel=parallel)

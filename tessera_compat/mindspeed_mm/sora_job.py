@@ -130,7 +130,7 @@ def _set_model(
         base = None if pipeline is None else str(Path(pipeline) / DiffusersFolder.TRAINED)
         if base is None or not (Path(base) / CONFIG_FILE).is_file():
             raise TesseraError(
-                f"{section['weights']} holds shards, which do not say which model they are of",
+                f"{section['weights']} holds shards, which do not name their model",
                 where="--load",
                 fix="name the transformer of the diffusers folder that they were converted from, or convert them back: "
                 "mm-convert WanConverter mm_to_hf",
@@ -156,9 +156,9 @@ def _set_model(
 
 
 def pipeline_of(model: GenerationFile, data: GenerationData | None, source: str) -> str | None:
-    """Return the diffusers folder that VAE, text encoders and tokenizers are parts of; None where none is named.
+    """Return the diffusers folder of VAE, text encoders and tokenizers; None if there is none.
 
-    CogVideoX of its makers has its VAE in a file of its own, beside a part of the diffusers folder with the same VAE.
+    An original CogVideoX checkpoint has its VAE in a separate file; the diffusers folder has the same VAE.
     """
     own_file = model.family == "cogvideox" and model.folders.get("ae.from_pretrained", "").endswith(".pt")
     named = model.pipeline_folder(source) if not model.features and not own_file else None
@@ -172,7 +172,7 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
     chosen = {key: model.config[key] for key in _CHOSEN if key in model.config}
     here = folder / DiffusersFolder.TRAINED if DiffusersFolder.detect(folder) else folder
     is_run = (folder / "config.yaml").is_file()
-    if not is_run and not (here / CONFIG_FILE).is_file():  # on another machine: what is usual is left out
+    if not is_run and not (here / CONFIG_FILE).is_file():  # on another machine: nothing to compare
         usual = {"text_length": 512, "token_times": model.config.get("out_channels") == 48}
         return {key: value for key, value in chosen.items() if value != usual[key]}
     spec, config = resolve(ModelSection(path=folder))
@@ -208,7 +208,7 @@ def _data_section(
 
 
 def strides_of(name: str, family: GenerationFamily, pipeline: str | None) -> tuple[int, int]:
-    """Return the frames and pixels that a latent stands for: as the VAE of a folder says, or as the family's has it."""
+    """Return the frames and pixels per latent: of the VAE in a folder, or of the family's VAE."""
     if pipeline is not None and (Path(pipeline) / "vae" / CONFIG_FILE).is_file():
         vae = family.vae_form(read_json_mapping(Path(pipeline) / "vae" / CONFIG_FILE), pipeline)
         return vae.time_stride, vae.space_stride
@@ -222,9 +222,9 @@ def row_length(data: GenerationData, family: GenerationFamily, strides: tuple[in
     frames = sizes.get("num_frames")
     if type(frames) is not int or frames < 1 or pixels is None:
         raise TesseraError(
-            "nothing says how large a video is",
+            "the size of videos is missing",
             where=f"{source}: dataset_param.preprocess_parameters",
-            fix="give num_frames, max_height and max_width; of features, those that they were made with",
+            fix="give num_frames, max_height and max_width; for features, the values of their extraction",
         )
     time, space = strides
     latent_frames = ceil(((frames - 1) // time + 1) / family.patch[0])
@@ -270,7 +270,7 @@ def _parallel(args: Args, model: GenerationFile) -> dict[str, Any]:
 
 
 def _recompute(args: Args, model: GenerationFile, stages: Sequence[int] | None) -> list[Any]:
-    """Return which blocks are recomputed whole, and which keep what attention has computed."""
+    """Return the blocks that are fully recomputed, and those that save the output of attention."""
     modules: list[Any] = list(model.recompute)
     if modules or args.recompute_granularity != "full":
         return modules
@@ -316,7 +316,7 @@ def lora_targets(names: Sequence[str], family: str) -> list[str]:
 
 
 def _refuse_language_flags(args: Args) -> None:
-    """Raise an error for flags that speak of language models alone."""
+    """Raise an error for flags of language models."""
     words = ("lr_scale_modules", "weight_decay_exclude_modules", "dpo_beta", "dpo_label_smoothing", "ref_model")
     more = ("use_txt_dynamic_batching", "recompute_activation_function", "recompute_norm", "lora_apply_modules")
     flags = [name for name in args.typed if name in (*words, *more)]
@@ -329,7 +329,7 @@ def _refuse_language_flags(args: Args) -> None:
 
 
 def _note_behaviour(report: JobReport, recipe: Mapping[str, Any]) -> None:
-    """Add to the report how a run here differs from MindSpeed-MM without any key that asks for it."""
+    """Report how a run here differs from MindSpeed-MM by default."""
     notes = {
         ("loss", "mean per micro-batch"): "every trained latent of the global batch counts the same",
         ("frames of a long video", "from a random one on"): "from the first on: they are the same in every epoch",
@@ -338,6 +338,6 @@ def _note_behaviour(report: JobReport, recipe: Mapping[str, Any]) -> None:
     if options.get("caption_dropout"):
         notes["dropped captions", "zeros"] = "the embeddings of the empty caption, which sampling reads too"
     if options.get("given", "none") != "none":
-        notes["given frames", "sometimes with noise, or left out"] = "as they are, in every sample"
+        notes["given frames", "sometimes with noise, or dropped"] = "as they are, in every sample"
     for (what, there), here in notes.items():
         report.add("behaviour", what, there, "differs", here)

@@ -22,7 +22,7 @@ from tessera_compat.mindspeed_mm.sora_model_json import read_generation_model
 
 
 class SoRAModel(GenerationModel):
-    """Build a transformer with VAE, text encoders and objective as a `model.json` says.
+    """Build a transformer with VAE, text encoders and objective from a `model.json`.
 
     It is called as in MindSpeed-MM, with videos [B, 3, F, H, W] from -1 to 1 and token ids, or (`load_video_features`,
     `load_text_features`) with latents and embeddings; it returns a list with the loss. Weights come from
@@ -66,7 +66,7 @@ class SoRAModel(GenerationModel):
         seed: int | None = None,
         **others: Any,
     ) -> Any:
-        """Return a list with the loss of one batch. A batch of the family's processor gives the loss alone.
+        """Return a list with the loss of one batch. For a batch of the family's processor, return the loss itself.
 
         `seed`: of noise and levels; without it, one is drawn from torch's generator.
         """

@@ -24,10 +24,10 @@ from tessera_compat.mindspeed_mm.report import (
 )
 from tessera_compat.mindspeed_mm.sora_objective import read_objective
 
-_DTYPE = unneeded("precision is said once, by --bf16 or --fp16")
+_DTYPE = unneeded("precision is set by --bf16 or --fp16")
 _KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
 _FAMILY = unneeded("the family says it")
-_ENCODER = unneeded("the folder of the encoder says it")
+_ENCODER = unneeded("read from the folder of the encoder")
 _PREDICTOR = {
     **all_of(_DTYPE, "dtype fp32_calculate"),
     **all_of(_KERNEL, "use_fused_rmsnorm attn_mode"),
@@ -117,8 +117,8 @@ TOP_KEYS: dict[str, KeyRule] = {
     "enable_encoder_dp": unneeded("every rank encodes the samples that it trains on"),
     "allow_internal_format": _KERNEL,
     **all_of(unneeded("data.json says it"), "frames resolution tokenizer"),
-    **all_of(refused("one layout serves a whole run"), "use_dynamic_dpcp"),
-    **all_of(unneeded("it has an effect with use_dynamic_dpcp alone"), "max_cp_size max_seq_size"),
+    **all_of(refused("a run has one layout"), "use_dynamic_dpcp"),
+    **all_of(unneeded("it only affects use_dynamic_dpcp"), "max_cp_size max_seq_size"),
     **all_of(refused("models that understand and generate are not here"), "visual_gen visual_und"),
 }
 DPO_KEYS: dict[str, KeyRule] = {
@@ -142,14 +142,14 @@ OWN_KEYS = {
 }
 SORA_PATCH_KEYS = {**PATCH_KEYS, "ae_float32": sets("vae.dtype", lambda value: "float32" if value else None)}
 _GIVEN = {"t2v": "none", "t2i": "none", "i2v": "first", "flf2v": "first_last"}
-_ATTENTION = {"hunyuan_video": ["blocks.{*}.attn", "single_blocks.{*}.core"]}  # others have the first alone
+_ATTENTION = {"hunyuan_video": ["blocks.{*}.attn", "single_blocks.{*}.core"]}  # others have only the first
 
 
 @dataclass
 class GenerationFile:
     """Hold the content of a generation job's `model.json` under Tessera's names."""
 
-    family: str | None = None  # None: a file of encoders alone, for features
+    family: str | None = None  # None: a file with only encoders, for features
     config: dict[str, Any] = field(default_factory=dict)  # of model.config
     weights: str | None = None  # predictor.from_pretrained
     options: dict[str, Any] = field(default_factory=dict)  # of train.task_options, without encoders
@@ -163,7 +163,7 @@ class GenerationFile:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Return where our model keeps its blocks."""
+        """Return the paths of our model's blocks."""
         return ("blocks", "single_blocks") if self.family == "hunyuan_video" else ("blocks",)
 
     def pipeline_folder(self, source: str) -> str | None:
@@ -188,13 +188,13 @@ def is_generation(data: Mapping[str, Any]) -> bool:
 
 
 def read_generation_model(data: Mapping[str, Any], source: str, report: JobReport) -> GenerationFile:
-    """Return what a `model.json` says; every key gets a line in the report."""
+    """Translate a `model.json`. Every key gets a line in the report."""
     file = GenerationFile()
     translate(data, TOP_KEYS, source, report, handled=OWN_KEYS)
     predictor = part_of(data, "predictor", source)
     if predictor:
         _predictor(file, predictor, source, report)
-        # A file for inference has a sampler there, whose numbers say nothing about training.
+        # A file for inference has a sampler there, whose numbers do not apply to training.
         read_objective(file.options, part_of(data, "diffusion", source), source, report)
     _task(file, data, predictor, source, report)
     read_encoders(file, data, source, report)
@@ -288,7 +288,7 @@ def _finish_wan(file: GenerationFile, kind: str, source: str) -> None:
         raise TesseraError(f"predictor: hidden_size {width!r} does not split into num_heads {heads!r}", where=source)
     config["attention_head_dim"] = width // heads
     embeds = config.pop("image_dim", 1280)
-    if kind in ("i2v", "flf2v") and not config.get("token_times"):  # Wan 2.2 reads given frames as channels alone
+    if kind in ("i2v", "flf2v") and not config.get("token_times"):  # Wan 2.2 reads input frames only as channels
         config |= {"image_dim": embeds, "added_kv_proj_dim": width}
         if kind == "flf2v":
             config["pos_embed_seq_len"] = 514
@@ -327,7 +327,7 @@ def _task(
 
 
 def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Read the sections of VAE and text encoders: where they lie, and their types."""
+    """Read the sections of VAE and text encoders: folders and types."""
     vae, text = part_of(data, "ae", source), data.get("text_encoder") or []
     listed = text if isinstance(text, list) else [text]
     _part(file, vae, "ae", {**AE_KEYS, **_architecture(vae)}, source, report)
@@ -378,7 +378,7 @@ def _part(
     for key, value in settings.items():
         file.encoders.setdefault(key, value)
     if section.get("model_id") is not None:
-        report.add(source, f"{name}.model_id", section["model_id"], "not needed", "the folder says what it is")
+        report.add(source, f"{name}.model_id", section["model_id"], "not needed", "read from the folder")
     if section.get("from_pretrained"):
         folder = str(section["from_pretrained"]).rstrip("/")
         file.folders[f"{name}.from_pretrained"] = folder

@@ -22,7 +22,7 @@ WAN_LEVELS: dict[str, KeyRule] = {
 }
 DISCRETE_LEVELS: dict[str, KeyRule] = {
     "num_train_timesteps": sets("steps"),
-    "shift": _unneeded("it moves the levels of sampling alone"),
+    "shift": _unneeded("it only shifts the noise levels of sampling"),
     "reverse": fixed(True),
     "solver": fixed("euler"),
     "logit_mean": sets("logit_mean", float),
@@ -35,7 +35,7 @@ _DENSITIES = {"logit_normal": "logit_normal", "mode": "mode", "none": "uniform",
 
 
 def read_objective(options: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Add what a `diffusion` section says to the options of the task."""
+    """Translate a `diffusion` section to options of the task."""
     name = str(section.get("model_id"))
     if name not in OBJECTIVES:
         raise TesseraError(

@@ -3,7 +3,7 @@
     pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 
 runs the user's callbacks on the trainer of Tessera. A script may also call the steps of the flow itself, in the order
-of `pretrain`; what a step needs from another one it takes from the session of the run.
+of `pretrain`. Steps share the session of the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pretrain(
     extra_args_provider: Callable[..., Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train the user's model with the user's callbacks, as the command line says; then evaluate valid and test data."""
+    """Train the user's model with the user's callbacks and the command line; then evaluate valid and test data."""
     _check_model_type(model_type)
     session = _begin(extra_args_provider, args_defaults)
     try:
@@ -70,7 +70,7 @@ def initialize_megatron(
     """Parse the command line, join the process group and begin the run. Afterwards `get_args` answers."""
     if ignore_unknown_args:
         raise TesseraError(
-            "flags that nobody knows are refused here",
+            "unknown flags are refused here",
             where="initialize_megatron(ignore_unknown_args=True)",
             fix="add them to the parser with extra_args_provider",
         )
@@ -109,7 +109,7 @@ def _begin(extra_args_provider: Callable[..., Any] | None, args_defaults: Mappin
 
 
 def _changes(args: Any, config: RunConfig) -> list[str]:
-    """Return what the flags change in the run that they continue; refuse what it cannot change."""
+    """Return the settings that the flags change in the run that they continue; refuse fixed ones."""
     report, saved = flag_report(args), resume_config(config.folder)
     # Groups follow from the model, and rows are micro-batches here: the session compares the batch sizes.
     changes = [key for key in changed_settings(saved, config) if key not in ("optim.groups", "train.global_batch")]
@@ -123,7 +123,7 @@ def current_session() -> Session:
     session = state.current().session
     if session is None:
         raise TesseraError(
-            "no run has begun", where="training", fix="call initialize_megatron(...) first, or pretrain(...) alone"
+            "no run has begun", where="training", fix="call initialize_megatron(...) first, or only pretrain(...)"
         )
     assert isinstance(session, Session)
     return session
@@ -242,7 +242,7 @@ class BatchIterator(Iterator[Any]):
 def build_train_valid_test_datasets(
     build_train_valid_test_datasets_provider: Callable[..., Any], train_valid_test_num_samples: Sequence[int]
 ) -> tuple[Any, Any, Any]:
-    """Return what the user's provider returns for so many samples."""
+    """Return the user's data for these numbers of samples."""
     return current_session().datasets(build_train_valid_test_datasets_provider, train_valid_test_num_samples)
 
 
@@ -333,7 +333,7 @@ def evaluate_and_print_results(
     _check_ours(session, model, None)
     if non_loss_data_func is not None:
         raise TesseraError(
-            "non_loss_data_func is a function of a whole evaluation, which nothing here calls",
+            "non_loss_data_func is not supported: nothing here calls it",
             where="evaluate_and_print_results",
             fix="give process_non_loss_data_func: it is called with what loss_func(output, non_loss_data=True) returns",
         )
@@ -365,19 +365,19 @@ def get_mindspeed_args() -> Any:
 
 
 class PatchesManager:
-    """Patch nothing: what model.json asks for under `patch` is a setting of the recipe, or refused."""
+    """Patch nothing: `patch` of model.json sets keys of the recipe, or is refused."""
 
     @staticmethod
     def apply_patches_from_config() -> None:
-        """Check that model.json asks for no patch that would change the training."""
+        """Refuse patches of model.json that would change the training."""
         patches = state.get_args().mm.model.get("patch") or {}
         refused = sorted(set(patches) - _PATCHES_WITHOUT_EFFECT)
         if refused:
             raise TesseraError(
-                f"model.json asks for patches of Megatron: {', '.join(refused)}",
+                f"model.json has patches of Megatron: {', '.join(refused)}",
                 where="model.json: patch",
                 allowed=_PATCHES_WITHOUT_EFFECT,
-                fix="leave them out; the flags and the callbacks of the run decide what it computes",
+                fix="remove them; the flags and the callbacks of the run define its computation",
             )
 
 
@@ -388,7 +388,7 @@ _PATCHES_WITHOUT_EFFECT = {"clip_grad_async", "get_dist_model_load_from_pt", "br
 def _check_model_type(model_type: Any) -> None:
     if isinstance(model_type, enum.Enum) and model_type.name != "encoder_or_decoder":
         raise TesseraError(
-            f"{model_type}: models with a pipeline of their own for the encoder are not trained by pretrain",
+            f"{model_type}: pretrain does not train models with a separate pipeline for the encoder",
             where="model_type",
             allowed=["ModelType.encoder_or_decoder"],
         )

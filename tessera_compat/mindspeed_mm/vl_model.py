@@ -36,7 +36,7 @@ GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl")  # whose batches are made here from t
 
 
 class VLModel(MultimodalModel):
-    """Build a vision-language model of one of our families, with sizes and frozen parts as a `model.json` says.
+    """Build a vision-language model of one of our families, with sizes and frozen parts of a `model.json`.
 
     It is called with a batch of the family's processor, as any model here, or (Qwen2-VL and Qwen2.5-VL) with the
     tensors of transformers' processors by name. Modules have our names; patterns of `fsdp2_config.yaml` may have
@@ -99,7 +99,7 @@ class VLModel(MultimodalModel):
         return self.spec.main.plan(self.family_config)
 
     def forward(self, batch: Batch | None = None, *args: Any, **inputs: Any) -> Any:
-        """Return what the family returns for its own batches. For tensors by name (`input_ids`, `attention_mask`,
+        """Return the outputs of the family for its own batches. For tensors by name (`input_ids`, `attention_mask`,
         `labels`, `pixel_values`, `image_grid_thw`, and those of videos) return `loss`, `loss_mask` and `count`, or
         without labels the logits [rows, tokens, vocabulary]."""
         if isinstance(batch, Batch) and "tokens" in batch:

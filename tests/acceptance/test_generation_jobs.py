@@ -182,7 +182,7 @@ def test_keys_that_cannot_be_honoured_are_refused_by_name(here: Path) -> None:
         (lambda d: d["dataset_param"]["basic_parameters"].update(data_path="none.txt"), "none.txt"),
         (lambda d: d["dataset_param"]["basic_parameters"].update(data_path="wrong.txt"), "wrong.txt:1"),
         (lambda d: d["dataset_param"]["basic_parameters"].update(data_storage_mode="standart"), "standard"),
-        (lambda d: d["dataset_param"]["preprocess_parameters"].pop("num_frames"), "how large a video is"),
+        (lambda d: d["dataset_param"]["preprocess_parameters"].pop("num_frames"), "the size of videos is missing"),
         (lambda d: d["dataset_param"]["preprocess_parameters"].update(max_height="tall"), "no number of pixels"),
         (lambda d: d.pop("dataset_param"), "there is no dataset_param"),
     ],

@@ -238,7 +238,7 @@ def test_shards_are_read_beside_the_folder_that_says_which_model_they_are_of(her
     model = job_of(MODEL, DATA, "--load", "ckpt/mm")[0]["model"]
     assert (model["path"], model["weights"]) == ("./ckpt/hf_path/Qwen2-VL-7B-Instruct", "ckpt/mm")
     other = edited(DATA, lambda data: _processor(data, "nowhere"))
-    with pytest.raises(TesseraError, match="do not say which model"):
+    with pytest.raises(TesseraError, match="do not name their model"):
         job_of(MODEL, other, "--load", "ckpt/mm")
 
 
@@ -704,7 +704,7 @@ def test_inference_json_is_answered(tiny: Path, monkeypatch: pytest.MonkeyPatch,
         inference(["--mm-model", "ask.json", "--load", str(load)])
         assert capsys.readouterr().out == f"{data['prompts']}\n{expected}\n"
     Path("ask.json").write_text(json.dumps({**data, "tokenizer": {}, "image_processer_path": None}))
-    with pytest.raises(TesseraError, match="do not say which model they are of") as caught:
+    with pytest.raises(TesseraError, match="do not name their model") as caught:
         inference(["--mm-model", "ask.json", "--load", str(loads[1])])
     assert "tokenizer.from_pretrained in the inference JSON" in str(caught.value.fix)
 
@@ -743,7 +743,7 @@ def test_launch_flags_of_the_migration_guide(tiny: Path, monkeypatch: pytest.Mon
     tied = json.loads(Path("jobs/model.json").read_text())
     tied["text_decoder"]["untie_embeddings_and_output_weights"] = False
     Path("jobs/tied.json").write_text(json.dumps(tied))
-    with pytest.raises(TesseraError, match="says that they are tied"):
+    with pytest.raises(TesseraError, match="ties them"):
         recipe_of(parse_args(["--mm-model", "jobs/tied.json", *backend.split(), *files.split()[2:]]))
 
 

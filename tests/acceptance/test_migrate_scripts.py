@@ -100,7 +100,7 @@ def test_machines_are_counted_in_a_file_or_said_by_the_environment(tmp_path: Pat
     assert outcome(fewest, "line 8").startswith("differs: examples/hostfile.txt is not here: 2 taken")
     said = script(tmp_path, HOSTS, NNODES="4")
     assert (said.machines, said.recipe["train"]["global_batch"]) == (4, 4)
-    assert outcome(said, "line 8").startswith("mapped: the environment says it")
+    assert outcome(said, "line 8").startswith("mapped: taken from the environment")
     hosts = Path("examples/hostfile.txt")
     hosts.write_text("".join(f"10.0.0.{n}\n" for n in range(6)))
     try:
@@ -176,7 +176,7 @@ def test_sizes_of_model_json_hold_against_those_of_the_command_line(tmp_path: Pa
         "torchrun --nproc_per_node 4 pretrain_vlm.py --mm-model examples/glm4.1v/model_9b.json --mm-data "
         "examples/glm4.1v/data_9b.json --lr 1e-5 --train-iters 9 --vocab-size 7 --pipeline-model-parallel-size 4\n",
     )
-    assert "model_9b.json says 151552" in outcome(job, "--vocab-size")
+    assert "model_9b.json has 151552" in outcome(job, "--vocab-size")
     assert job.recipe["model"]["config"]["text"]["vocab_size"] == 151552
 
 

@@ -77,7 +77,7 @@ def _latents(tokens: torch.Tensor, grids: Any) -> torch.Tensor:
         ({"predictor": {"model_id": "vace"}}, "belongs to no family"),
         ({"predictor": None}, "there is no predictor"),
         ({"ae": {"from_pretrained": "a/vae.pt"}}, "parts of one diffusers folder"),
-        ({"frames": 5, "use_dynamic_dpcp": True}, "one layout serves a whole run"),
+        ({"frames": 5, "use_dynamic_dpcp": True}, "a run has one layout"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(folder: Path, change: dict[str, Any], said: str) -> None:

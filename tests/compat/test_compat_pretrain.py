@@ -294,7 +294,7 @@ def test_what_a_job_gives_is_checked_at_the_first_call(tmp_path: Path) -> None:
         (["--tensor-model-parallel-size", "2"], r"parallel\.tp=2 in a recipe"),
         (["--lr-decay-iters", "9"], "--lr-decay-iters is 9, and there are 4 steps"),
         (["--min-lr", "0.001"], None),
-        (["--expert-model-parallel-size", "2"], "how to split its layers"),
+        (["--expert-model-parallel-size", "2"], "how to split the layers"),
     ],
 )
 def test_flags_that_the_callbacks_do_not_fit(

@@ -156,7 +156,7 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "proc/irq/41").mkdir(parents=True)
     assert affinity.bind_interrupts("0000:3b:00.0", [0, 1], tmp_path, tmp_path / "proc") == 1
     assert (tmp_path / "proc/irq/41/smp_affinity_list").read_text() == "0-1"
-    with pytest.raises(TesseraError, match="does not tell which interrupts"):
+    with pytest.raises(TesseraError, match="does not list the interrupts"):
         affinity.bind_interrupts(None, [0], tmp_path)
 
 

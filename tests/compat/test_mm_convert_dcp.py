@@ -108,7 +108,7 @@ def test_experts_of_an_omni_model_stay_stacked_and_leave_the_thinker(tmp_path: P
 
 def test_folders_without_such_experts_are_refused(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", {"a": numbers(2)}, model_type="x", num_experts=3)
-    for style, said in (("merge", "nothing is merged"), ("split", "nothing is split")):
+    for style, said in (("merge", "nothing to merge"), ("split", "nothing is split")):
         with pytest.raises(TesseraError, match=said):
             run(["moe_expert", "--style", style, "--hf_dir", str(plain), "--save_dir", str(tmp_path / "no")])
     holes = experts(LAYER)

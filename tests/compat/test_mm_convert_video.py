@@ -295,7 +295,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["WanConverter", "layerzero_to_mm"], "LayerZeRO keeps pickled pieces"),
+        (["WanConverter", "layerzero_to_mm"], "LayerZeRO writes pickled pieces"),
         (["HunyuanVideoConverter", "t2v_text_encoder"], "has its language model as text_encoder"),
         (["HunyuanVideoConverter", "--version", "t2", "source_to_mm"], "no version 't2'"),
         (["HunyuanVideoConverter", "--version", "t2v-lora", "hf_to_mm", "TWO"], "are not converted"),
@@ -305,7 +305,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             ["WanConverter", "hf_to_mm", "TWO", *ranks(2)],
-            "whole on every tensor rank",
+            "over tensor ranks",
         ),
         (["WanConverter", "hf_to_mm", "TWO", *PAIR], "sum to 2"),
         (["WanConverter", "--version", "t2v", "hf_to_mm", "TWO"], "no option"),

@@ -1,4 +1,4 @@
-"""Write the videos that an inference JSON asks for."""
+"""Write the videos of an inference JSON."""
 
 from tessera_compat.mindspeed_mm.entry_points import inference_sora, run_command
 

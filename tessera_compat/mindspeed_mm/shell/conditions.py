@@ -1,6 +1,6 @@
 """Decide the conditions of a launch script: `[ ... ]`, `[[ ... ]]`, `(( ... ))` and patterns of `case`.
 
-A status is True, False, or None where only running something would tell.
+A status is True, False, or None if it depends on running a program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def arithmetic_status(values: Values, text: str, line: int) -> bool | None:
 
 
 def status_of_test(values: Values, words: list[str], line: int, folder: Path, *, double: bool = False) -> bool | None:
-    """Return what `[ ... ]` says of words, or, with `double`, `[[ ... ]]` of words that are not expanded yet."""
+    """Return the status of `[ ... ]` for words, or, with `double`, of `[[ ... ]]` for words before expansion."""
     if len(words) > _MOST_WORDS:
         raise unreadable("a condition is too long", f"{values.path}:{line}")
     for sign, either in (("||", True), ("-o", True), ("&&", False), ("-a", False)):

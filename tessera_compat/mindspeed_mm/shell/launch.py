@@ -1,4 +1,4 @@
-"""Hold what a launch script starts."""
+"""Hold the launches of a script."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Launch:
 
     @property
     def port(self) -> int:
-        """Return the port at which its machines meet; where only running something would tell, a usual one."""
+        """Return the rendezvous port of its machines; a common one if it depends on running a program."""
         usual, word = 29500, self._word_of(self.launcher, "master_port")
         return usual if word is None or is_unknown(word) else self._number_of("master_port", usual)
 
     @property
     def model_ranks(self) -> int:
-        """Return how many ranks share one copy of the model, as the sizes on the command line say."""
+        """Return how many ranks share one copy of the model, by the sizes on the command line."""
         sizes = [self._word_of(self.argv, f"{axis}_parallel_size") for axis in _SHARED]
         return math.prod(int(size) for size in sizes if size is not None and size.isdecimal())
 
@@ -77,7 +77,7 @@ class ShellJob:
     """Hold the commands of a script that start Python files, and what of the script was not read."""
 
     launches: list[Launch] = field(default_factory=list)
-    unread: list[tuple[int, str, str]] = field(default_factory=list)  # line, command, what is not known
+    unread: list[tuple[int, str, str]] = field(default_factory=list)  # line, command, unknown effect
     unset: dict[str, int] = field(default_factory=dict)  # variables without a value that a launch uses
     # Variables that the environment sets in place of a command's output, with their lines.
     from_environment: dict[str, int] = field(default_factory=dict)

@@ -52,10 +52,10 @@ class _End(Exception):
 
 
 def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, machines: int = 1) -> ShellJob:
-    """Return what a launch script starts.
+    """Return the launch of a script.
 
-    `environment`: variables that are set before the script begins; they also stand for what the script would take from
-    the output of a command. `machines`: lines of a file of machines that is not here.
+    `environment`: variables that are set before the script begins; they also replace values that the script takes from
+    the output of a command. `machines`: number of lines of a host file that is not on this machine.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -84,7 +84,7 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, mach
 
 
 class _Reader:
-    """Follow the commands of a script. A status is True, False, or None where only running something would tell."""
+    """Follow the commands of a script. A status is True, False, or None if it depends on running a program."""
 
     def __init__(self, path: Path, environment: Mapping[str, str], machines: int) -> None:
         self.path, self.job = path, ShellJob()
@@ -108,7 +108,7 @@ class _Reader:
         for number, (command, join, piped) in enumerate(zip(block.items, block.joins, block.piped, strict=True)):
             if (join == "&&" and status is False) or (join == "||" and status is True):
                 continue
-            # After `program &&` a command is looked at as if the program had succeeded, except for what it assigns.
+            # After `program &&` a command is followed as if the program had succeeded, except for its assignments.
             undecided = join != ";" and status is None
             with self._doubting(command.line, undecided and (join == "||" or not self._launches(command))):
                 if piped:
@@ -277,7 +277,7 @@ class _Reader:
         return True
 
     def _builtin(self, name: str, words: list[str], line: int) -> bool | None:
-        """Follow what the shell itself does; other programs are not run, and their status is not known."""
+        """Follow a builtin of the shell. Other programs are not run, and their status is unknown."""
         text = " ".join(words)
         if name in ("true", ":", "set", "echo", "shift", "trap", "ulimit", "alias", "wait"):
             if name == "echo" and self.printed is not None:
@@ -300,11 +300,9 @@ class _Reader:
             return self._nested(text, line)
         elif name in ("source", ".", "eval", "bash", "sh"):
             is_environment = name in ("source", ".") and words and _ENVIRONMENT_FILES.fullmatch(Path(words[0]).name)
-            if not is_environment and (
-                words or name in ("bash", "sh")
-            ):  # without a word it reads what is piped into it
+            if not is_environment and (words or name in ("bash", "sh")):  # without a word it reads a pipe
                 command_text = re.sub("\x00[^\x00]*\x00", "(output of a command)", f"{name} {text}".strip())[:200]
-                self.job.unread.append((line, command_text, "what it sets or starts is not known"))
+                self.job.unread.append((line, command_text, "its effects are unknown"))
         elif name == "cd":
             return self._change_folder(words, line)
         elif self.printed is not None:
@@ -323,7 +321,7 @@ class _Reader:
         return True
 
     def _print(self, name: str, words: list[str]) -> None:
-        """Keep what a few programs print that only look at names; anything else is unknown."""
+        """Store the output of a few programs that only transform names; other output is unknown."""
         assert self.printed is not None
         words = words[1:] if words[:1] == ["--"] else words
         last = words[-1] if words else ""
@@ -339,7 +337,7 @@ class _Reader:
             self.printed.append("\x00")
 
     def _output(self, text: str, line: int) -> str:
-        """Return what a command substitution prints, where no program has to be run for it."""
+        """Return the output of a command substitution that needs no program."""
         if counted := _COUNTED.fullmatch(text.strip()):
             return self._lines(counted["file"], line)
         outer, self.printed, self.doubt = (self.printed, self.doubt, self.calls), [], []
@@ -354,7 +352,7 @@ class _Reader:
         return unknown("c", line) if is_unknown(printed) or not printed else printed
 
     def _lines(self, word: str, line: int) -> str:
-        """Return how many lines a file has; one of machines that is not here has as many as the caller says."""
+        """Return the number of lines of a file; for a host file on another machine, the number of the caller."""
         name = self.values.text(word, line)
         if is_unknown(name):
             return unknown("c", line)

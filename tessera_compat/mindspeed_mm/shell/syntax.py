@@ -50,8 +50,8 @@ class Simple:
 
 @dataclass
 class Block:
-    """Hold commands in a row. `joins[i]` ("&&", "||", ";") stands before command i; `piped`: it reads what the one
-    before it prints, or is read; `negated`: `!` stands before it."""
+    """Hold a list of commands. `joins[i]` ("&&", "||", ";") precedes command i; `piped`: it is part of a pipe;
+    `negated`: `!` precedes it."""
 
     items: list[Command] = field(default_factory=list)
     joins: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Group:
 
 @dataclass
 class If:
-    """Hold the conditions with what they guard; `else` has the condition None."""
+    """Hold conditions with their commands; `else` has the condition None."""
 
     line: int
     branches: list[tuple[Block | None, Block]]
@@ -151,7 +151,7 @@ def _closed(end: int, opened: str, where: str) -> int:
 
 
 def tokens_of(text: str, path: str, line: int = 1) -> list[Token]:
-    """Return words and operators. Comments and the texts of here-documents are left out."""
+    """Return words and operators. Comments and the texts of here-documents are dropped."""
     tokens: list[Token] = []
     documents: list[tuple[str, bool]] = []  # end word, whether tabs may precede it
     at, size = 0, len(text)

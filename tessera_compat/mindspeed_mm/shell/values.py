@@ -1,7 +1,7 @@
 """Hold the variables of a launch script and expand its words: variables, defaults, arithmetic, quotes, arrays.
 
-What cannot be known without running something is a marker inside of the value. It says why and where, and whoever
-needs the value refuses it by that: a date in the name of a log file hurts nobody.
+Output of programs is a marker inside of the value, with the reason and the line. Only code that needs the value
+refuses it: a date in the name of a log file is harmless.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def refuse_unknown(text: str, what: str, path: str) -> None:
         raise TesseraError(
             f"{what} depends on {_REASONS[marker[1]]}",
             where=f"{path}:{marker[2]}",
-            fix="write the value into the script, or say it: NAME=VALUE tessera migrate JOB",
+            fix="write the value into the script, or set it: NAME=VALUE tessera migrate JOB",
         )
 
 
 class Values:
-    """Keep variables and expand words. `output` returns what a command substitution prints, or a marker."""
+    """Store variables and expand words. `output` returns the output of a command substitution, or a marker."""
 
     def __init__(self, variables: Mapping[str, str], path: str, output: Callable[[str, int], str]) -> None:
         self.variables: dict[str, str | list[str]] = dict(variables)
@@ -126,7 +126,7 @@ class Values:
             open_field = open_field or bool(words)
             open_field = open_field and not text[-1:].isspace()
             if size > MAX_VALUE:
-                raise TesseraError("what its variables stand for is too long", where=f"{self.path}:{line}")
+                raise TesseraError("its expanded variables are too long", where=f"{self.path}:{line}")
         return ["".join(parts) for parts in fields]
 
     def _pieces(self, raw: str, line: int) -> Iterator[tuple[str | list[str], bool]]:
@@ -160,7 +160,7 @@ class Values:
             at = end
 
     def _quoted(self, text: str, line: int) -> str:
-        """Return what stands between double quotes, or in the default of a variable, after expansion."""
+        """Expand a text between double quotes, or the default of a variable."""
         parts: list[str] = []
         at = 0
         while at < len(text):
@@ -183,7 +183,7 @@ class Values:
     # ------------------------------------------------------------------------------------------ values
 
     def _value(self, text: str, line: int) -> str | list[str]:
-        """Return what `$NAME`, `${...}`, `$(...)`, `$((...))` or a command in backquotes stands for."""
+        """Expand `$NAME`, `${...}`, `$(...)`, `$((...))` or a command in backquotes."""
         if text.startswith("$((") and text.endswith("))"):
             return self.computed(text[3:-2], line)
         if text.startswith("$("):
