@@ -231,11 +231,20 @@ def _check_entry(launch: Launch) -> None:
         )
 
 
-def lay_out(folder: Path) -> list[Path]:
-    """Write entry points, examples, packages to import and empty folders where such jobs expect them; return the new
-    files.
+def _update_imports(file: Path) -> bool:
+    """Replace `tessera.compat`, the earlier name of this package, in a file; return whether the file changed."""
+    text = file.read_text(encoding="utf-8")
+    updated = text.replace("from tessera.compat.", "from tessera_compat.")
+    if updated != text:
+        file.write_text(updated, encoding="utf-8")
+    return updated != text
 
-    Files that are already there are left as they are.
+
+def lay_out(folder: Path) -> list[Path]:
+    """Write entry points, examples, packages to import and empty folders where such jobs expect them; return the
+    written files.
+
+    Existing files are not replaced; imports of this package under its earlier name are updated in them.
     """
     if folder.exists() and not folder.is_dir():
         raise TesseraError(f"{folder} is a file", where="tessera migrate workspace", fix="name a folder")
@@ -258,6 +267,7 @@ def lay_out(folder: Path) -> list[Path]:
         for name in (*files, *texts):
             target = folder / name
             if target.exists():
+                written += [target] if target.suffix == ".py" and _update_imports(target) else []
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             if name in texts:

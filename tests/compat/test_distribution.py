@@ -12,7 +12,7 @@ import pytest
 
 import tessera
 import tessera_compat
-from tessera_compat.mindspeed_mm.migrate import migrate
+from tessera_compat.mindspeed_mm.migrate import lay_out, migrate
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -49,3 +49,15 @@ def test_both_programs_are_installed() -> None:
         "tessera": "tessera.cli.main:main",
         "mm-convert": "tessera_compat.mindspeed_mm.convert:main",
     }
+
+
+def test_a_workspace_of_an_earlier_version_gets_the_imports_of_this_one(tmp_path: Path) -> None:
+    lay_out(tmp_path)
+    current = {name: (tmp_path / name).read_text() for name in ("pretrain_vlm.py", "megatron/__init__.py")}
+    for name, text in current.items():
+        earlier = f"# mine\n{text}".replace("from tessera_compat.", "from tessera.compat.")
+        assert "tessera.compat" in earlier
+        (tmp_path / name).write_text(earlier)
+    assert sorted(lay_out(tmp_path)) == sorted(tmp_path / name for name in current)
+    assert all((tmp_path / name).read_text() == f"# mine\n{text}" for name, text in current.items())
+    assert lay_out(tmp_path) == []
