@@ -85,7 +85,7 @@ def test_pairs_that_are_weighed_and_jobs_of_another_kind_are_refused(here: Path)
     with pytest.raises(TesseraError, match="pairs are read as videos"):
         posttrain_sora_dpo(words)
     put(Path("model.json"), {key: value for key, value in model.items() if key != "dpo"})
-    with pytest.raises(TesseraError, match="how pairs of videos are compared"):
+    with pytest.raises(TesseraError, match="section dpo is missing"):
         posttrain_sora_dpo(words)
 
 

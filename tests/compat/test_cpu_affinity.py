@@ -125,7 +125,7 @@ def test_overlaps_are_named_and_foreign_cores_leave_all_unbound() -> None:
     [
         ("1,npu4:0-1", "cores for device 4: this machine has 2"),
         ("1,npu0:6-9", "this machine has no core 8-9"),
-        ("1,npu0:0-1,bind_irq:1", "bind_irq keeps 2 cores, and device 0 has 2"),
+        ("1,npu0:0-1,bind_irq:1", "bind_irq reserves 2 cores, and device 0 has 2"),
     ],
 )
 def test_what_the_machine_does_not_have_is_an_error(text: str, said: str) -> None:
