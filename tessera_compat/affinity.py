@@ -81,7 +81,7 @@ def numa_node(pci_address: str | None, sys: Path = SYS) -> int | None:
 
 
 def consecutive_cores(devices: int, topology: Topology) -> list[frozenset[int]]:
-    """Return equally many consecutive cores for each device. Cores that are left over stay unused; with fewer cores
+    """Return equally many consecutive cores for each device. The remainder stays unused; with fewer cores
     than devices, devices share them."""
     return _split(topology.allowed, devices)
 

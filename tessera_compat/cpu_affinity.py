@@ -167,7 +167,7 @@ class KeepThreadsBound(Callback):
 def bind_rank(
     conf: AffinityConf, device: int, pci_addresses: Sequence[str | None], *, warn: bool = True
 ) -> list[Callback]:
-    """Bind this process by the configuration; return the callbacks that bind what begins later."""
+    """Bind this process by the configuration; return the callbacks that bind later threads."""
     if conf.mode == 0:
         return []
     topology = affinity.read_topology()

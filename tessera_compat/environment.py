@@ -129,7 +129,7 @@ _FOREIGN = re.compile(r"(?:ASCEND|HCCL|ACLNN|NPU|PYTORCH_NPU)_\w+")
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Refuse values that cannot be meant; return a line for each variable that is set and not simply honoured."""
+    """Refuse invalid values; return a line for each variable that is set and not simply honoured."""
     lines = []
     for name, value in sorted(environ.items()):
         variable = VARIABLES.get(name)
@@ -153,7 +153,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def explain_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Check the variables, and print once per run what becomes of them."""
+    """Check the variables, and print once per run how each is treated."""
     lines = check_environment(environ)
     launched_here = environ.get("TORCHELASTIC_RUN_ID") == "tessera"  # then the launcher has printed it
     if environment_ranks(environ)[0] == 0 and not launched_here:

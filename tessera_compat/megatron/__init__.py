@@ -1,1 +1,1 @@
-"""Offer what small Megatron scripts import from `megatron.core` and `megatron.training`, after release 0.12.1."""
+"""Offer the names that small Megatron scripts import from `megatron.core` and `megatron.training` 0.12.1."""

@@ -117,7 +117,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     s3_cache_path: str | None = None
 
     def __post_init__(self) -> None:
-        """Check that what has no default is given."""
+        """Check that required values are set."""
         super().__post_init__()
         for name in ("tokenizer", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) is None:

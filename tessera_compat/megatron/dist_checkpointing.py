@@ -212,7 +212,7 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> ShardedStateDict:
-    """Return the nested dict with every `ShardedTensor` exchanged for the tensor of this rank, and the plain values."""
+    """Return the nested dict with every `ShardedTensor` replaced by the tensor of this rank, and the plain values."""
     folder = Path(checkpoint_dir)
     metadata = _metadata(folder)
     if validate_access_integrity:

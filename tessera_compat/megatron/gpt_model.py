@@ -164,7 +164,7 @@ class LanguageModelEmbedding(MegatronModule):
 
 
 class LanguageModule(MegatronModule):
-    """Hold what language models share: the loss, and embeddings that the output layer uses as well."""
+    """Hold the common parts of language models: the loss, and embeddings that the output layer shares."""
 
     share_embeddings_and_output_weights = False
     pre_process = post_process = True

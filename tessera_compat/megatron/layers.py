@@ -35,7 +35,7 @@ from tessera_compat.megatron.sharding import ShardedTensor, make_sharded_tensors
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Note on a parameter how it is split; optimizers and checkpoints of users read it."""
+    """Store on a parameter how it is split, for optimizers and checkpoints of users."""
     tensor.tensor_model_parallel = is_parallel  # type: ignore[attr-defined]
     tensor.partition_dim = dim  # type: ignore[attr-defined]
     tensor.partition_stride = stride  # type: ignore[attr-defined]

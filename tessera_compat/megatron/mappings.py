@@ -24,7 +24,7 @@ def _tensor_group() -> Any:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return the quotient of numbers that divide without a rest."""
+    """Return the quotient of two numbers without remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 

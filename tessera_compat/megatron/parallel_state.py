@@ -138,7 +138,7 @@ def initialize_model_parallel(
 
 
 def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Return the axes from the one whose ranks are neighbours outwards. `sizes`: of `AXES`."""
+    """Return the axes, innermost first. `sizes`: of `AXES`."""
     names = tuple(order.lower().split("-"))
     if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
         raise _refuse(f"order {order!r} must name each of {', '.join(AXES)} at most once", "order")

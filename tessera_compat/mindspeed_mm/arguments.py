@@ -34,7 +34,7 @@ _CP_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kval
 class Args(argparse.Namespace):
     """Hold the values of all flags under Megatron's names, and the JSON files under `mm`.
 
-    `given` lists the names that the command line sets; others have their defaults. `extra` lists the names that the
+    `typed` lists the names that the command line sets; others have their defaults. `extra` lists the names that the
     user's own `extra_args_provider` has added.
     """
 
@@ -117,7 +117,7 @@ def given_flags(args: Args) -> list[Flag]:
 
 
 def flag_report(args: Args) -> JobReport:
-    """Return what becomes of each flag that the command line sets."""
+    """Return the outcome of each flag that the command line sets."""
     report = JobReport(places={"model.freeze": "freeze in model.json, or requires_grad_(False) in model_provider"})
     if args.fsdp2_config_path is not None:
         report.places |= {ours: f"{theirs} of {args.fsdp2_config_path}" for theirs, ours in FSDP2_KEYS.items()}
@@ -242,7 +242,7 @@ def _config_files(args: Args, parts: Mapping[str, Any]) -> ConfigReader:
 
 
 def _derive(args: Args, world_size: int | None) -> None:
-    """Set what Megatron derives from the flags and from the environment."""
+    """Set the values that Megatron derives from the flags and the environment."""
     args.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
     args.rank = int(os.environ.get("RANK", 0))
     args.local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -1,7 +1,7 @@
 """Read the configuration files of MindSpeed-MM jobs: JSON files, and YAML with anchors and merge keys.
 
-Recipes of Tessera are read by `core.config`, which is stricter. Here anchors and merge keys (`<<`) are allowed because
-published files use them; a key or an anchor that is given twice is refused, since one of the two would be lost.
+Recipes of Tessera are read by `tessera.config.reader`, which is stricter. Here anchors and merge keys (`<<`) are
+allowed because published files use them. Duplicate keys and anchors are refused: one of the two would be lost.
 """
 
 from __future__ import annotations

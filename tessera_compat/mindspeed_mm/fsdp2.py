@@ -1,6 +1,6 @@
 """Offer `Fsdp2Config` and the helper functions of MindSpeed-MM's `_fully_shard`, under their names and arguments.
 
-Patterns are those of `core.pattern`, and one that matches nothing is an error; there it is a printed warning.
+Patterns are those of `tessera.config.pattern`, and one that matches nothing is an error; there it is a printed warning.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ Condition = Callable[[str, torch.Tensor], bool]
 
 
 def call_provider(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a provider with what Megatron gives it; one without parameters is called without."""
+    """Call a provider with Megatron's arguments, or without any if it takes none."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -374,7 +374,7 @@ def _groups(
 
 
 def _adapters(model: nn.Module, args: Any) -> LoraSection | None:
-    """Return the adapters that the flags ask for: beside linear layers whose path ends in one of the given names."""
+    """Return the adapters of the flags: beside linear layers whose path ends in one of the names."""
     if not args.lora_target_modules:
         return None
     parts = [part for part in args.lora_apply_modules if part != "all"]
