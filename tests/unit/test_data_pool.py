@@ -25,7 +25,7 @@ import torch
 
 from tessera.data.workers.messages import receive, send
 from tessera.data.workers.pool import Lost, Note, Pool
-from tessera.data.workers.worker import TooSlow, time_limit
+from tessera.data.workers.worker import TooSlow, memory_limit, time_limit
 from tessera.errors import TesseraError
 
 
@@ -515,3 +515,18 @@ def test_a_swallowed_limit_comes_again() -> None:
 
     with pytest.raises(TooSlow), time_limit(0.05):
         eats_the_first()
+
+
+def allocate(size: int, note: Note) -> int | str:
+    try:
+        with memory_limit(64 << 20):
+            return len(bytearray(size))
+    except MemoryError:
+        return "refused"
+
+
+def test_a_worker_allocates_no_more_than_it_may_and_goes_on() -> None:
+    sizes = [1 << 20, 1 << 32, 1 << 20]
+    with Pool(allocate, 1) as pool:
+        assert [result for _, result in pool.map(sizes)] == [1 << 20, "refused", 1 << 20]
+    assert allocate(1 << 28, print) == 1 << 28, "the training process is not limited: its threads allocate, too"

@@ -359,7 +359,6 @@ ASKED_BY_NAME = {
     ("data/custom/rows.py", "generator"): "samplers of torch that draw at random have one",
     ("data/media/animation.py", "default_image"): "PNGs of Pillow",
     ("data/media/files.py", "strerror"): "errors of PyAV that stand for errors of the system",
-    ("data/media/images.py", "tag_v2"): "TIFFs of Pillow",
     ("models/transformers/library.py", "image_processor"): "processors of transformers",
     ("models/transformers/model.py", "sub_configs"): "configurations of transformers",
     ("models/transformers/model.py", "use_cache"): "configurations of transformers",

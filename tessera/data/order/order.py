@@ -17,7 +17,7 @@ import numpy as np
 
 from tessera.data.order.mixture import Mixture, Shuffle, draws_per_set, mix, permutation, similarity_order
 from tessera.data.order.packing import best_fit, pack_balanced, sequential_fit
-from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_tables
+from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_or_adopt
 
 FORMAT = 2  # raise it when the same samples would be packed otherwise
 WINDOW = 8192  # draws packed together: large enough for full rows, small enough that neighbours stay well mixed
@@ -98,11 +98,11 @@ def row_table(samples: Samples, config: PackingConfig, folder: Path | None = Non
         return _make(samples, config)
     key = _key(samples, config)
     file = folder / f"rows-{key[:32]}.safetensors"
-    tables: AnyTables | None = open_tables(file, key)
+    tables: AnyTables | None = open_or_adopt(file, key)
     if tables is None or not _sound(tables):
         table = _make(samples, config)
         about = {"key": key, "stats": json.dumps(asdict(table.stats))}
-        tables = keep_tables(file, MemoryTables(table.arrays, about))
+        tables = keep_tables(file, MemoryTables(table.arrays, about), shared=True)
     return RowTable(tables, PackingStats(**json.loads(tables.about["stats"])))
 
 

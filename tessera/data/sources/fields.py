@@ -63,11 +63,8 @@ _PAIR_KEYS = ("chosen", "rejected", "completion")
 _TEXT_KEYS = ("text", "content")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
 COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "label", "text", "path", "references")
-_QUESTION_FORMATS: tuple[RecordFormat, ...] = (
-    "alpaca",
-    "query_response",
-    "question_answer",
-)  # one question and its answer
+# Formats of one question and its answer.
+_QUESTION_FORMATS: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")
 WORSE_ANSWERS = ("rejected_response", "rejected_messages")
 
 
@@ -171,9 +168,8 @@ class RecordSchema:
                 if any(has(record, key) for keys in self.names[record_format].media.values() for key in keys):
                     return "sharegpt" if self._media_named else record_format
             return None
-        return next(
-            (record_format for record_format in (*_QUESTION_FORMATS, "text") if self.fits(record, record_format)), None
-        )
+        formats: tuple[RecordFormat, ...] = (*_QUESTION_FORMATS, "text")
+        return next((fitting for fitting in formats if self.fits(record, fitting)), None)
 
     def is_conversation(self, record: Mapping[str, Any]) -> bool:
         return has(record, self.names["sharegpt"].messages)
