@@ -275,27 +275,13 @@ def compare(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="folder of the run, or of several to see side by side")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="file to write; needed for several runs; default: RUN/report.html")
-    ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="show it in a browser on this machine, drawn anew while the run goes on")
-    ] = False,
-    port: Annotated[int, typer.Option("--port", help="of --watch; default: a free one", min=0, max=65535)] = 0,
+    run: Annotated[Path, typer.Argument(help="folder of the run")],
+    out: Annotated[Path | None, typer.Option("--out", help="file to write; default: RUN/report.html")] = None,
 ) -> None:
-    """Write report.html of a run again, compare several runs, or watch them in a browser."""
+    """Write report.html of a run again."""
     from tessera.observe.report.page import report as write
-    from tessera.observe.report.watch import watch as serve
 
-    if watch:
-        if out is not None:
-            raise TesseraError("--watch writes no file", where="--out", fix="leave out one of the two")
-        serve(runs, port, typer.echo)
-        return
-    if port:
-        raise TesseraError("--port belongs to --watch", where="--port", fix="add --watch")
-    typer.echo(f"wrote {write(*runs, out=out)}")
+    typer.echo(f"wrote {write(run, out=out)}")
 
 
 @config_app.command("schema")

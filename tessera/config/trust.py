@@ -7,14 +7,11 @@ user agrees. A run without code of its own has no id, leaves nothing in the user
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import logging
 import os
 import re
 import secrets
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,7 +87,7 @@ def remember(folder: Path, code: Mapping[str, str]) -> None:
     try:
         state = _state_folder()
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        note = {"folder": str(folder.absolute()), "code": sorted(code), "roots": _import_roots(code)}
+        note = {"folder": str(folder.absolute()), "code": sorted(code)}
         fresh = state / f"{name}.{os.getpid()}.new"
         fresh.write_text(json.dumps(note), encoding="utf-8")
         os.replace(fresh, state / f"{name}.json")
@@ -101,41 +98,6 @@ def remember(folder: Path, code: Mapping[str, str]) -> None:
             error,
             STATE_VARIABLE,
         )
-
-
-def find_code(folder: Path, code: Mapping[str, str]) -> None:
-    """Let the code of a run be imported from where it was when the run was started, whatever the working folder and
-    PYTHONPATH are now. What can be imported as it is stays as it is. The folders are those that this user's own
-    note names, never what a run folder says."""
-    roots = _note(folder).get("roots", {})
-    for module in sorted({_top(path) for path in code}):
-        root = roots.get(module) if isinstance(roots, dict) else None
-        importable = module in sys.modules or _spec(module) is not None
-        if isinstance(root, str) and root not in sys.path and not importable and os.path.isdir(root):
-            sys.path.append(root)
-
-
-def _import_roots(code: Mapping[str, str]) -> dict[str, str]:
-    """Return the top-level modules of import paths -> the folder that each is imported from."""
-    roots: dict[str, str] = {}
-    for module in sorted({_top(path) for path in code}):
-        if (spec := _spec(module)) is not None:
-            inside = next(iter(spec.submodule_search_locations or ()), None)
-            location = inside if inside is not None else spec.origin
-            if location is not None and os.path.exists(location):
-                roots[module] = os.path.dirname(os.path.abspath(location))
-    return roots
-
-
-def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # a module that was put into sys.modules by hand has no specification
-        return None
-
-
-def _top(path: str) -> str:
-    return path.partition(":")[0].partition(".")[0]
 
 
 def write_run_id(folder: Path) -> None:

@@ -14,25 +14,24 @@ from torch import Tensor, nn
 from tessera.config.run_config import RunConfig
 from tessera.config.run_length import RunLength
 from tessera.core.batch import Batch
+from tessera.core.engine import Engine
+from tessera.core.step_source import StepSource
 from tessera.core.task import Task
 from tessera.errors import TesseraError, nearest
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
 
 
-class WaitEnded(BaseException):
-    """End the wait for data: the run was asked to stop. No error, so that no sample is blamed for it."""
-
-
 class TrainerHandle(Protocol):
-    """Declare what a callback may use of the trainer. `tessera.training.trainer.Trainer` is the only implementation."""
+    """Declare the members of the trainer that a callback may use (`tessera.training.trainer.Trainer`)."""
 
     step: int  # optimizer steps done
-    phase: str  # of the step, read by threads that watch the run
+    phase: str  # of the step; threads that watch the run read it
     phase_listeners: list[Callable[[str], None]]  # called with the new phase whenever it changes
-    stop_reason: str | None
-    awaits_data: bool  # a stop need not wait for it: no other rank counts on this step yet
-    paused_seconds: float
+    stop_reason: str | None  # of `request_stop`
+    paused_seconds: float  # spent on evaluation and saving
+
+    # ---- the run
 
     @property
     def config(self) -> RunConfig: ...
@@ -41,19 +40,25 @@ class TrainerHandle(Protocol):
     def length(self) -> RunLength: ...
 
     @property
-    def epoch(self) -> float | None: ...
+    def rows_drawn(self) -> int:
+        """Return how many rows the steps so far have used."""
+        ...
 
     @property
-    def rows_drawn(self) -> int: ...
+    def data_seconds(self) -> float:
+        """Return how long the trainer has waited for data since the start."""
+        ...
 
     @property
     def world(self) -> World: ...
+
+    # ---- its parts
 
     @property
     def module(self) -> nn.Module: ...
 
     @property
-    def engine(self) -> Any: ...
+    def engine(self) -> Engine: ...
 
     @property
     def task(self) -> Task: ...
@@ -62,52 +67,77 @@ class TrainerHandle(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
-    def checkpoints(self) -> Any: ...
+    def steps(self) -> StepSource: ...
 
     @property
-    def loader(self) -> Any: ...
+    def eval_weights(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context in which the module has the weights to evaluate."""
+        ...
 
-    @property
-    def eval_weights(self) -> Callable[[], AbstractContextManager[None]]: ...
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights and optimizer state of this rank, by their names in a checkpoint."""
+        ...
 
-    def request_stop(self, reason: str) -> None: ...
+    def side_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of callbacks, by their names in a checkpoint."""
+        ...
 
-    def request_save(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state besides tensors, as a checkpoint keeps it."""
+        ...
 
-    def end_early(self, reason: str) -> None: ...
+    # ---- requests
 
-    def report_eval(self, metrics: dict[str, float]) -> None: ...
+    def request_stop(self, reason: str) -> None:
+        """Finish this step, save and end. A resume goes on."""
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def request_save(self) -> None:
+        """Save after this step. All ranks call this at the same step."""
 
-    def side_tensors(self) -> dict[str, Tensor]: ...
+    def end_early(self, reason: str) -> None:
+        """End as if this step were the last. All ranks call this at the same step."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def report_eval(self, metrics: dict[str, float]) -> None:
+        """Call `on_eval` of all callbacks."""
 
-    def save(self) -> Path | None: ...
+    def save(self) -> Path | None:
+        """Save this step, unless it is saved already, and wait until it is written."""
 
-    def begin(self) -> None: ...
+    def paused(self, phase: str) -> AbstractContextManager[None]:
+        """Return a context whose time does not count as training."""
+        ...
 
-    def resume(self, before: int | None = None) -> bool: ...
 
-    def restore_state(self, step: int, state: Mapping[str, Any]) -> None: ...
+class RewindHandle(TrainerHandle, Protocol):
+    """Declare what `OptimizerStep.update` may use besides: it can take the run back to an earlier state."""
 
-    def continue_from_here(self) -> None: ...
+    def begin(self) -> None:
+        """Fill the initial weights."""
 
-    def paused(self, phase: str) -> AbstractContextManager[None]: ...
+    def resume(self, before: int | None = None) -> bool:
+        """Load the newest good checkpoint, of fewer than `before` steps; return False if there is none."""
+        ...
+
+    def restore_state(self, step: int, state: Mapping[str, Any]) -> None:
+        """Restore everything but tensors (see `state_dict`)."""
+
+    def continue_from_here(self) -> None:
+        """Drop the records of later steps and read the data of this step again."""
 
 
 class AsyncScalars:
-    """Copy named numbers to the host while the device goes on. Calling it waits for the copy alone, and not for what
-    was queued after it: begun before an update is queued, reading the loss leaves no device idle."""
+    """Copy named numbers to the host while the device goes on computing.
+
+    A call waits for the copy alone, and not for kernels that were queued after it. So if the copy begins before an
+    update is queued, reading the loss leaves no device idle."""
 
     def __init__(self, names: Sequence[str], conditions: Sequence[str], copy: devices.HostCopy) -> None:
         self._names, self._conditions, self._copy = names, conditions, copy
 
     @staticmethod
     def of(numbers: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None) -> AsyncScalars:
-        """Begin to copy scalars to the host. `counted`: of some of them, whether there is such a number; one that is
-        not there is left out."""
+        """Begin to copy scalars to the host. `counted`: for some of them, zero if the number does not exist in this
+        step. Such numbers are left out."""
         conditions = counted or {}
         wide = devices.sum_dtype(next(iter(numbers.values())).device)
         stacked = torch.stack([number.detach().to(wide) for number in (*numbers.values(), *conditions.values())])
@@ -115,8 +145,8 @@ class AsyncScalars:
 
     def __call__(self) -> dict[str, float]:
         values = self._copy()
-        there = dict(zip(self._conditions, values[len(self._names) :], strict=True))
-        return {name: value for name, value in zip(self._names, values, strict=False) if there.get(name, 1.0)}
+        exists = dict(zip(self._conditions, values[len(self._names) :], strict=True))
+        return {name: value for name, value in zip(self._names, values, strict=False) if exists.get(name, 1.0)}
 
     def ready(self) -> bool:
         """Return whether a call would not have to wait."""
@@ -132,7 +162,7 @@ class StepResult:
     lr: float
     microbatches: Sequence[Batch]  # of this rank, without their tensors
     applied: bool = True  # off: the guard dropped the update
-    epoch: float | None = None  # passes over the data, this step included; None: it does not tell how long it is
+    epoch: float | None = None  # passes over the data, this step included; None: the data has no length
 
 
 class Callback:
@@ -173,17 +203,17 @@ class Callback:
         return {}
 
 
-# The fate of the update of a step; "rewound": the step was undone.
+# Whether the update of a step was applied; "rewound": the run went back to an earlier step.
 StepOutcome = Literal["applied", "dropped", "rewound"]
 
 
 class OptimizerStep(Callback):
-    """Apply the update of every step. The subclass in `observe.anomaly` may drop it after a look at the step."""
+    """Apply the update of every step. The subclass in `observe.anomaly` checks the step first, and may drop it."""
 
     lr_factor = 1.0  # times the learning rate that the schedule gives
 
     def update(
-        self, trainer: TrainerHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]
+        self, trainer: RewindHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]
     ) -> StepOutcome:
         trainer.optimizer.step()
         return "applied"

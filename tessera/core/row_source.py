@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError
 
-ENDLESS = 1 << 40  # rows of one epoch of data that does not tell its length
+ENDLESS = 1 << 40  # rows of one epoch of data without a known length
 
 
 class RowSource(ABC):
@@ -16,7 +16,7 @@ class RowSource(ABC):
 
     Row numbers count draws since the start of training, so that number // len(source) is the epoch. A source is pickled
     to worker processes and called there: it holds no open file and no device tensor. Only `__len__` and `batch` must be
-    written; the other members are abilities, and their defaults say that the source does not have them.
+    written; the other members are abilities; by default a source does not have them.
     """
 
     @property

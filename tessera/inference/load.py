@@ -19,7 +19,7 @@ from tessera.config.pattern import matches
 from tessera.config.reader import build
 from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.config.saved_recipe import read_saved
-from tessera.config.trust import Trust, check_trusted, find_code, model_code
+from tessera.config.trust import Trust, check_trusted, model_code
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.data.media.files import Limits, limits_of
@@ -87,7 +87,6 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
     kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
     settings = load_config(kept or read_saved(folder / RUN_CONFIG))
     check_trusted(folder, model_code(settings.model), trust)
-    find_code(folder, model_code(settings.model))
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
     limits = limits_of(settings.data)
     if limits.urls is not None:  # a run of somebody else must not open the network of this machine to data

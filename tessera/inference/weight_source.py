@@ -26,10 +26,9 @@ from tessera.weights.map import WeightMap
 
 CONFIG = "config.yaml"
 RUN_FILE = "run.json"
-REPLACING = ".replacing"  # files of the old run are on their way aside
-REPLACED = ".replaced"  # all of the old run is here, and the new one has not proved itself
-RESTORING = ".restoring"  # files of the old run are on their way back
-ASIDE = (RESTORING, REPLACED, REPLACING)
+REPLACING = ".replacing"  # files of the old run are being moved here, or back
+REPLACED = ".replaced"  # all of the old run is here, and the new one has applied no step yet
+ASIDE = (".restoring", REPLACED, REPLACING)  # the first is that of an older version: files are being moved back
 
 _log = logging.getLogger("tessera")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tessera.config.pattern import home
+from tessera.core.engine import Engine
 from tessera.core.spec import AdjustsAfterInit, InitializesByName
 from tessera.errors import TesseraError
 from tessera.lora.select import is_factor
@@ -22,7 +23,7 @@ from tessera.parallel.activations import apply_activation_offload, apply_recompu
 from tessera.parallel.block_offload import apply_block_offload, waiting_on_host
 from tessera.parallel.collectives import PostBackward
 from tessera.parallel.context_parallel import apply_context
-from tessera.parallel.engine import Engine, SimpleEngine
+from tessera.parallel.engine import SimpleEngine
 from tessera.parallel.experts import apply_experts, expert_bias_updates
 from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients, whole_gradients, whole_parameters
 from tessera.parallel.mesh import LOSS, Mesh

@@ -1,9 +1,9 @@
-"""Run the forward and backward passes of an optimizer step. The trainer does not know which engine it has."""
+"""Run the forward and backward passes of an optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,27 +17,6 @@ from tessera.parallel.collectives import PostBackward
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import sum_over_ranks
 from tessera.runtime.gradients import LossScale, scale_gradients
-
-
-class Engine(Protocol):
-    loss_scale: LossScale | None
-    microbatch: int | None  # of the step, that is being computed; None: none, or several at once
-
-    def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches with the outputs of frozen encoders. All ranks take part."""
-        ...
-
-    def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
-        """Leave the gradient of the loss in the parameters; return sums over all micro-batches and ranks."""
-        ...
-
-    def evaluate(self, task: Task, batch: Batch, counts: bool) -> LossTotals:
-        """Return the losses without gradient. With `counts` off, take part in the collectives and add nothing."""
-        ...
-
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Complete the state after weights and optimizer were filled by name: copies of tied weights share a name."""
-        ...
 
 
 class SimpleEngine:

@@ -14,7 +14,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from tessera.errors import TesseraError
 
@@ -135,6 +135,7 @@ _BLOCK_BYTES = 1 << 16
 _log = logging.getLogger("tessera")
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 def parse_row(line: bytes) -> Row | None:
@@ -153,22 +154,31 @@ def step_of(row: Row | None) -> int | None:
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """Yield the rows of a record. Broken lines are counted in a warning; a last line torn by a kill is passed over."""
-    if not path.exists():
-        return
-    check_regular(path)
+    """Yield the rows of a record (see `parse_lines`); nothing if the file does not exist."""
+    yield from read_lines(path, parse_row)
+
+
+def read_lines(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
+    """Yield the parsed lines of a file (see `parse_lines`); nothing if it does not exist."""
+    if path.exists():
+        check_regular(path)
+        with path.open("rb") as file:
+            yield from parse_lines(file, path, parse)
+
+
+def parse_lines(lines: Iterable[bytes], path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
+    """Yield the parsed lines of a record, and log how many cannot be parsed. A last line torn by a kill is skipped."""
     broken = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            row = parse_row(line)
-            if row is None:
-                broken += 1
-            else:
-                yield row
+    for line in lines:
+        if not line.endswith(b"\n"):
+            break
+        row = parse(line)
+        if row is None:
+            broken += 1
+        else:
+            yield row
     if broken:
-        _log.warning("%s: %d lines cannot be read and are passed over", path, broken)
+        _log.warning("%s: %d lines cannot be read and are skipped", path, broken)
 
 
 def read_metrics(path: Path) -> list[Row]:

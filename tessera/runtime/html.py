@@ -1,7 +1,7 @@
 """Write pages as one HTML file each: no script, nothing loaded from elsewhere, readable in light and dark.
 
-The report of a run, the profile's memory page and the data doctor's page are made of these parts. Every function
-returns markup. Arguments that are text are escaped; arguments named `body`, `cells` and `note` are markup already.
+The report of a run and the data doctor's page are made of these parts. Every function returns markup. Arguments that
+are text are escaped; arguments named `body`, `cells` and `note` are markup already.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from itertools import count, pairwise
 HOVERED = 100  # strips of a line chart that show their values
 COLUMNS = 800  # of a line chart: each shows the lowest and the highest point of its range
 Point = tuple[float, float]
+_WIDTH, _HEIGHT = 560, 230  # of a line chart
+_MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 58, 26, 14, 30
 
 # Colours by the preferred scheme of the reader, then the page itself, then what stands on a page.
 _LIGHT = """--ink:#1c2024;--soft:#5d6675;--line:#d8dbe2;--page:#fbfbfc;--card:#fff;--main:#2f5fd0;--held:#d9622b;
@@ -45,11 +47,11 @@ svg text{fill:var(--soft);font-size:11px;paint-order:stroke;stroke:var(--card);s
 .grid{stroke:var(--line)}polyline{fill:none;stroke-width:2}polyline.main{stroke:var(--main)}
 polyline.held{stroke:var(--held)}polyline.raw{stroke:var(--main);opacity:.25;stroke-width:1}circle.held{fill:var(--held)}
 circle.main{fill:var(--main)}
-.band{opacity:.16}.bar{fill:var(--main);opacity:.85}.bar:hover{opacity:1}
+.bar{fill:var(--main);opacity:.85}.bar:hover{opacity:1}
 line.share{stroke:var(--soft);stroke-dasharray:3 3}line.mark{stroke:var(--bad);stroke-dasharray:4 4}
 svg text.mark{fill:var(--bad)}.legend{font-size:12px;color:var(--soft)}.key{margin-right:14px}
 .key i{display:inline-block;width:14px;height:4px;margin-right:5px;vertical-align:middle;background:var(--main)}
-.key.raw i{opacity:.3}.key.held i{background:var(--held)}.key.band i{height:12px;opacity:.45}.key.band{opacity:1}
+.key.raw i{opacity:.3}.key.held i{background:var(--held)}
 .hit rect.over{fill:transparent}.tip{visibility:hidden;pointer-events:none}.hit:hover .tip{visibility:visible}
 .tip rect{fill:var(--card);stroke:var(--line);opacity:.95}.tip path{stroke:var(--soft);opacity:.6}
 svg .tip text{fill:var(--ink);stroke:none}
@@ -58,7 +60,6 @@ td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);whit
 th{font-weight:600;color:var(--soft);font-size:13px}th[colspan]{text-align:center}
 td:first-child,th:first-child,.sentences td,.sentences th{text-align:left}.sentences td{white-space:normal}
 tr:last-child td{border-bottom:0}
-td div.share{height:10px;min-width:1px;background:var(--main);border-radius:3px}
 """ + "".join(
     f"polyline.run-{n}{{stroke:var(--run-{n})}}circle.run-{n}{{fill:var(--run-{n})}}"
     f".key.run-{n} i{{background:var(--run-{n})}}\n"
@@ -98,8 +99,8 @@ def _inside_notebook(rule: re.Match[str]) -> str:
 
 def escape(text: str) -> str:
     """Escape markup, and replace characters that a page may not hold or that reverse the direction of the text."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return html.escape(shown, quote=True)
+    printable = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return html.escape(printable, quote=True)
 
 
 def section(title: str, body: str) -> str:
@@ -135,11 +136,6 @@ def table(
     return f'<div class="wide"><table{kind}>{above}<tr>{names}</tr>{rows}</table></div>'
 
 
-def share_bar(share: float) -> str:
-    """Return a horizontal bar for a cell of a table."""
-    return f'<div class="share" style="width:{max(0.3, 100 * share):.1f}%"></div>'
-
-
 @dataclass(frozen=True)
 class Series:
     label: str
@@ -148,111 +144,57 @@ class Series:
     dots: bool = False
 
 
-@dataclass(frozen=True)
-class Band:
-    """Describe a range of x with a colour behind the lines."""
-
-    start: float
-    end: float
-    label: str
-    color: str
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Describe the size of a chart with axes, and how it labels them."""
-
-    width: int = 560
-    height: int = 230
-    left: int = 58
-    right: int = 26
-    top: int = 14
-    bottom: int = 30
-    x_name: str = ""  # before the label of x where the pointer is
-    x_whole: bool = True  # x counts something: an axis of 5 steps has no tick at 1.25
-    x_label: Callable[[float], str] = lambda x: f"{round(x):,}"
-    y_label: Callable[[float], str] = lambda y: short_number(y)
-    tip_label: Callable[[float], str] = lambda y: f"{y:.5g}"  # of y where the pointer is
-    log_scale: bool = False  # of y
-    y_from_zero: bool = False
-
-    def up(self, y: float) -> float:
-        return math.log10(y) if self.log_scale else y
-
-
-def line_chart(
-    title: str,
-    series: Sequence[Series],
-    frame: Frame | None = None,
-    *,
-    bands: Sequence[Band] = (),
-    mark: float | None = None,
-) -> str:
-    """Return a figure with axes and a legend, which shows the values below the pointer. `mark`: an x to draw a vertical
-    line at.
+def line_chart(title: str, series: Sequence[Series], log_scale: bool = False, from_zero: bool = False) -> str:
+    """Return a figure over steps with axes, a legend and tooltips. `log_scale`, `from_zero`: of the values.
 
     Values that are not finite, or not positive on a logarithmic scale, are left out. The title counts the former.
     """
-    frame = frame or Frame()
-    finite = [replace(one, points=[p for p in one.points if math.isfinite(p[1])]) for one in series]
-    lost = sum(len(one.points) for one in series) - sum(len(one.points) for one in finite)
-    shown = [replace(one, points=[p for p in one.points if not frame.log_scale or p[1] > 0]) for one in finite]
-    points = [point for one in shown for point in one.points]
+    finite = [replace(line, points=[p for p in line.points if math.isfinite(p[1])]) for line in series]
+    lost = sum(len(line.points) for line in series) - sum(len(line.points) for line in finite)
+    lines = [replace(line, points=[p for p in line.points if not log_scale or p[1] > 0]) for line in finite]
+    points = [point for line in lines for point in line.points]
+    up: Callable[[float], float] = math.log10 if log_scale else lambda y: y
     if not points:
         return f"<figure><figcaption>{escape(title)}</figcaption><p>nothing recorded</p></figure>"
-    x_low = min([0.0, *(band.start for band in bands), *(x for x, _ in points)])
-    x_high = max([*(band.end for band in bands), *(x for x, _ in points)])
-    values = [frame.up(y) for _, y in points]
-    y_low, y_high = (0.0, 1.05 * max(values)) if frame.y_from_zero else (min(values), max(values))
+    x_low, x_high = min([0.0, *(x for x, _ in points)]), max(x for x, _ in points)
+    values = [up(y) for _, y in points]
+    y_low, y_high = (0.0, 1.05 * max(values)) if from_zero else (min(values), max(values))
     if y_high - y_low <= 1e-9 * max(abs(y_low), abs(y_high)):  # one value alone
         room = 0.1 * abs(y_high) or 0.5
         y_low, y_high = y_low - room, y_high + room
 
     def across(x: float) -> float:
-        return frame.left + (x - x_low) / max(x_high - x_low, 1e-12) * (frame.width - frame.left - frame.right)
+        return _MARGIN_LEFT + (x - x_low) / max(x_high - x_low, 1e-12) * (_WIDTH - _MARGIN_LEFT - _MARGIN_RIGHT)
 
-    def down(up: float) -> float:
-        return frame.height - frame.bottom - (up - y_low) / (y_high - y_low) * (frame.height - frame.top - frame.bottom)
+    def down(value: float) -> float:
+        return _HEIGHT - _MARGIN_BOTTOM - (value - y_low) / (y_high - y_low) * (_HEIGHT - _MARGIN_TOP - _MARGIN_BOTTOM)
 
-    parts = [
-        f'<rect class="band" x="{across(band.start):.1f}" y="{frame.top}" fill="{band.color}" '
-        f'width="{max(0.5, across(band.end) - across(band.start)):.1f}" '
-        f'height="{frame.height - frame.top - frame.bottom}"><title>{escape(band.label)}</title></rect>'
-        for band in bands
-    ]
+    parts = []
     for i in range(5):
         value = y_low + i / 4 * (y_high - y_low)
         y = down(value)
-        label = frame.y_label(10**value if frame.log_scale else value)
-        right = frame.width - frame.right
-        parts.append(f'<line class="grid" x1="{frame.left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(frame.left - 6, y + 4, label, "end"))
-    for x in _ticks(x_low, x_high, frame.x_whole):
-        parts.append(_text(across(x), frame.height - 10, frame.x_label(x), "middle"))
-    for one in shown:
-        drawn = [(across(x), down(frame.up(y))) for x, y in _thin(one.points, x_low, x_high)]
-        if one.dots:
-            parts += [f'<circle class="{one.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in drawn]
+        label = short_number(10**value if log_scale else value)
+        right = _WIDTH - _MARGIN_RIGHT
+        parts.append(f'<line class="grid" x1="{_MARGIN_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(_MARGIN_LEFT - 6, y + 4, label, "end"))
+    for x in _ticks(x_low, x_high):
+        parts.append(_text(across(x), _HEIGHT - 10, f"{round(x):,}", "middle"))
+    for line in lines:
+        drawn = [(across(x), down(up(y))) for x, y in _thin(line.points, x_low, x_high)]
+        if line.dots:
+            parts += [f'<circle class="{line.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in drawn]
         else:
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
-            parts.append(f'<polyline class="{one.style}" points="{line}"/>')
-    if mark is not None:
-        parts.append(_vertical(across(mark), frame.top, frame.height - frame.bottom, "mark"))
-    parts += _hover(frame, shown, bands, across)
-    keys = [f'<span class="key {one.style}"><i></i>{escape(one.label)}</span>' for one in shown if one.points]
-    keys += [
-        f'<span class="key band"><i style="background:{color}"></i>{escape(label)}</span>'
-        for label, color in dict.fromkeys((band.label, band.color) for band in bands)
-    ]
+            corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+            parts.append(f'<polyline class="{line.style}" points="{corners}"/>')
+    parts += _tooltips(lines, across)
+    keys = [f'<span class="key {line.style}"><i></i>{escape(line.label)}</span>' for line in lines if line.points]
     note = f" ({lost} non-finite values left out)" if lost else ""
     legend = f'<div class="legend">{"".join(keys)}</div>'
-    return _figure(title + note, "", _svg(frame.width, frame.height, title, parts), legend)
+    return _figure(title + note, "", _svg(_WIDTH, _HEIGHT, title, parts), legend)
 
 
-def _ticks(low: float, high: float, whole: bool) -> list[float]:
-    """Return evenly spaced numbers of an axis, at most 6; `whole`: multiples of 1, 2, 5, 10, 20, ..."""
-    if not whole:
-        return [low + i / 4 * (high - low) for i in range(5)]
+def _ticks(low: float, high: float) -> list[float]:
+    """Return evenly spaced steps for an axis, at most 6: multiples of 1, 2, 5, 10, 20, ..."""
     steps = (factor * 10**digits for digits in count() for factor in (1, 2, 5))
     step = next(step for step in steps if high - low <= 5 * step)
     return [float(tick) for tick in range(math.ceil(low / step) * step, math.floor(high) + 1, step)]
@@ -323,44 +265,35 @@ def _vertical(x: float, top: float, bottom: float, style: str) -> str:
     return f'<line class="{style}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
 
 
-def _hover(
-    frame: Frame, series: Sequence[Series], bands: Sequence[Band], across: Callable[[float], float]
-) -> list[str]:
-    """Return a strip for each of some x that shows the values there while the pointer is over it. No script does."""
-    known = [(dict(one.points), one) for one in series if one.points]
-    places = sorted({x for points, _ in known for x in points})
+def _tooltips(series: Sequence[Series], across: Callable[[float], float]) -> list[str]:
+    """Return invisible strips over the chart. The pointer over a strip shows its tooltip, by CSS alone."""
+    ordered = [(sorted(points), points, line) for line in series if (points := dict(line.points))]
+    places = sorted({x for xs, _, _ in ordered for x in xs})
     if not places:
         return []
     last = len(places) - 1
     chosen = sorted({round(at * last / min(HOVERED, last or 1)) for at in range(min(HOVERED, last) + 1)})
     xs = [places[at] for at in chosen]
     marks = [across(x) for x in xs]
-    edges = [float(frame.left), *((a + b) / 2 for a, b in pairwise(marks)), float(frame.width - frame.right)]
-    ordered = [(sorted(points), points, one) for points, one in known]
+    edges = [float(_MARGIN_LEFT), *((a + b) / 2 for a, b in pairwise(marks)), float(_WIDTH - _MARGIN_RIGHT)]
     parts = []
     for number, (x, at) in enumerate(zip(xs, marks, strict=True)):
-        # A line that has no point at this very x is shown with its nearest one, if that lies in the strip.
-        shown = []
-        for own, points, one in ordered:
-            first = max(0, bisect_left(own, x) - 1)
-            near = min(own[first : first + 2], key=lambda other: abs(other - x))
+        lines = [f"step {round(x):,}"]
+        for line_xs, points, line in ordered:
+            # The nearest point of a line that has none at this x, if that is inside the strip.
+            first = max(0, bisect_left(line_xs, x) - 1)
+            near = min(line_xs[first : first + 2], key=lambda other: abs(other - x))
             if edges[number] <= across(near) <= edges[number + 1] or near == x:
-                shown.append((one.label, points[near]))
-        behind = next((band.label for band in bands if band.start <= x <= band.end), "")
-        lines = [
-            f"{frame.x_name}{frame.x_label(x)}",
-            *filter(None, [behind]),
-            *(f"{label}  {frame.tip_label(y)}" for label, y in shown),
-        ]
+                lines.append(f"{line.label}  {points[near]:.5g}")
         wide, high = 7 * max(map(len, lines)) + 12, 15 * len(lines) + 6
-        left = at + 8 if at + 8 + wide < frame.width else at - 8 - wide
-        texts = "".join(_text(left + 6, frame.top + 15 * (row + 1), line, "start") for row, line in enumerate(lines))
+        x_tip = at + 8 if at + 8 + wide < _WIDTH else at - 8 - wide
+        texts = "".join(_text(x_tip + 6, _MARGIN_TOP + 15 * (row + 1), line, "start") for row, line in enumerate(lines))
         parts.append(
-            f'<g class="hit"><rect class="over" x="{edges[number]:.1f}" y="{frame.top}" '
+            f'<g class="hit"><rect class="over" x="{edges[number]:.1f}" y="{_MARGIN_TOP}" '
             f'width="{max(0.5, edges[number + 1] - edges[number]):.1f}" '
-            f'height="{frame.height - frame.top - frame.bottom}"/>'
-            f'<g class="tip"><path d="M{at:.1f} {frame.top}V{frame.height - frame.bottom}"/>'
-            f'<rect x="{left:.1f}" y="{frame.top}" width="{wide}" height="{high}" rx="4"/>{texts}</g></g>'
+            f'height="{_HEIGHT - _MARGIN_TOP - _MARGIN_BOTTOM}"/>'
+            f'<g class="tip"><path d="M{at:.1f} {_MARGIN_TOP}V{_HEIGHT - _MARGIN_BOTTOM}"/>'
+            f'<rect x="{x_tip:.1f}" y="{_MARGIN_TOP}" width="{wide}" height="{high}" rx="4"/>{texts}</g></g>'
         )
     return parts
 
@@ -370,7 +303,7 @@ def _thin(points: Sequence[Point], x_low: float, x_high: float) -> list[Point]:
     columns: dict[int, list[Point]] = {}
     for point in points:
         columns.setdefault(int((point[0] - x_low) * COLUMNS / max(1e-12, x_high - x_low)), []).append(point)
-    kept: list[Point] = []
+    thin: list[Point] = []
     for column in columns.values():
-        kept += sorted({min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])})
-    return kept
+        thin += sorted({min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])})
+    return thin

@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import PipelineStage
-    from torch.profiler import profile
 
 # ActivationWrapper, checkpoint_wrapper: recompute. Public alternative: a wrapper of our own around
 #   `torch.utils.checkpoint.checkpoint`.
@@ -381,13 +381,14 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def kineto_results(recorded: profile) -> Any:
-    """Return the raw events of a recording: `events()` and `experimental_event_tree()`.
+def record_allocations(device: torch.device, enabled: bool) -> None:
+    """Begin or end to record the allocations of an accelerator. Public alternative: none."""
+    torch.get_device_module(device).memory._record_memory_history("all" if enabled else None)
 
-    Public alternative: `profile.events()`, without correlation of launches and without allocations.
-    """
-    assert recorded.profiler is not None
-    return recorded.profiler.kineto_results
+
+def dump_allocations(device: torch.device, path: Path) -> None:
+    """Write the recorded allocations as https://pytorch.org/memory_viz reads them. Public alternative: none."""
+    torch.get_device_module(device).memory._dump_snapshot(str(path))
 
 
 # ------------------------------------------------------------------------------------------------ transformers

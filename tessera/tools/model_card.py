@@ -15,7 +15,7 @@ from tessera.config.pattern import fold_paths
 from tessera.config.run_config import RunConfig, SourceSection, load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
-from tessera.observe.report.sampling import sample_metrics
+from tessera.runtime.files import read_metrics
 
 Library = Literal["transformers", "diffusers", "peft"]
 _SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the rest is where things lie
@@ -89,7 +89,7 @@ def _trained_on(config: RunConfig) -> list[str]:
 def _results(run: Path) -> list[str]:
     """Return the last figures of each kind that the run noted."""
     try:
-        rows = sample_metrics(run / "metrics.jsonl").rows
+        rows = read_metrics(run / "metrics.jsonl")
     except (OSError, TesseraError):
         return []
     last: dict[str, dict[str, Any]] = {}

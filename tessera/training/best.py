@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tessera.checkpoint.manager import CheckpointManager
 from tessera.config.run_config import MetricSection, RunConfig
 from tessera.core.callback import Callback, TrainerHandle
 from tessera.errors import TesseraError, nearest
@@ -17,12 +18,12 @@ log = logging.getLogger("tessera")
 BEST_FILE = "best.json"
 
 
-def best_callbacks(config: RunConfig, has_eval: bool) -> list[Callback]:
-    """Return what follows the held-out metrics of a run, as its recipe asks for; raise where there are none."""
+def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointManager) -> list[Callback]:
+    """Return the callbacks that the recipe asks for; raise if there are no held-out metrics."""
     keep, stop = config.checkpoint.best, config.train.early_stop
     callbacks: list[Callback] = []
     if keep is not None:
-        callbacks.append(KeepBest(keep))
+        callbacks.append(KeepBest(keep, checkpoints))
     if stop is not None:
         callbacks.append(EarlyStop(stop, stop.patience, stop.min_change))
     if not callbacks:
@@ -34,7 +35,7 @@ def best_callbacks(config: RunConfig, has_eval: bool) -> list[Callback]:
         raise TesseraError(
             "the held-out set is measured at the end alone, where there is nothing to choose from",
             where=where,
-            fix="say how often to measure it, such as train.eval_every=1epoch or train.eval_every=200",
+            fix="set how often to measure it, such as train.eval_every=1epoch or train.eval_every=200",
         )
     return callbacks
 
@@ -50,7 +51,7 @@ class Best:
         self._warned = False
 
     def take(self, trainer: TrainerHandle, metrics: dict[str, float]) -> bool | None:
-        """Return whether the metrics of an evaluation are better than before; None: they do not have this one."""
+        """Return whether the metric of an evaluation is better than before; None: the evaluation does not have it."""
         value = metrics.get(self.metric)
         if value is None:
             self._warn(trainer, metrics)
@@ -90,11 +91,12 @@ class Best:
 class KeepBest(Callback):
     """Save when a held-out metric is better than ever, and keep that checkpoint beside the newest ones."""
 
-    def __init__(self, section: MetricSection) -> None:
+    def __init__(self, section: MetricSection, checkpoints: CheckpointManager) -> None:
         self.best = Best(section)
+        self._checkpoints = checkpoints
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        trainer.checkpoints.protected_step = self.best.step
+        self._checkpoints.protected_step = self.best.step
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
         self.on_start(trainer)
@@ -107,10 +109,10 @@ class KeepBest(Callback):
         # The one before is protected until the new one is written.
         if path.name.split(".")[0] != f"step-{self.best.step:08d}":
             return
-        trainer.checkpoints.protect(self.best.step)
+        self._checkpoints.protect(self.best.step)
         if trainer.world.is_main:
-            found = {"metric": self.best.metric, **self.best.state(), "checkpoint": f"checkpoints/{path.name}"}
-            replace_file(trainer.config.folder / BEST_FILE, (json.dumps(found) + "\n").encode())
+            record = {"metric": self.best.metric, **self.best.state(), "checkpoint": f"checkpoints/{path.name}"}
+            replace_file(trainer.config.folder / BEST_FILE, (json.dumps(record) + "\n").encode())
 
     def on_end(self, trainer: TrainerHandle) -> None:
         if trainer.world.is_main and self.best.value is not None:
@@ -124,7 +126,7 @@ class KeepBest(Callback):
 
 
 class EarlyStop(Callback):
-    """End the run when a held-out metric has not become better in so many evaluations."""
+    """End the run when a held-out metric has not improved for `patience` evaluations."""
 
     def __init__(self, section: MetricSection, patience: int, min_change: float) -> None:
         self.best = Best(section, min_change)

@@ -21,30 +21,23 @@ from tessera.checkpoint.manager import CheckpointManager
 from tessera.config.run_config import RunConfig
 from tessera.config.run_length import RunLength
 from tessera.core.callback import Callback
+from tessera.core.engine import Engine
 from tessera.core.row_source import ENDLESS, RowSource
 from tessera.core.spec import Processor
+from tessera.core.step_source import StepSource
 from tessera.core.task import FrozenModule, Task
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.order.step_order import StepSize
 from tessera.data.workers.servers import start_early
-from tessera.diffusion.family import GenerationSpec, family_of
-from tessera.diffusion.previews import Previews
-from tessera.diffusion.sampling.over_ranks import ModelOverRanks
+from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
-from tessera.inference.load import parts_folder
-from tessera.lora.select import is_factor
 from tessera.models.files.exported_config import keep_base_config
 from tessera.models.files.side_files import seal_side_files, side_folder, write_side_files
 from tessera.models.text.own_template import warn_of_another_template
-from tessera.observe.anomaly.attribution import ProbeReader
 from tessera.observe.anomaly.guard import Guard
-from tessera.observe.profile.profiler import StepProfiler
-from tessera.observe.report.live import LiveReport, Report
-from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.optim.optimizer import build_optimizer, clip_gradients
 from tessera.parallel.apply import build_engine, counted_elsewhere, parallelize
-from tessera.parallel.engine import Engine
 from tessera.parallel.frozen import place_frozen
 from tessera.parallel.mesh import DATA, PP, Mesh
 from tessera.parallel.plan import Plan
@@ -52,20 +45,14 @@ from tessera.parallel.sequence_sharding import RankDataset
 from tessera.runtime.distributed import World, main_rank_first
 from tessera.runtime.gradients import LossScale
 from tessera.runtime.rendezvous import name_ranks
-from tessera.training.best import best_callbacks
-from tessera.training.callbacks import named_callbacks
-from tessera.training.checks import Coverage, KeepLossScale
+from tessera.training.callbacks import CallbackParts, run_callbacks
 from tessera.training.early_checks import has_held_out
 from tessera.training.ema import Ema
-from tessera.training.export import Export
-from tessera.training.held_out import GenerationEval, HeldOut, generating_model
+from tessera.training.held_out import HeldOut
 from tessera.training.init_weights import fill_copy, frozen_source, initial_weights
-from tessera.training.metrics import Meter
 from tessera.training.out_of_memory import MemoryAdvice
-from tessera.training.records import Ledger, Quarantine
 from tessera.training.setup import NONE, ModelSetup, Objects
-from tessera.training.signals import StopOnSignal
-from tessera.training.trackers import Trackers
+from tessera.training.steps import LoaderSteps
 from tessera.training.trainer import Trainer
 
 log = logging.getLogger("tessera")
@@ -88,29 +75,20 @@ def build_trainer(
     if config.data.workers not in (0, "auto"):
         start_early()
     processor = build_processor(config, setup)
-    own_copy = Path(os.path.abspath(config.folder / "processor"))  # as the paths of a located recipe are
-    # A resumed run reads its own copy: writing it again would pull it from under the ranks that are still reading.
-    if world.is_main and config.model.tokenizer != own_copy:
-        keep_side_files(config, setup, processor, own_copy)
+    copy = Path(os.path.abspath(config.folder / "processor"))  # absolute, as the paths of a located recipe are
+    # A resumed run reads its copy: writing it again would pull it from under the ranks that are still reading.
+    if world.is_main and config.model.tokenizer != copy:
+        keep_side_files(config, setup, processor, copy)
     mesh = Mesh(plan.axes, world.device)
-    has_eval = has_held_out(config) or objects.eval_dataset is not None
-
-    def read_rows() -> tuple[RowSource, RowSource | None]:
-        with main_rank_first(world):  # it builds the index, which may take long; the others find it
-            step = _step_size(config, mesh)
-            rows = build_rows(config, setup, "train", processor, objects.dataset, step)
-            eval_rows = build_rows(config, setup, "eval", processor, objects.eval_dataset) if has_eval else None
-        return _local(rows, setup, mesh), None if eval_rows is None else _local(eval_rows, setup, mesh)
-
-    source, held_out = _same_on_all_ranks(read_rows)
-    config = _with_rows_per_step(config, plan, source)
-    length = run_length(config, source)
+    source, held_out = _read_rows(config, setup, world, mesh, processor, objects)
+    rows = source if isinstance(source, RowSource) else None
+    if rows is not None:
+        config = _with_rows_per_step(config, plan, rows)
+    length = run_length(config, rows)
     if world.is_main:
-        log.info("length        %s", length.describe())
-        if (warning := length.warning()) is not None:
-            log.warning("%s", warning)
+        _log_length(length)
 
-    if config.data.workers == "auto" and any(rows.decodes_media for rows in (source, held_out) if rows is not None):
+    if config.data.workers == "auto" and any(data.decodes_media for data in (rows, held_out) if data is not None):
         start_early()  # while the model is built
     module = parallelize(setup.module, plan, mesh, world.device)
     task.setup(_frozen_components(config, setup, mesh, world), world)
@@ -123,33 +101,18 @@ def build_trainer(
     scale = LossScale(config.precision.loss_scale, world.device) if config.precision.compute == "float16" else None
     engine = build_engine(module, plan, mesh, world.device, loss_scale=scale)
     evaluated = None if held_out is None else HeldOut(config, mesh, held_out, _ranks_here(world))
-    reader = ProbeReader(source, mesh.position(DATA), 1 if plan.pipeline is None else plan.pipeline.microbatches)
-    guard = Guard(config.guard, reader, config.optim.clip_norm, config.optim.schedule.warmup, scale)
+    guard = _guard(config, plan, mesh, scale)
     ema = None if config.train.ema is None else Ema(config.train.ema, module)
     frozen = frozen_source(config, setup)
     checkpoints = CheckpointManager(config.folder / "checkpoints", config.checkpoint.keep, frozen_source=frozen)
     fill = initial_weights(module, config, setup, world.device)
-    quarantine = Quarantine(
-        source.bad_samples, source.bad_count, config.data.max_bad_share, guarded=lambda: guard.left_out
+    parts = CallbackParts(
+        config, setup, processor, world, mesh, module, checkpoints, rows, guard, ema, scale, evaluated
     )
-    callbacks = _callbacks(config, setup, processor, quarantine, ema)
-    if config.train.generate_every:
-        family = family_of(setup.spec, setup.config)
-        if family is not None:
-            over_ranks = ModelOverRanks(module, family, plan, mesh, world.device)
-            callbacks.append(Previews(config, parts_folder(config), over_ranks))
-        else:
-            model = generating_model(setup.spec, module, plan, mesh, world.device)
-            callbacks.append(GenerationEval(config, processor, model))
-    if scale is not None:
-        callbacks.append(KeepLossScale(scale))
-    if evaluated is not None:
-        callbacks.append(evaluated)
-    callbacks += [*best_callbacks(config, has_eval), *named_callbacks(config.train), *extra]
-    if config.profile.steps is not None:
-        callbacks.append(StepProfiler(config.profile, plan.roles.blocks))
-    if config.parallel.watch and world.size > 1:  # last, so that it still watches while the others end
-        callbacks.append(Watchdog(plan.roles.blocks, config.parallel))
+
+    steps = source
+    if not isinstance(steps, StepSource):
+        steps = _loader_steps(config, length, world, mesh, steps, task, engine)
 
     def begin() -> None:
         fill()
@@ -165,15 +128,47 @@ def build_trainer(
         task=task,
         optimizer=optimizer,
         clip_gradients=_clip(module, plan, mesh, config.optim.clip_norm, optimizer, world.device, scale),
-        loader=_loader_from(config, length, world, mesh, source, guard, task, engine),
+        steps=steps,
         checkpoints=checkpoints,
-        callbacks=callbacks,
+        callbacks=run_callbacks(parts, extra),
         optimizer_step=guard,
         eval_weights=ema.in_place if ema is not None and ema.settings.evaluate else contextlib.nullcontext,
         eval_batches=evaluated.batches if evaluated is not None else None,
         memory=MemoryAdvice(config, world.size, plan.roles.blocks),
-        data_identity=source.identity,
+        data_identity="" if rows is None else rows.identity,
     )
+
+
+def _guard(config: RunConfig, plan: Plan, mesh: Mesh, loss_scale: LossScale | None) -> Guard:
+    return Guard(
+        config.guard,
+        clip_norm=config.optim.clip_norm,
+        warmup=config.optim.schedule.warmup,
+        loss_scale=loss_scale,
+        data_rank=mesh.position(DATA),
+        microbatches=1 if plan.pipeline is None else plan.pipeline.microbatches,
+    )
+
+
+def _read_rows(
+    config: RunConfig, setup: ModelSetup, world: World, mesh: Mesh, processor: Processor | None, objects: Objects
+) -> tuple[RowSource | StepSource, RowSource | None]:
+    """Return the training data of this rank, and its held-out rows if there are any."""
+    has_eval = has_held_out(config) or objects.eval_dataset is not None
+
+    def read() -> tuple[RowSource | StepSource, RowSource | None]:
+        with main_rank_first(world):  # it builds the index, which may take long; the others read it
+            step = _step_size(config, mesh)
+            train: RowSource | StepSource = (
+                objects.dataset
+                if isinstance(objects.dataset, StepSource)
+                else build_rows(config, setup, "train", processor, objects.dataset, step)
+            )
+            held_out = build_rows(config, setup, "eval", processor, objects.eval_dataset) if has_eval else None
+        train = _local(train, setup, mesh) if isinstance(train, RowSource) else train
+        return train, None if held_out is None else _local(held_out, setup, mesh)
+
+    return _same_on_all_ranks(read)
 
 
 def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
@@ -259,15 +254,15 @@ def build_rows(
     setup: ModelSetup,
     split: Literal["train", "eval"],
     processor: Processor | None,
-    given: Any = None,
+    dataset: Any = None,
     step: StepSize | None = None,
 ) -> RowSource:
-    """Return the rows of one split. `given`: the data set as an object, where the caller has one. `step`: how many
-    samples a step has, where the recipe says so."""
+    """Return the rows of one split. `dataset`: the data set as an object, if the caller has one. `step`: how many
+    samples a step has, if the recipe counts samples."""
     work = None
     if setup.spec.work is not None:
         work = functools.partial(setup.spec.work, setup.config, training=setup.training)
-    request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work, given, step)
+    request = RowRequest(config.data, split, processor, config.train.seed, config.folder / "index", work, dataset, step)
     rows = KINDS.get(config.data.kind)(request)
     if not isinstance(rows, RowSource):
         raise TesseraError(
@@ -279,23 +274,25 @@ def build_rows(
     return rows
 
 
-def _same_on_all_ranks(read: Callable[[], tuple[RowSource, RowSource | None]]) -> tuple[RowSource, RowSource | None]:
-    """Return what `read` returns. Raise on all ranks what it raises on one, and where one has other data than the rest:
-    it would train on samples of which the order of the others knows nothing."""
-    box: list[tuple[RowSource, RowSource | None]] = []
+def _same_on_all_ranks(
+    read: Callable[[], tuple[RowSource | StepSource, RowSource | None]],
+) -> tuple[RowSource | StepSource, RowSource | None]:
+    """Return the result of `read`. An error on one rank is raised on all ranks. Data that differs from rank 0's is an
+    error."""
+    box: list[tuple[RowSource | StepSource, RowSource | None]] = []
 
     def identify() -> tuple[str, list[str]]:
         box.append(read())
-        return socket.gethostname(), ["" if rows is None else rows.identity for rows in box[0]]
+        return socket.gethostname(), [data.identity if isinstance(data, RowSource) else "" for data in box[0]]
 
-    found = Ranks.current().on_all(identify)
-    host, identities = found[0]
+    ranks = Ranks.current().on_all(identify)
+    host, identities = ranks[0]
     for number, key in enumerate(("data.train", "data.eval")):
         expected = set(identities[number].split("/"))
-        other = [rank for rank, (_, theirs) in enumerate(found) if not expected & set(theirs[number].split("/"))]
+        other = [rank for rank, (_, theirs) in enumerate(ranks) if not expected & set(theirs[number].split("/"))]
         if other:
             raise TesseraError(
-                f"not the same data everywhere: {name_ranks(other)} (on {found[other[0]][0]}) read other samples than "
+                f"not the same data everywhere: {name_ranks(other)} (on {ranks[other[0]][0]}) read other samples than "
                 f"rank 0 (on {host})",
                 where=key,
                 fix="give every rank the same files, or a folder that all of them share",
@@ -317,7 +314,7 @@ def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> Run
         return config
     if rows is None:
         raise TesseraError(
-            f"data of kind {config.data.kind} comes in rows of its own",
+            f"data of kind {config.data.kind} comes in rows already",
             where="train.samples_per_step",
             fix=f"count rows: train.global_batch={samples}, where each item is one",
         )
@@ -330,9 +327,9 @@ def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> Run
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
 
 
-def run_length(config: RunConfig, source: RowSource) -> RunLength:
-    """Return how many steps the run has, and how many make an epoch."""
-    rows, train = len(source), config.train
+def run_length(config: RunConfig, source: RowSource | None) -> RunLength:
+    """Return how many steps the run has, and how many make an epoch. `source`: None for data without rows."""
+    rows, train = ENDLESS if source is None else len(source), config.train
     in_epochs = [
         name
         for name, every in (("train.eval_every", train.eval_interval), ("checkpoint.every", config.checkpoint.interval))
@@ -341,15 +338,21 @@ def run_length(config: RunConfig, source: RowSource) -> RunLength:
     in_epochs = [*(["train.epochs"] if train.steps is None else []), *in_epochs]
     if in_epochs and rows >= ENDLESS:
         raise TesseraError(
-            "the data does not tell how long it is, so its epochs cannot be counted",
+            "the data has no known length, so its epochs cannot be counted",
             where=in_epochs[0],
             fix="count in steps, or set data.stream=false"
             if config.data.stream
             else "count in steps, or give the data set a __len__",
         )
-    known = rows if rows < ENDLESS else None
-    length = RunLength.of(train.steps, train.epochs, train.global_batch, known, train.samples_per_step)
+    rows_per_epoch = rows if rows < ENDLESS else None
+    length = RunLength.of(train.steps, train.epochs, train.global_batch, rows_per_epoch, train.samples_per_step)
     return replace(length, packed=config.data.pack and config.data.kind.isidentifier() and config.data.kind != "custom")
+
+
+def _log_length(length: RunLength) -> None:
+    log.info("length        %s", length.describe())
+    if (warning := length.warning()) is not None:
+        log.warning("%s", warning)
 
 
 def _ranks_here(world: World) -> int:
@@ -357,58 +360,26 @@ def _ranks_here(world: World) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
 
 
-def _loader_from(
-    config: RunConfig,
-    length: RunLength,
-    world: World,
-    mesh: Mesh,
-    source: RowSource,
-    guard: Guard,
-    task: Task,
-    engine: Engine,
-) -> Callable[[int], Loader]:
-    def start(row: int) -> Loader:
+def _loader_steps(
+    config: RunConfig, length: RunLength, world: World, mesh: Mesh, source: RowSource, task: Task, engine: Engine
+) -> LoaderSteps:
+    def open_loader(rows: RowSource, first: int) -> Loader:
         return Loader(
-            guard.rows(source),
+            rows,
             global_batch=length.rows_per_step,
             micro_batch=config.train.micro_batch,
             rank=mesh.position(DATA),
             ranks=mesh.size(DATA),
             workers=config.data.workers,
             prefetch=config.data.prefetch,
-            start_row=row,
+            start_row=first,
             device=world.device,
             sample_timeout_s=config.data.sample_timeout_s,
-            steps=length.steps - row // length.rows_per_step,
+            steps=length.steps - first // length.rows_per_step,
             ranks_here=_ranks_here(world),
             prepare=task.prepare,
             encode=functools.partial(engine.encode, task) if task.encode_steps > 1 else None,
             encode_steps=task.encode_steps,
         )
 
-    return start
-
-
-def _callbacks(
-    config: RunConfig, setup: ModelSetup, processor: Processor | None, quarantine: Quarantine, ema: Ema | None
-) -> list[Callback]:
-    live = LiveReport()
-    callbacks: list[Callback] = [live, StopOnSignal(), Meter(config.log.every)]
-    if config.log.trackers:
-        callbacks.append(Trackers(config.log))
-    callbacks += [Ledger(), quarantine]
-    if ema is not None:
-        callbacks.append(ema)
-    if config.checkpoint.export:
-        average = ema.in_place if ema is not None and ema.settings.export else None
-        trained = [shard.name for shard in setup.plan.param_shards if shard.trained and not is_factor(shard.name)]
-        saved = trained if setup.adapters else []
-        callbacks.append(Export(setup.spec, setup.config, processor, setup.adapters, average, saved))
-    callbacks.append(Report(live))
-    coverage = config.guard.coverage
-    if coverage == "auto":
-        coverage = "warn" if setup.spec.foreign else "stop"
-    if coverage != "off":
-        names = [shard.name for shard in setup.plan.param_shards if shard.trained]
-        callbacks.append(Coverage(names, coverage))
-    return callbacks
+    return LoaderSteps(source, open_loader)

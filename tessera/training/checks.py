@@ -40,7 +40,7 @@ LOOKS = 3  # steps in which a gradient may be zeros: behind an output that begin
 class Coverage(Callback):
     """Check after the first step that every trained tensor received a gradient: one that did not would never learn.
 
-    Those whose gradients are zeros are looked at again in the next steps, and told if it stays so."""
+    Gradients of zeros are checked again in the next steps, and reported if they stay zero."""
 
     def __init__(self, names: Sequence[str], policy: Literal["stop", "warn"]) -> None:
         self.names = list(names)  # of all trained parameters of the model; a rank may hold some of them
@@ -52,14 +52,14 @@ class Coverage(Callback):
         if self._looks == LOOKS or self._idle == set():
             return
         self._looks += 1
-        found = self._gather(trainer)
+        received = self._gather(trainer)
         # The first factor of a fresh adapter gets a gradient once the second, which begins at zero, has moved.
-        idle = {one.name for one in found if one.gradient and not one.nonzero and f".{A}." not in one.name}
+        idle = {one.name for one in received if one.gradient and not one.nonzero and f".{A}." not in one.name}
         if self._idle is None:
             self._idle = idle
             if trainer.world.is_main:
-                log.info("%s", describe_coverage(found))
-            self._check(found, trainer.world.is_main)
+                log.info("%s", describe_coverage(received))
+            self._check(received, trainer.world.is_main)
         self._idle &= idle
         if self._idle and self._looks == LOOKS and trainer.world.is_main:
             log.warning(
@@ -97,8 +97,8 @@ class Coverage(Callback):
             for name, row in zip(self.names, received.tolist(), strict=True)
         ]
 
-    def _check(self, found: Iterable[ReceivedGradient], is_main: bool) -> None:
-        none = [one.name for one in found if not one.gradient]
+    def _check(self, received: Iterable[ReceivedGradient], is_main: bool) -> None:
+        none = [one.name for one in received if not one.gradient]
         if not none:
             return
         what = (
@@ -114,14 +114,14 @@ class Coverage(Callback):
             log.warning("%s", what)
 
 
-def describe_coverage(found: Sequence[ReceivedGradient]) -> str:
+def describe_coverage(received: Sequence[ReceivedGradient]) -> str:
     """Return a table by parts of the model and groups of the optimizer.
 
-    Gradients of zeros are not in it: in the first step they are right behind all that begins at zero, as the output of
-    a diffusion transformer and the second matrix of an adapter do."""
+    Gradients of zeros are not in it: in the first step they are correct behind weights that begin at zero, such as the
+    output of a diffusion transformer and the second matrix of an adapter."""
     groups: dict[tuple[str, float, float], list[ReceivedGradient]] = {}
-    for one in found:
-        groups.setdefault(one.group, []).append(one)
+    for gradient in received:
+        groups.setdefault(gradient.group, []).append(gradient)
     width = max([4, *(len(part) for part, _, _ in groups)])
     lines = [f"gradients of the first step\n  {'part':<{width}}  {'lr':>8}  {'decay':>6}  trained  received"]
     for (part, lr, decay), members in groups.items():

@@ -31,12 +31,12 @@ Field = tuple[str, str]  # a name, which may be empty, and a value
 
 
 def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ()) -> list[Field]:
-    """Return what the line of a step says, so much of it as fits into `WIDTH` columns; metrics.jsonl has all of it.
+    """Return the fields of a step's line, as many as fit into `WIDTH` columns; metrics.jsonl has all of them.
 
-    `row`: numbers of the step, with `loss` and metrics averaged since the last line. `metrics`: names of what the task
-    reports besides its loss.
+    `row`: numbers of the step, with `loss` and metrics averaged since the last line. `metrics`: names of the task's
+    metrics besides its loss.
     """
-    speed, left = _speed(row), (steps - row["step"]) * row["step_seconds"]
+    speed, remaining = _speed(row), (steps - row["step"]) * row["step_seconds"]
     epoch, waits, uneven = row.get("epoch"), row.get("data_wait", 0.0), row.get("balance", 1.0)
     skipped = row.get("skipped_steps", 0)
     # Each with a rank: where a line is too long, those of a high rank go first.
@@ -53,13 +53,13 @@ def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ())
         None if speed is None else (3, ("", speed)),
         (7, ("mfu", f"{row['mfu']:.0%}")) if "mfu" in row else None,
         (8, ("", f"{_two_digits(row['peak_memory_gib'])} GiB")),
-        (2, ("eta", clock(left))) if row["step"] > 1 else None,  # the first step warms caches and compiles
+        (2, ("eta", clock(remaining))) if row["step"] > 1 else None,  # the first step warms caches and compiles
     ]
-    kept = [entry for entry in ranked if entry is not None]
-    while len(plain([field for _, field in kept])) > WIDTH and len(kept) > 2:
-        most = max(rank for rank, _ in kept)
-        kept.pop(max(at for at, (rank, _) in enumerate(kept) if rank == most))
-    return [field for _, field in kept]
+    entries = [entry for entry in ranked if entry is not None]
+    while len(plain([field for _, field in entries])) > WIDTH and len(entries) > 2:
+        most = max(rank for rank, _ in entries)
+        entries.pop(max(at for at, (rank, _) in enumerate(entries) if rank == most))
+    return [field for _, field in entries]
 
 
 _METRIC_RANKS = (1, 2, 8, 11)  # of the first, second and third metric, and of all others
@@ -78,19 +78,19 @@ def styled(fields: Sequence[Field]) -> str:
     """Return the line with the names dimmed and the loss in bold, for a terminal."""
     words = []
     for name, value in fields:
-        shown = log.style(value, "bold") if name == "loss" else value
-        words.append(f"{log.style(name, 'dim')} {shown}" if name else shown)
+        text = log.style(value, "bold") if name == "loss" else value
+        words.append(f"{log.style(name, 'dim')} {text}" if name else text)
     return "  ".join(words)
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Return the means of some numbers over steps whose updates were applied, and how many were not."""
     applied = [row for row in rows if not row.get("skipped")]
-    found: dict[str, Any] = {}
+    means: dict[str, Any] = {}
     for name in names:
         values = [row[name] for row in applied if name in row and math.isfinite(row[name])]
-        found[name] = sum(values) / len(values) if values else rows[-1][name]
-    return {**found, "skipped_steps": len(rows) - len(applied)}
+        means[name] = sum(values) / len(values) if values else rows[-1][name]
+    return {**means, "skipped_steps": len(rows) - len(applied)}
 
 
 def clock(seconds: float) -> str:
@@ -112,7 +112,7 @@ def _two_digits(value: float) -> str:
 
 
 def _speed(row: Mapping[str, Any]) -> str | None:
-    """Return the speed that says most: tokens, or what else is counted."""
+    """Return the speed in tokens, or in another unit that is counted."""
     speeds = {key.removesuffix("_per_s"): value for key, value in row.items() if key.endswith("_per_s") and value}
     name = next((name for name in ("tokens", "samples", *speeds) if name in speeds), None)
     return None if name is None else f"{_brief(speeds[name])} {_UNITS.get(name, name)}/s"
@@ -161,7 +161,7 @@ class StepBar:
         self._bar.update(self._task, completed=step, doing=self._loss)
 
     def doing(self, words: str) -> None:
-        """Show what the run does between two steps."""
+        """Show the phase of the run between two steps."""
         self._bar.update(self._task, doing=words or self._loss)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Refuse what a recipe or a command names and is not there, without torch: a mistyped name costs no second."""
+"""Refuse names in a recipe or a command that do not exist, before torch is imported."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def has_held_out(config: RunConfig) -> bool:
 
 
 def check_evaluated(config: RunConfig) -> None:
-    """Raise for a recipe that says how often to evaluate and not on what."""
+    """Raise for a recipe that evaluates and has no held-out data."""
     if config.train.eval_interval and not has_held_out(config):
         raise TesseraError(
             f"train.eval_every={config.train.eval_every} has no effect: there is no held-out data",

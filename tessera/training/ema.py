@@ -1,4 +1,4 @@
-"""Keep a running average of the trained weights, sharded over ranks and saved as they are."""
+"""Keep a running average of the trained weights, sharded over ranks as the weights are, and saved with them."""
 
 from __future__ import annotations
 
@@ -61,24 +61,24 @@ class Ema(Callback):
         """Give the module the average for its weights while the context is entered."""
         reshard(self.module)  # gathered weights would hide a change of their shards
         with torch.no_grad():
-            kept = [local_shard(weight).detach().clone() for _, weight in self._trained]
+            weights = [local_shard(weight).detach().clone() for _, weight in self._trained]
             for (_, weight), average in zip(self._trained, self._averages(), strict=True):
                 local_shard(weight).copy_(local_shard(average))
         try:
             yield
         finally:
-            reshard(self.module)  # what an evaluation gathered was gathered from the average
+            reshard(self.module)  # drop weights that an evaluation gathered from the average
             with torch.no_grad():
-                for (_, weight), before in zip(self._trained, kept, strict=True):
+                for (_, weight), before in zip(self._trained, weights, strict=True):
                     local_shard(weight).copy_(before)
 
     # ------------------------------------------------------------------------------------------ state
 
     def state_tensors(self, trainer: TrainerHandle) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for (name, _), average in zip(self._trained, self._averages(), strict=True):
-            found.setdefault(f"ema.{name}", average)
-        return found
+            tensors.setdefault(f"ema.{name}", average)
+        return tensors
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates}
@@ -97,6 +97,6 @@ class Ema(Callback):
         """Copy the first of several parameters with one name to the others: a checkpoint fills the first."""
         first: dict[str, Tensor] = {}
         for (name, _), average in zip(self._trained, self._averages(), strict=True):
-            known = first.setdefault(name, average)
-            if known is not average:
-                local_shard(average).copy_(local_shard(known))
+            source = first.setdefault(name, average)
+            if source is not average:
+                local_shard(average).copy_(local_shard(source))

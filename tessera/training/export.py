@@ -37,7 +37,7 @@ class Export(Callback):
         average: Callable[[], AbstractContextManager[None]] | None = None,
         saved: Sequence[str] = (),
     ) -> None:
-        """Make the callback. `saved`: parameters that are trained whole beside adapters. `average`: a context with
+        """Make the callback. `saved`: parameters that are fully trained beside adapters. `average`: a context with
         averaged weights, which are exported with the suffix `-ema`."""
         self._parts = (spec, model_config, processor)
         self._adapters = adapters or {}

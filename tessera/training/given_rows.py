@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from tessera.core.row_source import RowSource
+from tessera.core.step_source import StepSource
 from tessera.data.media.images import to_rgb
 from tessera.errors import TesseraError, few_names, first_line, nearest
 from tessera.runtime.files import check_regular, replace_file
@@ -43,7 +44,7 @@ log = logging.getLogger("tessera")
 
 @runtime_checkable
 class _ArrowTable(Protocol):
-    """Declare what is used of a table of pyarrow. None of these libraries is needed here."""
+    """Declare the members of a pyarrow table that are used. None of these libraries has to be installed."""
 
     column_names: Any
 
@@ -52,7 +53,7 @@ class _ArrowTable(Protocol):
 
 @runtime_checkable
 class _PolarsFrame(Protocol):
-    """Declare what is used of a table of polars."""
+    """Declare the members of a polars table that are used."""
 
     columns: Any
 
@@ -61,7 +62,7 @@ class _PolarsFrame(Protocol):
 
 @runtime_checkable
 class _PandasFrame(Protocol):
-    """Declare what is used of a table of pandas."""
+    """Declare the members of a pandas table that are used."""
 
     columns: Any
     iloc: Any
@@ -82,23 +83,23 @@ def as_records(dataset: Any, name: str = "dataset") -> Any:
         rows = dataset.to_dict("records")
     else:
         return dataset
-    found = [{str(name): cell for name, cell in row.items() if not _is_missing(cell)} for row in rows]
-    _check_columns(found, name)
-    return found
+    records = [{str(name): cell for name, cell in row.items() if not _is_missing(cell)} for row in rows]
+    _check_columns(records, name)
+    return records
 
 
 def _check_columns(rows: Sequence[Mapping[str, Any]], name: str) -> None:
     """Raise for a table of texts none of whose columns is read. One of numbers may be for a model of the user's own."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    told = any(
+    has_text = any(
         isinstance(cell, (str, bytes, Mapping)) for row in rows for column, cell in row.items() if column != "id"
     )
-    if any(column in _ROW_KEYS for column in columns) or not told:
+    if any(column in _ROW_KEYS for column in columns) or not has_text:
         return
-    near = {column: found for column in columns if (found := nearest(column.lower(), _ROW_KEYS)) is not None}
+    near = {column: key for column in columns if (key := nearest(column.lower(), _ROW_KEYS)) is not None}
     renamed = near or {columns[0]: _ROW_KEYS[0]}
     raise TesseraError(
-        f"the table has the columns {few_names(columns)}, and none of those that say what a row is",
+        f"the table has the columns {few_names(columns)}, and none of the columns that are read",
         where=f"{name}=...",
         allowed=_ROW_KEYS,
         nearest=", ".join(near.values()) or None,
@@ -115,7 +116,7 @@ def _is_missing(cell: Any) -> bool:
 def are_rows(dataset: Any) -> bool:
     """Return whether an object is a list of rows (or a table of them, as of `datasets`), and no data set of torch,
     which makes its items anew each time."""
-    if isinstance(dataset, (TorchDataset, DataLoader, RowSource, str, bytes, Mapping)):
+    if isinstance(dataset, (TorchDataset, DataLoader, RowSource, StepSource, str, bytes, Mapping)):
         return False
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
         return False
@@ -136,12 +137,12 @@ class GivenRows:
 
     @staticmethod
     def of(dataset: Any, eval_dataset: Any) -> GivenRows:
-        given = {"train": dataset, "eval": eval_dataset}
-        return GivenRows({split: rows for split, rows in given.items() if rows is not None and are_rows(rows)})
+        splits = {"train": dataset, "eval": eval_dataset}
+        return GivenRows({split: rows for split, rows in splits.items() if rows is not None and are_rows(rows)})
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return the recipe keys that name the kept rows. Files that rows name may lie anywhere: then the root is that
-        of the file system. Otherwise everything lies in the run folder, which may be moved."""
+        """Return the recipe keys that name the written rows. If rows name files, the root is that of the file system.
+        Otherwise all files are in the run folder, which may be moved."""
         settings: dict[str, Any] = {}
         for split, rows in self.splits.items():
             section = {"path": str(_file(folder, split))}
@@ -190,15 +191,15 @@ class _Media:
         try:
             if not image.width or not image.height:
                 raise ValueError("it has no pixels")
-            kept = image if image.mode in _PNG_MODES else to_rgb(image)  # as those of a file are read
-            content = kept.tobytes()
+            image = image if image.mode in _PNG_MODES else to_rgb(image)  # as an image of a file is read
+            content = image.tobytes()
         except (OSError, ValueError) as error:
             raise TesseraError(f"this image cannot be read: {error}", where=where) from None
-        palette = kept.getpalette() if kept.mode == "P" else None
-        clear = kept.info.get("transparency")
+        palette = image.getpalette() if image.mode == "P" else None
+        clear = image.info.get("transparency")
         # By its pixels: the bytes of a PNG depend on the version of the library that writes it.
-        identity = (kept.mode, kept.size, palette) if clear is None else (kept.mode, kept.size, palette, clear)
-        return self._keep(repr(identity).encode() + content, ".png", lambda: _png(kept))
+        identity = (image.mode, image.size, palette) if clear is None else (image.mode, image.size, palette, clear)
+        return self._keep(repr(identity).encode() + content, ".png", lambda: _png(image))
 
     def file(self, content: bytes) -> str:
         return self._keep(content, "", lambda: content)
@@ -244,9 +245,9 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
         row, where = rows[number], f"{name}[{number}]"
         if not isinstance(row, Mapping):
             raise TesseraError(f"this row is a {type(row).__name__}", where=where, allowed=['{"messages": [...]}'])
-        kept = {"id": f"{split}-{number}", **_plain(row, "", where, media)}
+        record = {"id": f"{split}-{number}", **_plain(row, "", where, media)}
         try:
-            yield json.dumps(kept, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+            yield json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except UnicodeEncodeError:
             raise TesseraError("text is not valid Unicode (half of a surrogate pair)", where=where) from None
         except ValueError as error:  # a number of thousands of digits
@@ -254,7 +255,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
 
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
-    """Return a value as JSON has it. `key`: the name it stands under, which says whether a text is a path."""
+    """Return a value as JSON. `key`: its name in the row; texts under some names are paths."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part, str(name), f"{where}[{name!r}]", media) for name, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -50,8 +50,8 @@ class HeldOut(Callback):
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yield the batches of this rank, each with whether it counts."""
-        made = self._reader.batches([min(row, self._total - 1)] for row in self._rows)
-        for row, batch in zip(self._rows, made, strict=True):
+        batches = self._reader.batches([min(row, self._total - 1)] for row in self._rows)
+        for row, batch in zip(self._rows, batches, strict=True):
             yield batch, row < self._total
 
     def on_end(self, trainer: TrainerHandle) -> None:
@@ -86,8 +86,8 @@ class GenerationEval(Callback):
         self.processor: ChatProcessor = processor
         self.model = model
         self.limits = limits_of(config.data)
-        found = questions([open_source(section) for section in config.data.eval])
-        usable = (one for one in found if isinstance(one, Question))
+        records = questions([open_source(section) for section in config.data.eval])
+        usable = (record for record in records if isinstance(record, Question))
         self.questions = list(islice(usable, config.train.generate_samples))
         if not self.questions:
             raise TesseraError("no held-out sample is a question with an answer", where="data.eval")
@@ -103,9 +103,9 @@ class GenerationEval(Callback):
             trainer.module.eval()
             try:
                 for start in range(0, len(self.questions), BATCH):
-                    asked = self.questions[start : start + BATCH]
-                    texts = self._generate(asked, trainer.world.device)
-                    rows += [question.marked(text) for question, text in zip(asked, texts, strict=True)]
+                    batch = self.questions[start : start + BATCH]
+                    texts = self._generate(batch, trainer.world.device)
+                    rows += [question.marked(text) for question, text in zip(batch, texts, strict=True)]
             finally:
                 trainer.module.train()
         exact = sum(bool(row["correct"]) for row in rows) / len(rows)
@@ -115,22 +115,22 @@ class GenerationEval(Callback):
         trainer.report_eval({"exact_match": exact})
         return exact
 
-    def _generate(self, asked: Sequence[Question], device: torch.device) -> list[str]:
-        read = [read_media(one.sample, one.root, self.limits, self.processor) for one in asked]
-        samples = [one.sample for one in asked]
+    def _generate(self, batch: Sequence[Question], device: torch.device) -> list[str]:
+        read = [read_media(q.sample, q.root, self.limits, self.processor) for q in batch]
+        samples = [question.sample for question in batch]
         prompt: Batch = self.processor.prompt(samples, [media for media, _ in read], [sizes for _, sizes in read])
-        found = generate_tokens(
+        answers = generate_tokens(
             self.model,
             prompt.to(device),
             max_new_tokens=self.max_new_tokens,
             stop_tokens=self.processor.stop_tokens,
             sampling=Sampling(),
         )
-        return [self.processor.decode(tokens) for tokens in found]
+        return [self.processor.decode(tokens) for tokens in answers]
 
 
 def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
-    """Return what generates text with the weights of a run, if its model can."""
+    """Return the model of a run as `inference.generate` calls it."""
     if plan.axes.size(CONTEXT) > 1:
         raise TesseraError(
             "ranks that share a sequence do not generate: prompts, which grow by a token at a time, are not split",
@@ -145,7 +145,7 @@ def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh,
 
 
 class _OnDevice:
-    """Put the cache on the device of the computation: offloaded weights lie in host memory."""
+    """Put the cache on the device that computes: offloaded weights are in host memory."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module: Any = module

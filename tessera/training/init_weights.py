@@ -1,6 +1,6 @@
 """Fill a model with its initial weights: from the folder that the recipe names, otherwise from the seed.
 
-Adapters are filled beside the weights of the model, and layers that are kept in fewer bits one after another.
+Adapters are filled beside the weights of the model. Quantized layers are filled one after another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
         with open_form(config.model.weights, _shards(setup), weight_map, shapes) as stored:
             NativeTensors(stored, weight_map, shapes, tied_names(setup.module))
         return
-    # Layers that are kept in fewer bits are read one by one, later.
+    # Quantized layers are read one by one, later.
     if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":
         return
     fresh = fresh_names(config.model, setup.spec)
@@ -49,7 +49,7 @@ def initial_weights(
     module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device
 ) -> Callable[[], None]:
     """Return a function that fills this rank's part of the trained model, as step 7 of a run that begins."""
-    # Names of the whole model: a stage of a pipeline is filled from the same files, and leaves the rest to others.
+    # Names of the full model: all stages of a pipeline read the same files, each its own part.
     adapters, lora, seed = setup.adapters, setup.lora, config.train.seed
     fresh = fresh_names(config.model, setup.spec)
     names = [name for name in _names_in_files(setup) if name not in fresh]
@@ -65,7 +65,7 @@ def initial_weights(
             here = model_tensors(module).items()
             from_path({n: t for n, t in here if not is_factor(n) and not _is_quantized(n, adapters) and n not in fresh})
             if fresh:
-                assert isinstance(module, InitializesByName), "a model with a head of its own draws weights by name"
+                assert isinstance(module, InitializesByName), "a model with a new head draws weights by name"
                 start_parameters(module, module.initialize, seed, device, fresh.__contains__)
         if _quantizes(setup):
             _quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
@@ -134,7 +134,7 @@ def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Ca
 
 
 def _names_in_files(setup: ModelSetup) -> list[str]:
-    """Return the tensor names of the model in files: without adapters, and with weights that are kept in fewer bits."""
+    """Return the tensor names of the model in files: without adapters, with the names of quantized weights."""
     tensors = model_tensors(setup.module)
     names = [name for name in tensors if not is_factor(name) and not _is_quantized(name, setup.adapters)]
     adapted = (name for path, adapter in setup.adapters.items() for name in weight_names(path, adapter))
@@ -142,7 +142,7 @@ def _names_in_files(setup: ModelSetup) -> list[str]:
 
 
 def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors in files. Weights in fewer bits have the shapes of their layers."""
+    """Return the shapes of the model's tensors in files. Quantized weights have the shapes of their layers."""
     shapes = native_shapes(model_tensors(setup.module))
     layers = adapted_layers(setup.module)
     return {
@@ -165,7 +165,7 @@ def _quantizes(setup: ModelSetup) -> bool:
 
 
 def _is_quantized(name: str, adapters: Adapters) -> bool:
-    """Return whether a tensor is a part of a weight in fewer bits, which only checkpoints of Tessera hold."""
+    """Return whether a tensor is a part of a quantized weight, which only checkpoints of Tessera hold."""
     path, _, kind = name.rpartition(".")
     return kind in (PACKED, SCALES) and path in adapters
 
@@ -173,7 +173,7 @@ def _is_quantized(name: str, adapters: Adapters) -> bool:
 def _quantize_layers(
     module: nn.Module, adapters: Adapters, device: torch.device, fill: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
-    """Fill the layers that are kept in fewer bits, one after another: `fill` reads whole weights by name.
+    """Fill the quantized layers, one after another: `fill` reads unquantized weights by name.
 
     Reading is collective, so all ranks take part for all layers, with nothing to fill for those of other stages.
     """

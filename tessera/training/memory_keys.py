@@ -13,11 +13,11 @@ from tessera.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class MemoryKey:
-    """Hold a change of a recipe: the keys with their new values, and what it does."""
+    """Hold a change of a recipe: the keys with their new values, and the effect."""
 
     settings: dict[str, Any]
     why: str
-    lowers: Literal["step", "held"]  # what a step needs, or what is held all the time
+    lowers: Literal["step", "held"]  # memory of a step, or memory held all the time
     while_training: bool = True  # whether a run can be resumed with it
 
     @property
@@ -32,34 +32,34 @@ def _word(value: Any) -> str:
 
 
 def memory_keys(config: RunConfig, ranks: int, blocks: Sequence[str]) -> list[MemoryKey]:
-    """Return the changes that are left to make. `blocks`: paths of the modules that could be recomputed."""
+    """Return the changes that the recipe does not have yet. `blocks`: paths of the modules that could be recomputed."""
     train, parallel, lora = config.train, config.parallel, config.model.lora
-    found: list[MemoryKey] = []
+    keys: list[MemoryKey] = []
     if train.micro_batch > 1:
         fewer = max(n for n in range(1, train.micro_batch) if train.micro_batch % n == 0)
         why = "fewer rows in a pass and more passes in a step: the same result"
-        found.append(MemoryKey({"train.micro_batch": fewer}, why, "step"))
+        keys.append(MemoryKey({"train.micro_batch": fewer}, why, "step"))
     patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", path) for path in blocks))
-    whole = any(isinstance(one, str) or one.keep == "none" for one in parallel.recompute)
-    if patterns and not whole:
+    recomputed = any(isinstance(entry, str) or entry.keep == "none" for entry in parallel.recompute)
+    if patterns and not recomputed:
         why = "activations are computed again in backward: the same result"
-        found.append(MemoryKey({"parallel.recompute": patterns}, why, "step"))
+        keys.append(MemoryKey({"parallel.recompute": patterns}, why, "step"))
     if not (parallel.shard == "auto" or parallel.shard == ranks or ranks == 1):
         why = "all ranks share weights, gradients and optimizer state"
-        found.append(MemoryKey({"parallel.shard": "auto"}, why, "held"))
+        keys.append(MemoryKey({"parallel.shard": "auto"}, why, "held"))
     if lora is not None and lora.quantize is None:
         why = "weights below adapters are kept in four bits (QLoRA)"
-        found.append(MemoryKey({"model.lora.quantize": "nf4"}, why, "held", while_training=False))
+        keys.append(MemoryKey({"model.lora.quantize": "nf4"}, why, "held", while_training=False))
     if lora is not None and not parallel.block_offload and patterns:
-        settings = {"parallel.block_offload": True, **({} if whole else {"parallel.recompute": patterns})}
+        settings = {"parallel.block_offload": True, **({} if recomputed else {"parallel.recompute": patterns})}
         why = "frozen weights wait in host memory and come one block ahead of their use"
-        found.append(MemoryKey(settings, why, "held"))
+        keys.append(MemoryKey(settings, why, "held"))
     if not parallel.offload:
         why = "weights and optimizer state wait in host memory, and steps take longer"
-        found.append(MemoryKey({"parallel.offload": True}, why, "held"))
+        keys.append(MemoryKey({"parallel.offload": True}, why, "held"))
     if lora is None:
-        why = "adapters are trained in place of the whole model"
-        found.append(MemoryKey({"model.lora": {}}, why, "held", while_training=False))
+        why = "adapters are trained in place of all weights"
+        keys.append(MemoryKey({"model.lora": {}}, why, "held", while_training=False))
     shorter = max(1, config.data.length // 2)
-    found.append(MemoryKey({"data.length": shorter}, "shorter rows; longer samples are left out", "step"))
-    return found
+    keys.append(MemoryKey({"data.length": shorter}, "shorter rows; longer samples are left out", "step"))
+    return keys

@@ -41,7 +41,7 @@ class Meter(Callback):
         self._unwritten: list[dict[str, Any]] = []  # lines in the checkpoint that the file may lack
         self._since = 0.0
         self._waited = 0.0
-        self._waiting = 0.0  # as of the last step: at the end of a run the loader is closed
+        self._waiting = 0.0  # as of the last step
 
     def on_start(self, trainer: TrainerHandle) -> None:
         self._restart_clock(trainer)
@@ -67,13 +67,13 @@ class Meter(Callback):
 
     def _open(self, trainer: TrainerHandle) -> JsonLines:
         path = trainer.config.folder / "metrics.jsonl"
-        # Steps after the state that training goes on from will happen again: their old lines must not stay.
+        # Later steps will happen again, so their old lines are removed.
         truncate_after(path, trainer.step)
         path.touch()  # also a run without a step has the file
         file = JsonLines(path)
-        known = last_step(path, lambda row: row.get("kind") == "train")
+        written = last_step(path, lambda row: row.get("kind") == "train")
         for row in self._unwritten:
-            if known < row["step"] <= trainer.step:
+            if written < row["step"] <= trainer.step:
                 file.write(row)
         return file
 
@@ -86,7 +86,7 @@ class Meter(Callback):
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         self._pending.append(result)
         self._measured += 1
-        self._waiting = _waiting_time(trainer)
+        self._waiting = trainer.data_seconds
         for batch in result.microbatches:
             for name, value in batch.counts.items():
                 self._counts[name] = self._counts.get(name, 0) + value
@@ -144,7 +144,7 @@ class Meter(Callback):
 
     def _restart_clock(self, trainer: TrainerHandle) -> None:
         self._since = _training_time(trainer)
-        self._waited = self._waiting = _waiting_time(trainer)
+        self._waited = self._waiting = trainer.data_seconds
 
     def _report(self, trainer: TrainerHandle) -> None:
         if not self._measured:
@@ -183,15 +183,15 @@ class Meter(Callback):
         self._file.write(values[-1] | speed)
         metrics = [name for name in values[-1] if name not in _OF_EVERY_STEP]
         rows, self._since_line = [*self._since_line, *values], []
-        shown = values[-1] | speed | mean_of(rows, ["loss", *metrics])
-        fields = step_fields(shown, trainer.length.steps, metrics)
+        means = mean_of(rows, ["loss", *metrics])
+        fields = step_fields(values[-1] | speed | means, trainer.length.steps, metrics)
         log.info("%s", plain(fields), extra={"styled": styled(fields)})
 
 
 _OF_EVERY_STEP = ("kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped", "loss_scale")
 
 
-# Phases that every step has. A bar that stands still because of another one says which.
+# Phases of every step. The bar names any other phase.
 _OF_A_STEP = (
     "loading data",
     "agreeing to go on",
@@ -205,7 +205,7 @@ _OF_A_STEP = (
 def balance_of(work: Tensor) -> float | None:
     """Return the largest work of a rank over the mean, averaged over steps; `work` is [ranks, steps].
 
-    A step takes so much longer than with equal work. Return None with fewer than two ranks that report work.
+    A step takes longer by this factor than with equal work. Return None with fewer than two ranks that report work.
     """
     work = work[work.sum(dim=1) > 0]
     if len(work) < 2:
@@ -223,10 +223,6 @@ def _work_of(microbatches: Sequence[Batch]) -> float:
 def _training_time(trainer: TrainerHandle) -> float:
     """Return a clock that stops while the run evaluates or saves: those do not count as training speed."""
     return time.perf_counter() - trainer.paused_seconds
-
-
-def _waiting_time(trainer: TrainerHandle) -> float:
-    return trainer.loader.wait_seconds if trainer.loader else 0.0
 
 
 def _to_host(results: list[StepResult]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ _UPDATE = "updating weights"
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Know what of a run takes memory, and what would take less."""
+    """Explain memory errors of a run, with the key that lowers its memory."""
 
     config: RunConfig
     ranks: int = 1
@@ -52,27 +52,28 @@ class MemoryAdvice:
         device, phase = trainer.world.device, trainer.phase
         memory = devices.memory(device)
         at = 0 if len(microbatches) == 1 else trainer.engine.microbatch
-        known = at is not None and at < len(microbatches) and phase != _UPDATE
-        shown = [microbatches[at]] if known else list(microbatches)
+        if at is not None and (at >= len(microbatches) or phase == _UPDATE):
+            at = None
+        batches = list(microbatches) if at is None else [microbatches[at]]
         if phase == _UPDATE:
             what = "while the weights were updated"
-        elif known:
-            what = f"in micro-batch {at + 1} of {len(microbatches)}: {describe(shown)}"
+        elif at is not None:
+            what = f"in micro-batch {at + 1} of {len(microbatches)}: {describe(batches)}"
         else:
-            what = f"in one of the micro-batches of the step, together {describe(shown)}"
-        ids = few_names([id for batch in shown for id in batch.sample_ids], 4)
+            what = f"in one of the micro-batches of the step, together {describe(batches)}"
+        ids = few_names([id for batch in batches for id in batch.sample_ids], 4)
         if ids and phase != _UPDATE:
             log.to_file(30, f"samples of the micro-batch without memory: {ids}")
         key, why = self.key(phase)
         return TesseraError(
             f"{devices.name(device)} is out of memory at step {trainer.step + 1}, {what}. "
             f"Peak {memory.peak / 2**30:.1f} of {memory.total / 2**30:.1f} GiB; {first_line(_cause(error))[:200]}",
-            where=f"rank {trainer.world.rank}, {phase}" + (f", samples {ids}" if known and ids else ""),
+            where=f"rank {trainer.world.rank}, {phase}" + (f", samples {ids}" if at is not None and ids else ""),
             fix=f"{key} ({why}); docs/how-to/fit-it-into-memory.md has the others. `tessera resume RUN {key}` goes on",
         )
 
     def key(self, phase: str) -> tuple[str, str]:
-        """Return the first key to change, with what it does."""
+        """Return the first key to change, with its effect."""
         keys = [key for key in memory_keys(self.config, self.ranks, self.blocks) if key.while_training]
         if phase == _UPDATE:
             keys = [key for key in keys if key.lowers == "held"] or keys
@@ -97,7 +98,7 @@ def describe(batches: Sequence[Batch]) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error of the device itself: a pipeline wraps it into one of its own."""
+    """Return the error of the device itself: a pipeline wraps it into another one."""
     while error.__cause__ is not None and devices.is_out_of_memory(error.__cause__):
         error = error.__cause__
     return error

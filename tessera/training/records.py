@@ -1,4 +1,4 @@
-"""Record which samples each step used, and which samples could not be used."""
+"""Record the samples of each step, and the samples that could not be used."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from tessera.runtime.files import (
     JsonLines,
     check_regular,
     last_step,
+    parse_lines,
     parse_row,
     read_jsonl,
+    read_lines,
     replace_file,
     step_of,
     truncate_after,
@@ -44,8 +46,8 @@ class Ledger(Callback):
 
     Together the files prove that a resume lost nothing and repeated nothing, on any number of ranks: see `read_ledger`.
     A file that has grown to `segment_bytes` becomes `rank-N.FIRST-LAST.jsonl.gz`, named by its steps. So a resume of a
-    long run reads the end of one file of each rank, and never rewrites more than one segment of each. Samples that a
-    step had and did not train on, because they could not be read or were left out, are named under `masked`.
+    long run reads the end of one file of each rank, and rewrites at most one segment of each. Samples of a step that
+    were not trained on, because they could not be read or were left out, are listed under `masked`.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -121,13 +123,13 @@ def _compress(path: Path) -> None:
 
 def _ranks_in(folder: Path) -> dict[str, list[Segment]]:
     """Return the names of the ranks in a ledger, each with its closed segments in order."""
-    found: dict[str, list[Segment]] = {}
+    ranks: dict[str, list[Segment]] = {}
     for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
         if named := _SEGMENT.fullmatch(name):
-            found.setdefault(named[1], []).append((folder / name, int(named[2]), int(named[3])))
+            ranks.setdefault(named[1], []).append((folder / name, int(named[2]), int(named[3])))
         elif named := _OPEN.fullmatch(name):
-            found.setdefault(named[1], [])
-    return found
+            ranks.setdefault(named[1], [])
+    return ranks
 
 
 def _unpacked(segment: Path) -> bytes:
@@ -147,7 +149,7 @@ def _unpacked(segment: Path) -> bytes:
 
 
 class LedgerLine(NamedTuple):
-    """Hold what one rank read in one step."""
+    """Hold the samples that one rank read in one step."""
 
     step: int
     rows: list[Row]
@@ -158,7 +160,7 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
     """Return the samples of each step over all ranks, in the order of rows: the same for every layout.
 
     `folder` is that of the run. Samples of a data set that does not number its rows stand by themselves, in row -1.
-    Lines that are no records, and steps that a rank has no line of, are passed over and logged.
+    Broken lines, and steps that a rank has no line of, are skipped and logged.
     """
     steps: dict[int, list[Row]] = {}
     ranks: dict[int, list[int]] = {}
@@ -190,32 +192,11 @@ def _lines_of_run(folder: Path) -> Iterator[tuple[int, LedgerLine]]:
     for name, segments in _ranks_in(folder / "ledger").items():
         closed = 0
         for segment, _, last in segments:
-            lines = _unpacked(segment).split(b"\n")[:-1]  # the last one has no end where the segment is damaged
-            yield from ((int(name[5:]), line) for line in _parsed(lines, segment) if line.step > closed)
+            lines = parse_lines(_unpacked(segment).splitlines(keepends=True), segment, _parse_line)
+            yield from ((int(name[5:]), line) for line in lines if line.step > closed)
             closed = max(closed, last)
-        open_file = folder / "ledger" / f"{name}.jsonl"
-        yield from ((int(name[5:]), line) for line in _parsed(_open_lines(open_file), open_file) if line.step > closed)
-
-
-def _open_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a rank's open file, but for a last one that a kill has torn."""
-    if path.exists():
-        check_regular(path)
-        with path.open("rb") as file:
-            yield from (line for line in file if line.endswith(b"\n"))
-
-
-def _parsed(lines: Iterable[bytes], path: Path) -> Iterator[LedgerLine]:
-    """Yield the lines that are records of a ledger, and log how many are not."""
-    broken = 0
-    for text in lines:
-        line = _parse_line(text)
-        if line is None:
-            broken += 1
-        else:
-            yield line
-    if broken:
-        log.warning("%s: %d lines are no records of a ledger and are passed over", path, broken)
+        lines = read_lines(folder / "ledger" / f"{name}.jsonl", _parse_line)
+        yield from ((int(name[5:]), line) for line in lines if line.step > closed)
 
 
 def _parse_line(text: bytes) -> LedgerLine | None:
@@ -233,10 +214,10 @@ def _parse_line(text: bytes) -> LedgerLine | None:
 
 
 def _report_damage(path: Path, step: int) -> None:
-    """Log what the ledger of a rank lacks, of its open file and up to `step`, which a run goes on from."""
+    """Log the steps up to `step` that the ledger of a rank lacks."""
     segments = _ranks_in(path.parent).get(path.stem, [])
-    steps = {line.step for line in _parsed(_open_lines(path), path)}
-    spans = [*((first, last) for _, first, last in segments), *((one, one) for one in steps)]
+    steps = {line.step for line in read_lines(path, _parse_line)}
+    spans = [*((first, last) for _, first, last in segments), *((step, step) for step in steps)]
     if path.stem == "rank-00000" and spans:  # the others are not there where a run had fewer ranks for a while
         _report_holes(path, _gaps(spans, min(spans)[0], step))
 
@@ -255,7 +236,7 @@ def _gaps(spans: Iterable[Span], first: int, last: int) -> list[Span]:
 def _report_holes(path: Path, holes: Sequence[Span]) -> None:
     if holes:
         names = [str(first) if first == last else f"{first} to {last}" for first, last in holes]
-        log.warning("%s is damaged: it does not tell all samples of step %s", path, few_names(names))
+        log.warning("%s is damaged: it lacks samples of step %s", path, few_names(names))
 
 
 def digest(ledger: Mapping[int, list[Row]]) -> str:
@@ -278,8 +259,8 @@ def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
 class Quarantine(Callback):
     """Write samples that could not be used to `quarantine.jsonl`, with the reason, and report their number at the end.
 
-    All ranks write to one file, so each reads what the others have written before it adds or counts. A run that cannot
-    use too many of the samples that it reads ends: see `tessera.data.bad_share`.
+    All ranks write to one file, so each reads the lines of the others before it adds or counts. A run with too many
+    unusable samples ends: see `tessera.data.bad_share`.
     """
 
     def __init__(
@@ -297,14 +278,14 @@ class Quarantine(Callback):
         self._samples = 0  # that this rank has read since the start, also those of a second epoch
         self._used = 0  # those that were trained on
         self._unusable: set[str] = set()
-        self._known: set[str] = set()
+        self._listed: set[str] = set()
         self._read = 0  # bytes of the file
         self._record = JsonLines(Path())  # `on_start` knows the folder
 
     def on_start(self, trainer: TrainerHandle) -> None:
         self._record = JsonLines(trainer.config.folder / "quarantine.jsonl")
         if trainer.world.is_main:
-            if trainer.step == 0:  # what lies there is of a run that failed before its first checkpoint
+            if trainer.step == 0:  # the file is that of a run that failed before its first checkpoint
                 self._record.path.unlink(missing_ok=True)
             for sample, reason in self._from_index:
                 self.note(sample, reason)
@@ -324,21 +305,21 @@ class Quarantine(Callback):
     def note(self, sample: str, reason: str, step: int | None = None) -> None:
         """Write a sample to the file, unless it is there. `step`: the first that had it; None: the
         index left it out."""
-        if sample not in self._known:
+        if sample not in self._listed:
             self._catch_up()
-        if sample in self._known:
+        if sample in self._listed:
             return
-        self._known.add(sample)
+        self._listed.add(sample)
         row = {"id": sample, "reason": reason}
         self._record.write(row if step is None else {**row, "step": step})
-        if len(self._known) <= 5:
+        if len(self._listed) <= 5:
             log.warning("skipped sample %s: %s", sample, reason)
 
     def on_end(self, trainer: TrainerHandle) -> None:
         self._catch_up()
-        if self._known and trainer.world.is_main:
-            total, listed = len(self._known) + self._unlisted, len(self._known)
-            lists = f"{listed} of them" if self._unlisted else "them"
+        if self._listed and trainer.world.is_main:
+            total, count = len(self._listed) + self._unlisted, len(self._listed)
+            lists = f"{count} of them" if self._unlisted else "them"
             log.warning("skipped in all: %d; quarantine.jsonl in the run folder lists %s", total, lists)
         self._record.close()
 
@@ -352,7 +333,7 @@ class Quarantine(Callback):
                     break
                 row = parse_row(line)
                 if row is not None and "id" in row:  # a broken line is skipped
-                    self._known.add(str(row["id"]))
+                    self._listed.add(str(row["id"]))
                 self._read += len(line)
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:

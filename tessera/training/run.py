@@ -1,4 +1,4 @@
-"""Train or resume a whole run with one call."""
+"""Train or resume a run with one call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tessera.config.reader import dump_yaml, read_mapping
 from tessera.config.run_config import ModelSection, RunConfig, load_config
 from tessera.config.run_paths import located, moved, no_run
 from tessera.config.saved_recipe import in_keys_of_today
-from tessera.config.trust import Trust, check_trusted, find_code, named_code, remember
+from tessera.config.trust import Trust, check_trusted, named_code, remember
 from tessera.core.callback import Callback
 from tessera.core.task import Task
 from tessera.errors import TesseraError, first_line
@@ -43,21 +43,21 @@ from tessera.training.trackers import check_trackers
 
 @dataclass(frozen=True)
 class Run:
-    """Name what a run leaves behind."""
+    """Name the results of a run."""
 
     folder: Path
     checkpoint: Path | None
-    stopped: str | None = None  # what stopped it before its last step; a resume goes on
+    stopped: str | None = None  # the reason of a stop before the last step; a resume goes on
     ended_early: str | None = None  # why it had nothing more to do before its last step
-    given: nn.Module | None = field(default=None, repr=False, compare=False)  # the model, where it was an object
+    module: nn.Module | None = field(default=None, repr=False, compare=False)  # the model, if it was an object
 
     @property
     def model(self) -> nn.Module:
-        """Return the trained model: `tessera.load(run.folder)` without its processor; of a module that was given as an
-        object, a copy with the trained weights. The one that was given keeps the weights that it had."""
-        if self.given is None:
+        """Return the trained model: `tessera.load(run.folder)` without its processor. Of a model that was an object,
+        return a copy with the trained weights: the object keeps the weights that it had."""
+        if self.module is None:
             return load(self.folder)[0]
-        return load(self.folder, model=copy.deepcopy(self.given))[0].module
+        return load(self.folder, model=copy.deepcopy(self.module))[0].module
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def train(
     eval_dataset: Any = None,
     optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Run:
-    """Train from the start. A folder that already holds a run is left alone unless `overwrite` says otherwise.
+    """Train from the start. A folder that already holds a run is refused unless `overwrite` is set.
 
     `dataset` and `eval_dataset`: a list of rows, `{"messages": [...]}` with images as paths or PIL images, or a table
     of pandas, polars or pyarrow, in place of `data.train` and `data.eval`. The run folder keeps them, so a resume needs
@@ -100,16 +100,13 @@ def train(
 
     Whatever a recipe names by an import path can be given as an object instead: `model` (with the weights it begins
     with, which it keeps: the trained ones are those of `run.model`), `task`, `dataset` and `eval_dataset` (a torch
-    Dataset or DataLoader), and `optimizer` (a function of the parameter groups, such as an optimizer class). `resume`
-    has to be given the same.
+    Dataset or DataLoader), and `optimizer` (a function of the parameter groups, such as an optimizer class). `dataset`
+    may also be a `StepSource`, which makes its own batches. `resume` has to be given the same.
     """
-    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
-    rows = GivenRows.of(dataset, eval_dataset)
+    objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     settings = dict(overrides or {})
     if rows.splits:
         settings |= rows.settings(load_config(recipe, settings).folder)
-    left = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
-    objects = Objects(model, task, left["train"], left["eval"], optimizer)
     config = load_config(recipe, {**settings, **objects.settings()})
     if rows.splits and config.data.kind not in KINDS:
         raise TesseraError(
@@ -139,20 +136,17 @@ def resume(
 ) -> Run:
     """Continue from the newest good checkpoint of a run; its own saved configuration is all that is needed.
 
-    `trust`: a folder that you did not make may name code to import and call; True says that you trust it, a set of
-    import paths that you trust these. A run that was given objects (see `train`) has to be given them again, except for
+    `trust`: a folder that you did not make may name code to import and call; True trusts all of it, a set of
+    import paths trusts these. A run that was given objects (see `train`) has to be given them again, except for
     a list of rows, which the run folder keeps."""
-    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
-    rows = GivenRows.of(dataset, eval_dataset)
+    objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     rows.check_kept(Path(run))
-    left = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
-    objects = Objects(model, task, left["train"], left["eval"], optimizer)
     config = resume_config(run, overrides, trust)
     if eval_dataset is None and "train.eval_every" in (overrides or {}):  # a saved recipe of an older run may have it
         check_evaluated(config)
     objects.check_resumed(given_objects(Path(run)))
-    kept = find_file(Path(run), CONFIG)
-    saved, notes = in_keys_of_today(read_mapping(kept)) if kept.is_file() else ({}, [])
+    file = find_file(Path(run), CONFIG)
+    saved, notes = in_keys_of_today(read_mapping(file)) if file.is_file() else ({}, [])
     optimizer_before = (saved.get("optim") or {}).get("name", config.optim.name)
     if optimizer_before != config.optim.name:
         notes.append(
@@ -162,13 +156,23 @@ def resume(
     return _run(config, resume=True, overwrite=False, callbacks=callbacks, objects=objects, notes=notes)
 
 
+def _objects(
+    model: nn.Module | None, task: Task | None, dataset: Any, eval_dataset: Any, optimizer: Any
+) -> tuple[Objects, GivenRows]:
+    """Return the parts that a caller holds as objects, and the rows among them that the run folder keeps."""
+    dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
+    rows = GivenRows.of(dataset, eval_dataset)
+    datasets = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
+    return Objects(model, task, datasets["train"], datasets["eval"], optimizer), rows
+
+
 def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, trust: Trust = False) -> RunConfig:
     """Return the configuration to resume a run with, wherever its folder and the working folder are now."""
     folder = Path(run)
     if folder.name in ("", ".."):
         folder = folder.resolve()
-    kept = saved_config(folder)
-    if kept is None:
+    saved = saved_config(folder)
+    if saved is None:
         raise no_run(folder, "config.yaml")
     if fixed := [key for key in ("name", "out") if key in (overrides or {})]:
         raise TesseraError(
@@ -176,16 +180,15 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
             where=fixed[0],
             fix=f"leave it out, or move the folder and resume it there: mv {folder} ELSEWHERE",
         )
-    kept["name"] = "run"  # a folder may have been given a name since that no recipe may have
-    code = named_code(load_config(kept))
-    check_trusted(find_file(folder, CONFIG).parent, code, trust)  # what `overrides` name comes from the user
-    find_code(find_file(folder, CONFIG).parent, code)
-    config = load_config(kept, overrides)
+    saved["name"] = "run"  # the folder may have been renamed to a name that no recipe may have
+    code = named_code(load_config(saved))
+    check_trusted(find_file(folder, CONFIG).parent, code, trust)  # code that `overrides` name comes from the user
+    config = load_config(saved, overrides)
     if (was := _folder_before(folder)) is not None and was != folder.absolute():
         config = moved(config, was, folder.absolute())
     config = with_local_folders(config, resumed=True)
     model = _with_own_copy(config.model, folder)
-    # The folder may have been moved since: where it lies now counts, not where it lay.
+    # The folder may have been moved since the recipe was saved.
     return config.model_copy(update={"out": folder.parent, "name": folder.name, "model": model})
 
 
@@ -268,11 +271,11 @@ def open_run(
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on every machine, each of which may resume the run
                 remember(config.folder, named_code(config))
             yield config, [PublishRun(folder)] if world.is_main else []
-        dist.barrier()  # whoever left earlier would look lost to ranks that have not ended their watch yet
+        dist.barrier()  # a rank that left earlier would look lost to watchdogs that still run
     except RuntimeError as error:
         if not dist.is_peer_error(error):
             raise
-        # While the parts are built no watch runs yet: this rank knows that a partner is gone, not which one.
+        # The watchdog does not run yet, so this rank does not know which partner is gone.
         raise dist.RankFailure(
             f"another rank is gone: {first_line(error)}", fix="look at the messages of the other ranks"
         ) from error
@@ -291,8 +294,8 @@ def _run(
     notes: Sequence[str] = (),
     rows: GivenRows | None = None,
 ) -> Run:
-    """Train by a recipe; `notes` are said as soon as there is a log. `rows`: see `open_run`."""
-    # What cannot work should fail before any rank waits for another.
+    """Train by a recipe. `notes`: lines for the log. `rows`: see `open_run`."""
+    # Mistakes should fail before any rank waits for another.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_rows(config, setup.plan)
     check_trackers(config.log)
@@ -301,18 +304,18 @@ def _run(
         check_first_weights(config, setup)
     with (
         join(config) as world,
-        open_run(config, setup, world, objects, resume=resume, overwrite=overwrite, rows=rows) as (config, own),
+        open_run(config, setup, world, objects, resume=resume, overwrite=overwrite, rows=rows) as (config, of_folder),
     ):
         for note in notes:
             log.logger().info(note)
-        trainer = build_trainer(config, setup, world, [*callbacks, *own], objects)
+        trainer = build_trainer(config, setup, world, [*callbacks, *of_folder], objects)
         if not (resume and trainer.resume()):
             if resume:
                 log.logger().warning("%s has no checkpoint yet: starting from the beginning", config.folder)
             trainer.begin()
         elif trainer.step >= trainer.length.steps:
             more = 2 * trainer.step
-            done = "nothing is left of its %d steps, and config.yaml stays as it is; train.steps=%d goes on"
+            done = "all of its %d steps are done, and config.yaml stays as it is; train.steps=%d goes on"
             log.logger().info(done, trainer.length.steps, more)
         trainer.run()
     return Run(config.folder, trainer.checkpoints.newest, trainer.stop_reason, trainer.ended_early, objects.model)

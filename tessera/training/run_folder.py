@@ -1,11 +1,13 @@
-"""Own the folder of a run: it is locked, and the run it replaces is kept until the new one works.
+"""Manage the folder of a run: lock it, and keep the run that it replaces until the new one works.
 
-A run works when its first step is applied, or a checkpoint is written. Until then nothing that existed is lost:
+A run works when its first step is applied, or a checkpoint is written. Until then nothing is lost:
 
-- `config.yaml` of a run that is resumed stays as it is, and so does the run that `--overwrite` replaces. Its files are
-  kept in `RUN/.replaced`, and are moved back if the new run fails before it works, also after a kill -9.
-- Only a folder that holds `run.json` or a checkpoint of Tessera is ever emptied, and never the working folder. What lay
-  there before the folder became a run is no part of it (`run.json` names it), and stays.
+- `config.yaml` of a run that is resumed stays as it is.
+- `--overwrite` moves the files of the old run to `RUN/.replacing`, and renames that to `RUN/.replaced` when all of them
+  are there. If the new run fails before it works, the files are moved back. After a kill the next start does so: files
+  in `.replacing` belong into the folder; files beside `.replaced` belong to the new run and are removed.
+- Only a folder that holds `run.json` or a checkpoint of Tessera is ever emptied, and never the working folder. Files
+  that were there before the folder became a run are not part of it (`run.json` lists them), and stay.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from tessera.config.run_paths import kept_text
 from tessera.config.trust import named_code, write_run_id
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.errors import TesseraError
-from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RESTORING, RUN_FILE, find_file
+from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RUN_FILE, find_file
 from tessera.inference.weight_source import run_exists as run_exists  # the command line asks here
 from tessera.runtime.distributed import expected_rank
 from tessera.runtime.files import read_json_mapping, replace_file
-from tessera.training.lock import LOCK, OWNER, FolderLock
+from tessera.training.lock import LOCK, OLD_OWNER, FolderLock
 
 FORMAT = "tessera-run"
 _TRASH = ".trash-"
-# What a run writes under these names is its own, whatever lay there before: it would be read as that of a run.
+# Names that belong to the run even if they were there before: they would be read as files of the run.
 _OF_A_RUN = frozenset(
     {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "hf", "hf-ema", "adapter"}
     | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
@@ -53,9 +55,9 @@ log = logging.getLogger("tessera")
 
 @contextmanager
 def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
-    """Turn errors about a full disk or missing rights into a `TesseraError`.
+    """Turn errors about a full disk or missing permissions into a `TesseraError`.
 
-    Errors about other folders pass, except while the folder of the run is made.
+    Errors about other folders pass, except while the folder of the run is created.
     """
     try:
         yield
@@ -71,11 +73,11 @@ def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
 def _unwritable(folder: Path, error: OSError) -> TesseraError:
     at = None if error.filename is None else Path(os.fsdecode(error.filename))
     gone = at is not None and at.is_symlink() and not at.exists()
-    reason = f"{at} is a link to {os.readlink(at)}, which is not there" if at is not None and gone else error.strerror
+    reason = f"{at} is a link to {os.readlink(at)}, which does not exist" if at is not None and gone else error.strerror
     return TesseraError(
         f"{folder} cannot be written to: {reason}" + ("" if at is None or gone else f" ({at})"),
         where="out, name",
-        fix="make room, see to the rights of the folder, or choose another with out=FOLDER",
+        fix="free disk space, check the permissions of the folder, or choose another with out=FOLDER",
     )
 
 
@@ -91,10 +93,10 @@ class RunFolder:
         self.resumed = False
 
     def open(self, *, overwrite: bool = False, resume: bool = False) -> None:
-        """Lock the folder for this run, or raise the reason. A run that is to be replaced is set aside."""
+        """Lock the folder for this run, and set the run aside that it replaces."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # whatever keeps a folder from being made, such as a disk that is not mounted
+        except OSError as error:  # such as a disk that is not mounted
             raise _unwritable(self.path, error) from error
         with writable(self.path, starting=True):
             self._lock.acquire()
@@ -104,7 +106,7 @@ class RunFolder:
             self._others = self._find_others()
             if resume:
                 return
-            check_fresh(self.path, overwrite)
+            _check_replaceable(self.path, overwrite)
             if run_exists(self.path):
                 self._set_aside()
 
@@ -126,11 +128,11 @@ class RunFolder:
         if old.exists():
             trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
             os.rename(old, trash)
-            # Removing many large files takes long, and other ranks wait; what is left is removed at the next start.
+            # Removing many large files takes long, and other ranks wait. The next start removes the remains of a kill.
             threading.Thread(target=remove_folder, args=(trash,), name="tessera-remove-old-run", daemon=True).start()
 
     def close(self) -> None:
-        """Unlock the folder. If the run never worked, the run that it was to replace is put back."""
+        """Unlock the folder. If the run never worked, put back the run that it was to replace."""
         if not self._open:
             return
         self._open = False
@@ -146,10 +148,10 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------ setting aside
 
     def _find_others(self) -> list[str]:
-        """Return the names in this folder that are no part of the run: they lay there before it became one."""
-        known = _run_file(self.path)
-        if known is not None:
-            others = known.get("others", [])
+        """Return the names in this folder that are no part of the run: they were there before it became one."""
+        recorded = _run_file(self.path)
+        if recorded is not None:
+            others = recorded.get("others", [])
             return [str(name) for name in others if name not in _OF_A_RUN] if isinstance(others, list) else []
         if _is_run(self.path):  # of a version that wrote no run file
             return []
@@ -157,38 +159,45 @@ class RunFolder:
 
     def _entries(self) -> list[Path]:
         """Return the files and folders of the run."""
-        own = {LOCK, OWNER, *ASIDE, *self._others}
-        return [path for path in self.path.iterdir() if path.name not in own and not path.name.startswith(_TRASH)]
+        excluded = {LOCK, OLD_OWNER, *ASIDE, *self._others}
+        return [path for path in self.path.iterdir() if path.name not in excluded and not _is_trash(path)]
 
     def _set_aside(self) -> None:
-        aside = self.path / REPLACING
-        aside.mkdir()
-        for path in self._entries():
-            os.rename(path, aside / path.name)
-        os.rename(aside, self.path / REPLACED)
+        _move(self._entries(), self.path / REPLACING)
+        os.rename(self.path / REPLACING, self.path / REPLACED)
 
     def _recover(self) -> None:
-        """Clean up after a run that died: put back what it was to replace, and remove its remains."""
-        trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
+        """Put back the run that a killed one was to replace, and remove the remains of the killed one."""
         if (self.path / REPLACED).exists():
             self._others = self._find_others()
-            trash.mkdir()
-            for path in self._entries():
-                os.rename(path, trash / path.name)
-            os.rename(self.path / REPLACED, self.path / RESTORING)
-        for aside in (self.path / RESTORING, self.path / REPLACING):
+            _move(self._entries(), self.path / f"{_TRASH}{secrets.token_hex(4)}")
+            os.rename(self.path / REPLACED, self.path / REPLACING)
+        for aside in (self.path / name for name in ASIDE):
             if aside.exists():
-                for path in list(aside.iterdir()):
-                    os.rename(path, self.path / path.name)
+                _move(list(aside.iterdir()), self.path)
                 aside.rmdir()
-        for left in self.path.glob(f"{_TRASH}*"):
-            remove_folder(left)
+        for trash in filter(_is_trash, list(self.path.iterdir())):
+            remove_folder(trash)
+
+
+def _move(paths: Sequence[Path], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for path in paths:
+        os.rename(path, folder / path.name)
+
+
+def _is_trash(path: Path) -> bool:
+    return path.name.startswith(_TRASH)
 
 
 def check_fresh(folder: Path, overwrite: bool) -> None:
-    """Refuse to begin a run where one is running or has ended, or to replace what is not a run."""
-    if expected_rank() == 0:  # the others may find the lock of their own main rank
+    """Refuse to begin a run where one is running or has ended, or to replace a folder that is not a run."""
+    if expected_rank() == 0:  # the others may see the lock of their main rank
         FolderLock(folder).refuse_running()
+    _check_replaceable(folder, overwrite)
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
     if not run_exists(folder):
         return
     if not overwrite:
@@ -213,12 +222,12 @@ def check_fresh(folder: Path, overwrite: bool) -> None:
 
 
 def _run_file(folder: Path) -> dict[str, Any] | None:
-    """Return what the file of a run says; None if there is none, or it is not one of ours."""
+    """Return the content of `run.json`; None if there is none, or if it is not written by Tessera."""
     try:
-        known = read_json_mapping(find_file(folder, RUN_FILE))
+        content = read_json_mapping(find_file(folder, RUN_FILE))
     except TesseraError:
         return None
-    return known if known.get("format") == FORMAT else None
+    return content if content.get("format") == FORMAT else None
 
 
 def _is_run(folder: Path) -> bool:
@@ -243,12 +252,12 @@ def given_objects(folder: Path) -> list[str]:
 
 
 def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = (), others: Sequence[str] = ()) -> None:
-    """Replace `config.yaml` in one step, and write the file that says that the folder is a run, and where it was.
+    """Replace `config.yaml` in one step, and write `run.json`, which marks the folder as a run.
 
     `others`: names in the folder that are no part of the run."""
-    known = {"format": FORMAT, "version": 1, "folder": str(folder.absolute()), "objects": list(objects)}
-    known |= {"others": list(others)} if others else {}
-    for path, text in ((folder / RUN_FILE, json.dumps(known) + "\n"), (folder / CONFIG, kept_text(config))):
+    content = {"format": FORMAT, "version": 1, "folder": str(folder.absolute()), "objects": list(objects)}
+    content |= {"others": list(others)} if others else {}
+    for path, text in ((folder / RUN_FILE, json.dumps(content) + "\n"), (folder / CONFIG, kept_text(config))):
         if not (path.is_file() and path.read_bytes() == text.encode()):
             replace_file(path, text.encode())
 

@@ -1,10 +1,10 @@
-"""Decide when a run saves, and how long it waits for a save."""
+"""Decide when a run saves, how long it waits for a save, and whether a resume fits the run that saved."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.config.run_config import CheckpointSection
+from tessera.errors import TesseraError
 from tessera.runtime import log
 
 _WAIT_AFTER_ERROR_S = 10.0  # for a checkpoint that is written together with other ranks
 
-# What is saved of a step: its number, tensors by name, the rest of the state, and the recipe.
+# The content of a save: number of the step, tensors by name, the rest of the state, and the recipe.
 Saved = tuple[int, dict[str, Tensor], dict[str, Any], str]
 
 
@@ -77,7 +78,7 @@ class Saves:
         return path
 
     def begin(self, step: int) -> None:
-        """Save a step. Unless the recipe says otherwise, training waits for a copy of its tensors alone."""
+        """Save a step. With asynchronous saves, training waits only for a copy of the tensors."""
         if not self.settings.asynchronous:
             self.save(step)
             return
@@ -109,3 +110,39 @@ class Saves:
         """Let a save that is being written come to its end. Other ranks, which write with this one, may be gone."""
         with contextlib.suppress(Exception):
             self.checkpoints.finish_background(None if alone else _WAIT_AFTER_ERROR_S)
+
+
+def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise if a run cannot go on from a checkpoint. Log differences that are allowed, and their effect.
+
+    `before`, `now`: see `Trainer.state_dict`; of the checkpoint, and of the trainer before it is restored.
+    """
+    if before["seed"] != now["seed"]:
+        raise TesseraError(
+            f"the run was trained with train.seed={before['seed']}, now it is {now['seed']}: "
+            "the data order would change in the middle",
+            where="train.seed",
+            fix=f"set train.seed={before['seed']}",
+        )
+    if before.get("data") and not set(str(before["data"]).split("/")) & set(str(now["data"]).split("/")):
+        log.logger().warning(
+            "the data, or the way it is packed, has changed since step %d was saved: rows hold other samples now, "
+            "of which some may come again and some not in this pass",
+            step,
+        )
+    old, new = dict(before["schedule"]), dict(now["schedule"])
+    if old.get("kind") == new["kind"] == "constant":
+        new.pop("steps")  # a constant rate does not ask how long the run is
+    changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key in old and old[key] != new[key]]
+    if changed:
+        log.logger().warning(
+            "the schedule has changed since step %d was saved (%s): the learning rate goes on from its new value",
+            step,
+            ", ".join(changed),
+        )
+    if before["world"] != now["world"]:
+        log.logger().info(
+            "world size was %d and is %d now: samples and their order are the same, sums are so to rounding",
+            before["world"],
+            now["world"],
+        )

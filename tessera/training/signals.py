@@ -1,4 +1,4 @@
-"""Stop a run on signals: it answers at once, finishes the step and saves."""
+"""Stop a run on signals: it prints an answer at once, finishes the step and saves."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from tessera.core.batch import Batch
-from tessera.core.callback import Callback, TrainerHandle, WaitEnded
+from tessera.core.callback import Callback, TrainerHandle
 from tessera.runtime.launcher import outlive_launcher
 from tessera.runtime.log import is_terminal
 
@@ -29,18 +27,15 @@ class StopOnSignal(Callback):
 
     def on_start(self, trainer: TrainerHandle) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may set handlers; a caller that trains elsewhere handles signals itself
+            return  # Python lets only the main thread set handlers
 
         def handle(number: int, frame: FrameType | None) -> None:
-            # Two that come while an operation computes are handled as one.
-            twice = self._answers is not None and self._answers.asked > 1
+            # Python handles two signals as one if both arrive during one operation.
+            twice = self._answers is not None and self._answers.interrupts > 1
             if number == signal.SIGINT and (twice or trainer.stop_reason is not None):
                 raise KeyboardInterrupt
             outlive_launcher()
             trainer.request_stop(signal.Signals(number).name)
-            if trainer.awaits_data:
-                trainer.awaits_data = False
-                raise WaitEnded
 
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, handle)
@@ -59,30 +54,11 @@ class StopOnSignal(Callback):
         self.on_end(trainer)
 
 
-def next_unless_stopped(trainer: TrainerHandle) -> Sequence[Batch] | None:
-    """Return the micro-batches of the next step, or None where a stop is asked for while this rank waits for them.
-
-    Data may be minutes away (a hub that does not answer), and whoever stops a run gives it seconds. Ranks agree on a
-    step when they have its data, so one that gives up waiting leaves no other rank in the middle of a step.
-    """
-    try:
-        trainer.awaits_data = True
-        if trainer.stop_reason is not None:
-            return None
-        microbatches: Sequence[Batch] = next(trainer.loader)
-        trainer.awaits_data = False
-    except WaitEnded:
-        return None
-    finally:
-        trainer.awaits_data = False
-    return microbatches
-
-
 class _Answers:
-    """Answer Ctrl-C from a thread of its own: the handler runs only when the operation that is computed returns."""
+    """Answer Ctrl-C from a thread: the handler of the main thread waits until the current operation returns."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.interrupts = 0
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
@@ -93,8 +69,8 @@ class _Answers:
         while numbers := self._read.recv(64):
             for number in numbers:
                 if number == signal.SIGINT:
-                    self.asked += 1
-                    _say(FIRST if self.asked == 1 else SECOND)
+                    self.interrupts += 1
+                    _say(FIRST if self.interrupts == 1 else SECOND)
                 elif number == 0:
                     return
 

@@ -1,7 +1,7 @@
 """Write the metrics of a run to experiment trackers: TensorBoard, Weights & Biases, SwanLab, MLflow.
 
-Each tracker has a thread that follows `metrics.jsonl`, so that what it shows and what the file says never disagree, and
-no step waits for a network. A tracker that fails is reported once and left out; the run goes on.
+Each tracker has a thread that follows `metrics.jsonl`. So a tracker and the file never disagree, and no step waits for
+a network. A tracker that fails is reported once and left out; the run goes on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tracker(ABC):
     """Write to one tracker. All methods are called from one thread, which is not the main one."""
 
     package = ""  # that has to be installed
-    pip = ""  # what installs it
+    pip = ""  # its name for pip install
 
     def __init__(self, section: TrackerSection) -> None:
         self.section = section
@@ -83,8 +83,8 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Write to Weights & Biases. Its own counter of steps only grows, and a resumed run repeats some: `step` is a
-    metric of its own, which all others are drawn over."""
+    """Write to Weights & Biases. Its counter of steps only grows, but a resumed run repeats steps. So `step` is a
+    metric that all others are drawn over."""
 
     package, pip = "wandb", "wandb"
 
@@ -154,12 +154,12 @@ class MlflowTracker(Tracker):
         from mlflow.tracking import MlflowClient
 
         local = f"sqlite:///{(run.folder / 'mlflow.db').absolute()}"
-        given = None if self.section.mode == "offline" else self.section.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = MlflowClient(tracking_uri=given or local)
+        uri = None if self.section.mode == "offline" else self.section.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(tracking_uri=uri or local)
         project = self.section.project or "tessera"
         if run.id is None:
-            found = self._client.get_experiment_by_name(project)
-            experiment = self._client.create_experiment(project) if found is None else found.experiment_id
+            existing = self._client.get_experiment_by_name(project)
+            experiment = self._client.create_experiment(project) if existing is None else existing.experiment_id
             tags = dict.fromkeys(self.section.tags, "true")
             self._id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
             settings = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
@@ -168,7 +168,7 @@ class MlflowTracker(Tracker):
         else:
             self._id = run.id
             self._client.set_terminated(self._id, "RUNNING")
-        return self._id, given or f"mlflow ui --backend-store-uri {local}"
+        return self._id, uri or f"mlflow ui --backend-store-uri {local}"
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -190,11 +190,11 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 
 def check_trackers(section: LogSection) -> None:
     """Raise if the package of a tracker is missing, before anything is built."""
-    for number, one in enumerate(section.tracker_sections):
-        kind = TRACKERS[one.name]
+    for number, tracker in enumerate(section.tracker_sections):
+        kind = TRACKERS[tracker.name]
         if importlib.util.find_spec(kind.package) is None:
             raise TesseraError(
-                f"the tracker {one.name} needs the package {kind.package}, which is not installed",
+                f"the tracker {tracker.name} needs the package {kind.package}, which is not installed",
                 where=f"log.trackers.{number}",
                 fix=f"pip install {kind.pip}, or leave the tracker out",
             )
@@ -213,12 +213,10 @@ class Trackers(Callback):
         if not trainer.world.is_main:
             return
         config, folder = trainer.config, trainer.config.folder
-        known = known_ids(folder)
-        for one in self._section.tracker_sections:
-            run = TrackedRun(
-                folder, one.run_name or config.name, flat_settings(config), known.get(one.name), trainer.step
-            )
-            self._threads.append(_Follower(one.name, self._make(one), run))
+        ids, settings = known_ids(folder), flat_settings(config)
+        for section in self._section.tracker_sections:
+            run = TrackedRun(folder, section.run_name or config.name, settings, ids.get(section.name), trainer.step)
+            self._threads.append(_Follower(section.name, self._make(section), run))
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         for thread in self._threads:
@@ -314,12 +312,12 @@ class _Follower(threading.Thread):
 
 
 def known_ids(folder: Path) -> dict[str, str]:
-    """Return the ids that trackers gave a run; what is no id is passed over."""
+    """Return the ids that trackers gave a run. Other content of the file is ignored."""
     try:
-        found = read_json_mapping(folder / IDS) if (folder / IDS).exists() else {}
+        ids = read_json_mapping(folder / IDS) if (folder / IDS).exists() else {}
     except TesseraError:
         return {}
-    return {name: id for name, id in found.items() if isinstance(id, str) and _ID.fullmatch(id)}
+    return {name: id for name, id in ids.items() if isinstance(id, str) and _ID.fullmatch(id)}
 
 
 _WRITING = threading.Lock()  # several trackers start at once
@@ -331,15 +329,15 @@ def keep_id(folder: Path, name: str, id: str) -> None:
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Return a recipe as one level of dotted keys, without those that say nothing."""
-    found: dict[str, Any] = {}
+    """Return a recipe as one level of dotted keys, without empty values."""
+    settings: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 add(f"{prefix}.{key}" if prefix else str(key), inner)
         elif value not in (None, [], ""):
-            found[prefix] = value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+            settings[prefix] = value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
 
     add("", config.model_dump(mode="json"))
-    return found
+    return settings

@@ -27,16 +27,15 @@ from tessera.core.callback import (
     check_callback_names,
     restore_callbacks,
 )
+from tessera.core.engine import Engine
+from tessera.core.step_source import StepSource
 from tessera.core.task import LossTotals, Task
-from tessera.data.loader.loader import Loader
 from tessera.optim.optimizer import lr_factor, set_learning_rate
-from tessera.parallel.engine import Engine
 from tessera.runtime import log, rng
 from tessera.runtime.distributed import World, agree_on_step
 from tessera.training.out_of_memory import MemoryAdvice
-from tessera.training.resumed import check_resumed
-from tessera.training.saves import Saved, Saves
-from tessera.training.signals import next_unless_stopped
+from tessera.training.saves import Saved, Saves, check_resumed
+from tessera.training.steps import DataWait
 
 
 class Trainer:
@@ -54,7 +53,7 @@ class Trainer:
         task: Task,
         optimizer: torch.optim.Optimizer,
         clip_gradients: Callable[[], torch.Tensor],  # has the next update clipped; returns the norm of the gradients
-        loader: Callable[[int], Loader],  # from the row to start with
+        steps: StepSource,
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),
         optimizer_step: OptimizerStep | None = None,  # applies or drops updates; it is a callback too
@@ -70,6 +69,7 @@ class Trainer:
         self.engine = engine
         self.task = task
         self.optimizer = optimizer
+        self.steps = steps
         self.checkpoints = checkpoints
         self.optimizer_step = optimizer_step or OptimizerStep()
         self.callbacks = [self.optimizer_step, *callbacks]
@@ -78,19 +78,19 @@ class Trainer:
         self.data_identity = data_identity
         self.step = 0
         self.paused_seconds = 0.0  # spent on evaluation and saving
-        self.awaits_data = False
-        self.stop_reason: str | None = None  # asked for from outside: a resume goes on
+        self.stop_reason: str | None = None  # of `request_stop`: a resume goes on
         self.ended_early: str | None = None  # there is nothing more to do, before the last step
         self._save_requested = False
         self.phase_listeners: list[Callable[[str], None]] = []  # called with each new phase
         self.phase = "starting"
-        self.loader: Loader | None = None
         self._initial_weights = initial_weights
-        self._make_loader = loader
+        self._wait = DataWait()
+        self._source_state: dict[str, Any] | None = None  # before this step's data was taken; None between steps
         self._memory = memory or MemoryAdvice(config, world.size)
         self._clip_gradients = clip_gradients
         self._eval_batches = eval_batches
         on_save = functools.partial(self._call, "on_save")
+        self.steps.setup(module, task, world)
         self._saves = Saves(checkpoints, config.checkpoint, self._saved, self.paused, on_save)
 
     # ------------------------------------------------------------------------------------------ the loop
@@ -99,7 +99,7 @@ class Trainer:
         """Train until the last step, evaluate and save."""
         try:
             self.start()
-            self._open_loader()
+            self.steps.start(self.step, self.rows_drawn)
             before = self.step
             self._loop()
             self.optimizer_step.check_trained(self)
@@ -112,22 +112,21 @@ class Trainer:
             self.fail(error)
             raise
         finally:
-            self._close_loader()
+            self.steps.close()
         self.end()
 
     def start(self) -> None:
-        """Begin the steps. `run` does so itself; a caller that has a loop of its own starts, calls `train_step` for
-        each step, and ends."""
+        """Begin the steps. `run` does so itself; another loop calls `start`, `train_step` for each step, and `end`."""
         self._call("on_start")
         self.module.train()
 
     def end(self) -> None:
-        """End the steps: callbacks write their last lines and close what they opened."""
+        """End the steps: callbacks write their last lines and close files."""
         self.phase = "ending"
         self._call("on_end")
 
     def fail(self, error: BaseException) -> None:
-        """End the steps after an error: callbacks close what they opened."""
+        """End the steps after an error: callbacks close files and processes."""
         for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
             callback.on_error(self, error)
         self._saves.finish_after_error(alone=self.world.size == 1)
@@ -136,8 +135,9 @@ class Trainer:
         self._saves.restart_clock()
         while self.step < self.length.steps and self.ended_early is None:
             self.phase = "loading data"
-            microbatches = next_unless_stopped(self)
-            if not self._goes_on() or microbatches is None:  # agreed with data at hand: nobody waits inside of a step
+            self._source_state = self.steps.state_dict()
+            microbatches = self._wait.next_step(self.steps, lambda: self.stop_reason is not None)
+            if not self._goes_on() or microbatches is None:  # ranks agree when they have data, so none waits in a step
                 break
             if (result := self.train_step(microbatches)) is None:
                 continue
@@ -175,7 +175,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if outcome == "rewound":
             return None
-        self.step += 1
+        self.step, self._source_state = self.step + 1, None
         self.phase = "reporting"
         # Results outlive their step, so they hold no tensors.
         described = [replace(batch, tensors={}, segments={}) for batch in microbatches]
@@ -218,6 +218,7 @@ class Trainer:
     def request_stop(self, reason: str) -> None:
         """Ask the run to finish this step, save and end. Signal handlers and callbacks may call it."""
         self.stop_reason = reason
+        self._wait.end()
 
     def request_save(self) -> None:
         """Ask for a save after this step. All ranks ask at the same step."""
@@ -226,15 +227,6 @@ class Trainer:
     def end_early(self, reason: str) -> None:
         """End the run as if this step were its last. All ranks do so at the same step."""
         self.ended_early = reason
-
-    def _open_loader(self) -> None:
-        self._close_loader()
-        self.loader = self._make_loader(self.rows_drawn)
-
-    def _close_loader(self) -> None:
-        loader, self.loader = self.loader, None
-        if loader is not None:
-            loader.close()
 
     # ------------------------------------------------------------------------------------------ evaluation
 
@@ -263,8 +255,12 @@ class Trainer:
         return self._first_row + (self.step - self._first_step) * self.length.rows_per_step
 
     @property
+    def data_seconds(self) -> float:
+        return self._wait.seconds
+
+    @property
     def epoch(self) -> float | None:
-        """Return the passes over the data that are done; None: the data does not tell how long it is."""
+        """Return the passes over the data that are done; None: the length of the data is unknown."""
         return self.length.epoch(self.rows_drawn)
 
     # The row count at `_first_step`: it differs from step * batch only if a resume changed the batch.
@@ -287,6 +283,7 @@ class Trainer:
             "data": self.data_identity,
             "weights_only": self.config.checkpoint.weights_only,
             "callbacks": {c.name: c.state_dict() for c in self.callbacks},
+            "steps": self.steps.state_dict() if self._source_state is None else self._source_state,
         }
 
     def save(self) -> Path | None:
@@ -310,10 +307,10 @@ class Trainer:
         `before`: take one of fewer steps than that.
         """
         self._saves.finish()
-        found = self.checkpoints.resume(self.tensors(), may_lack=self.side_tensors(), before=before)
-        if found is None:
+        loaded = self.checkpoints.resume(self.tensors(), may_lack=self.side_tensors(), before=before)
+        if loaded is None:
             return False
-        step, state = found
+        step, state = loaded
         check_resumed(step, state, self.state_dict())
         self.restore_state(step, state)
         self._saves.step = step
@@ -324,6 +321,8 @@ class Trainer:
         self.engine.settle(self.optimizer)
         self.step = self._first_step = step
         self._first_row, self._saves.step = self.length.row_after(state), -1
+        self._source_state = None
+        self.steps.load_state_dict(state.get("steps", {}))
         for lost in restore_callbacks(self.callbacks, state["callbacks"]):
             log.logger().warning("%s", lost)
 
@@ -334,7 +333,7 @@ class Trainer:
     def continue_from_here(self) -> None:
         """Drop records of later steps and read data from this step on, after going back."""
         self._call("on_rewind")
-        self._open_loader()
+        self.steps.start(self.step, self.rows_drawn)
 
     @contextlib.contextmanager
     def paused(self, phase: str) -> Iterator[None]:

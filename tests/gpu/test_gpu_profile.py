@@ -28,42 +28,38 @@ def profiled(tmp_path: Path, wide: bool = False, **parallel: Any) -> dict[str, A
         text = {**recipe["model"]["config"]["text"], "intermediate_size": 262144}
         recipe["model"]["config"] = {**recipe["model"]["config"], "text": text}
     run = tessera.train(recipe)
-    told: dict[str, Any] = json.loads((run.folder / "profile" / "table.json").read_text())
-    return told
+    table: dict[str, Any] = json.loads((run.folder / "profile" / "table.json").read_text())
+    return table
 
 
-def shares(told: dict[str, Any]) -> dict[tuple[str, str], float]:
-    return {(row["name"], row["direction"]): row["share"] for row in told["modules"]}
+def shares(table: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {(row["name"], row["direction"]): row["share"] for row in table["modules"]}
 
 
-def test_a_small_model_leaves_the_device_idle_and_the_profile_says_so(tmp_path: Path) -> None:
-    told = profiled(tmp_path)
-    assert sum(row["share"] for row in told["modules"]) == pytest.approx(1, abs=1e-6)
-    assert sum(row["share"] for row in told["kinds"]) == pytest.approx(1, abs=1e-6)
-    assert shares(told)["device idle", ""] > 0.3
-    assert any("the host launches too slowly" in said and "parallel.compile" in said for said in told["verdict"])
-    assert shares(told).get(("not known whose", ""), 0) < 0.02
+def test_a_small_model_leaves_the_device_idle_and_the_table_shows_it(tmp_path: Path) -> None:
+    table = profiled(tmp_path)
+    assert shares(table)["device idle", ""] > 0.3
+    assert shares(table).get(("beside the step", ""), 0) < 0.02
+    assert (tmp_path / "out" / "chat" / "profile" / "memory.pickle").stat().st_size > 0
     for direction in ("forward", "backward"):
-        assert shares(told)["text.layers.*.attn", direction] > 0
-        assert shares(told)["vision.blocks.*.mlp", direction] > 0
-    held = {row["name"] for row in told["memory"]["used_by"]}
-    assert {"weights", "optimizer state"} <= held
+        assert shares(table)["text.layers.*.attn", direction] > 0
+        assert shares(table)["vision.blocks.*.mlp", direction] > 0
 
 
 def test_a_wide_mlp_is_where_the_time_goes(tmp_path: Path) -> None:
-    told = profiled(tmp_path, wide=True)
-    modules = {key: share for key, share in shares(told).items() if key[1]}
+    table = profiled(tmp_path, wide=True)
+    modules = {key: share for key, share in shares(table).items() if key[1]}
     assert max(modules, key=modules.__getitem__)[0] == "text.layers.*.mlp"
-    rates = {(row["name"], row["direction"]): row["tflops"] for row in told["modules"]}
+    rates = {(row["name"], row["direction"]): row["tflops"] for row in table["modules"]}
     assert rates["text.layers.*.mlp", "backward"] > 50 * rates["text.layers.*.attn", "backward"]
 
 
 @pytest.mark.slow
 def test_compiled_blocks_have_their_kernels(tmp_path: Path) -> None:
-    told = profiled(tmp_path, compile=True)
-    found = shares(told)
-    assert found["text.layers.*", "forward"] > 0
-    assert found["text.layers.*", "backward"] > 0
-    assert found["vision.blocks.*", "backward"] > 0
-    assert ("text.layers.*.attn", "forward") not in found
-    assert found.get(("not known whose", ""), 0) < 0.02
+    table = profiled(tmp_path, compile=True)
+    rows = shares(table)
+    assert rows["text.layers.*", "forward"] > 0
+    assert rows["text.layers.*", "backward"] > 0
+    assert rows["vision.blocks.*", "backward"] > 0
+    assert ("text.layers.*.attn", "forward") not in rows
+    assert rows.get(("beside the step", ""), 0) < 0.02

@@ -46,27 +46,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, out: Path, **ema: Any) -> dict[str, Any]:
-    found = chat_recipe(data, out, micro_batch=4, ema={"decay": 0.6, **ema})
-    found["data"]["workers"] = 0
-    return found
+    settings = chat_recipe(data, out, micro_batch=4, ema={"decay": 0.6, **ema})
+    settings["data"]["workers"] = 0
+    return settings
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_it_is_the_average_that_was_asked_for(data: Path, tmp_path: Path, every: int) -> None:
     follow = Follow(0.6, every)
     run = tessera.train(recipe(data, tmp_path, every=every), callbacks=[follow])
-    found = saved(run)
+    tensors = saved(run)
     for name, expected in follow.average.items():
-        torch.testing.assert_close(found[f"ema.{name}"], expected, rtol=1e-5, atol=1e-7)
-    assert any(not torch.equal(found[f"ema.{n}"], found[f"model.{n}"]) for n in follow.average)
+        torch.testing.assert_close(tensors[f"ema.{name}"], expected, rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(tensors[f"ema.{n}"], tensors[f"model.{n}"]) for n in follow.average)
 
 
 def test_a_resume_goes_on_with_it_bitwise(data: Path, tmp_path: Path) -> None:
     whole = saved(tessera.train(recipe(data, tmp_path / "whole")))
     part = tessera.train(recipe(data, tmp_path / "part"), callbacks=[StopAt(3)])
-    found = saved(tessera.resume(part.folder))
-    assert whole.keys() == found.keys()
-    assert all(torch.equal(whole[name], found[name]) for name in whole)
+    tensors = saved(tessera.resume(part.folder))
+    assert whole.keys() == tensors.keys()
+    assert all(torch.equal(whole[name], tensors[name]) for name in whole)
 
 
 @pytest.mark.slow
@@ -76,9 +76,9 @@ def test_it_may_begin_in_the_middle(data: Path, tmp_path: Path) -> None:
     part = tessera.train(settings, callbacks=[StopAt(5)])
     before = saved(part)
     run = tessera.resume(part.folder, {"train.ema": {"decay": 0.5, "warmup": False}})
-    found = saved(run)
+    tensors = saved(run)
     name = "text.norm.weight"
-    torch.testing.assert_close(found[f"ema.{name}"], (before[f"model.{name}"] + found[f"model.{name}"]) / 2)
+    torch.testing.assert_close(tensors[f"ema.{name}"], (before[f"model.{name}"] + tensors[f"model.{name}"]) / 2)
 
 
 class Tally(Callback):

@@ -71,21 +71,21 @@ def losses(run: tessera.Run) -> list[float]:
 def test_model_data_task_and_optimizer_as_objects(tmp_path: Path) -> None:
     model = net()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    given: dict[str, Any] = {
+    objects: dict[str, Any] = {
         "model": model,
         "dataset": Points(),
         "eval_dataset": Points(8),
         "task": Regression(),
         "optimizer": lambda groups: torch.optim.SGD(groups, momentum=0.9),
     }
-    whole = tessera.train(recipe(tmp_path / "whole"), **given)
-    found = losses(whole)
-    assert found[-1] < 0.5 * found[0]
+    whole = tessera.train(recipe(tmp_path / "whole"), **objects)
+    values = losses(whole)
+    assert values[-1] < 0.5 * values[0]
     assert [row for row in whole.metrics if row["kind"] == "eval"]
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())  # what was given stays as it is
-    stopped = tessera.train(recipe(tmp_path / "stopped"), callbacks=[StopAt(4)], **given)
-    resumed = tessera.resume(stopped.folder, **given)
-    assert losses(resumed) == found
+    stopped = tessera.train(recipe(tmp_path / "stopped"), callbacks=[StopAt(4)], **objects)
+    resumed = tessera.resume(stopped.folder, **objects)
+    assert losses(resumed) == values
 
 
 def test_a_run_begins_with_the_weights_of_the_object(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_is_no_optimizer_for_these_groups_is_refused(make: Any, message: st
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("objects", "said"),
     [
         ({"model": 3}, "model is a int"),
         ({"task": Regression}, "task is the class Regression"),
@@ -131,8 +131,8 @@ def test_what_is_no_optimizer_for_these_groups_is_refused(make: Any, message: st
         ({"callbacks": [StopAt]}, "is no callback"),
     ],
 )
-def test_an_object_of_another_kind_is_refused_by_name(given: dict[str, Any], said: str, tmp_path: Path) -> None:
-    parts: dict[str, Any] = {"model": Net(), "task": Regression(), "dataset": Points(), **given}
+def test_an_object_of_another_kind_is_refused_by_name(objects: dict[str, Any], said: str, tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"model": Net(), "task": Regression(), "dataset": Points(), **objects}
     with pytest.raises(TesseraError, match=said):
         tessera.train(recipe(tmp_path), **parts)
 
@@ -148,8 +148,8 @@ def test_a_task_that_returns_a_tensor_is_told_what_to_return(tmp_path: Path) -> 
 
 def test_a_module_of_the_users_own_is_had_back_with_its_trained_weights(tmp_path: Path) -> None:
     points, settings = Points(), {"checkpoint.export": True}
-    given = net()
-    run = tessera.train(recipe(tmp_path), settings, model=given, dataset=points, task=Regression())
+    model = net()
+    run = tessera.train(recipe(tmp_path), settings, model=model, dataset=points, task=Regression())
     trained = run.model
     with torch.no_grad():
         error = float((trained(points.x) - points.x.sum(1)).square().mean())

@@ -61,8 +61,8 @@ def test_rows_name_files_anywhere_relative_to_the_working_folder(
     monkeypatch.chdir(data)
     rows[1]["messages"][0]["content"][0]["image"] = "pictures/1-0.png"
     run = tessera.train(recipe_of(data, tmp_path, 1), dataset=rows, eval_dataset=rows[:2])
-    kept = [json.loads(line) for line in (run.folder / "data/train.jsonl").read_text().splitlines()]
-    assert kept[1]["messages"][0]["content"][0]["image"] == str(data / "pictures/1-0.png")
+    lines = [json.loads(line) for line in (run.folder / "data/train.jsonl").read_text().splitlines()]
+    assert lines[1]["messages"][0]["content"][0]["image"] == str(data / "pictures/1-0.png")
     assert not (run.folder / "quarantine.jsonl").exists()
     assert [row for row in run.metrics if row["kind"] == "eval"]
 
@@ -84,14 +84,14 @@ class PandasLike:
 
 
 def test_tables_in_memory_are_lists_of_rows() -> None:
-    found = as_records(PandasLike())
-    assert found == [{"text": "a"}, {"text": "b", "score": 2.0}]
-    assert are_rows(found)
-    given = [{"text": "a", "score": None}]
-    assert as_records(given) is given
+    rows = as_records(PandasLike())
+    assert rows == [{"text": "a"}, {"text": "b", "score": 2.0}]
+    assert are_rows(rows)
+    plain = [{"text": "a", "score": None}]
+    assert as_records(plain) is plain
     arrow = pytest.importorskip("pyarrow")
-    made = as_records(arrow.table({"text": ["a", "b"], "score": [None, 2.0]}))
-    assert made == [{"text": "a"}, {"text": "b", "score": 2.0}]
+    records = as_records(arrow.table({"text": ["a", "b"], "score": [None, 2.0]}))
+    assert records == [{"text": "a"}, {"text": "b", "score": 2.0}]
 
 
 class WrongColumns(PandasLike):

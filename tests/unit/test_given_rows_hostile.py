@@ -19,7 +19,7 @@ def row(text: str = "hi", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}], **more}
 
 
-def kept(tmp_path: Path, *rows: dict[str, Any]) -> Path:
+def written(tmp_path: Path, *rows: dict[str, Any]) -> Path:
     GivenRows.of(list(rows), None).write(tmp_path)
     return tmp_path / "data"
 
@@ -27,26 +27,26 @@ def kept(tmp_path: Path, *rows: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(("mode", "value"), [("F", 0.5), ("I", 40000), ("I;16B", 40000)])
 def test_deep_images_are_kept_as_those_of_a_file_are_read(tmp_path: Path, mode: str, value: float) -> None:
     image = Image.new(mode, (4, 4), value)
-    file = next((kept(tmp_path, row(images=[image])) / "media").iterdir())
-    with Image.open(file) as found:
-        assert to_rgb(found).getpixel((0, 0)) == to_rgb(image).getpixel((0, 0)) not in [(0, 0, 0), (255, 255, 255)]
+    file = next((written(tmp_path, row(images=[image])) / "media").iterdir())
+    with Image.open(file) as image:
+        assert to_rgb(image).getpixel((0, 0)) == to_rgb(image).getpixel((0, 0)) not in [(0, 0, 0), (255, 255, 255)]
 
 
 def test_images_that_differ_in_what_is_transparent_are_two(tmp_path: Path) -> None:
     plain, clear = Image.new("L", (4, 4)), Image.new("L", (4, 4))
     clear.info["transparency"] = 0
-    assert len(list((kept(tmp_path, row(images=[plain, clear])) / "media").iterdir())) == 2
+    assert len(list((written(tmp_path, row(images=[plain, clear])) / "media").iterdir())) == 2
 
 
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
-    folder = kept(tmp_path, row(weight=np.float32(0.5), count=np.int64(3), good=np.bool_(True)))
+    folder = written(tmp_path, row(weight=np.float32(0.5), count=np.int64(3), good=np.bool_(True)))
     assert '"weight": 0.5, "count": 3, "good": true' in (folder / "train.jsonl").read_text(encoding="utf-8")
 
 
 def circle() -> dict[str, Any]:
-    found = row()
-    found["self"] = found
-    return found
+    record = row()
+    record["self"] = record
+    return record
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def circle() -> dict[str, Any]:
 )
 def test_what_no_row_can_keep_is_told(tmp_path: Path, odd: dict[str, Any], said: str) -> None:
     with pytest.raises(TesseraError, match=said):
-        kept(tmp_path, row(), odd)
+        written(tmp_path, row(), odd)
 
 
 def test_a_table_by_columns_is_no_list_of_rows() -> None:

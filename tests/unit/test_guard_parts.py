@@ -240,9 +240,9 @@ def test_damage_is_found_where_numbers_are_impossible() -> None:
     assert find_damage(tensors, normal) == []
     tensors["a"][2] = 3e38
     tensors["b"][:2] = math.nan
-    found = find_damage(tensors, normal)
-    assert [(one.name, one.count) for one in found] == [("a", 1), ("b", 2)]
-    assert math.isnan(found[1].value)
+    damage = find_damage(tensors, normal)
+    assert [(one.name, one.count) for one in damage] == [("a", 1), ("b", 2)]
+    assert math.isnan(damage[1].value)
     tensors["a"][2] = 50.0  # training may come to that
     assert [one.name for one in find_damage(tensors, normal)] == ["b"]
     assert find_damage({"new": torch.full((2,), 1e30)}, normal) == []
@@ -356,8 +356,8 @@ def test_a_checkpoint_of_an_earlier_step_can_be_asked_for(tmp_path: Path) -> Non
     for step in (1, 2):
         manager.save(step, {"x": torch.full((2,), float(step))}, {"rows_drawn": step}, "")
     x, extra = torch.zeros(2), torch.full((1,), 5.0)
-    found = manager.resume({"x": x}, may_lack={"ema.x": extra}, before=2)
-    assert found == (1, {"rows_drawn": 1})
+    resumed = manager.resume({"x": x}, may_lack={"ema.x": extra}, before=2)
+    assert resumed == (1, {"rows_drawn": 1})
     assert x.tolist() == [1.0, 1.0]
     assert extra.tolist() == [5.0]
     assert manager.resume({"x": x}, before=1) is None

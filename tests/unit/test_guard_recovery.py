@@ -16,7 +16,7 @@ import tessera
 from tessera.config.reader import parse_overrides
 from tessera.config.run_config import GuardSection, load_config
 from tessera.core.callback import Callback
-from tessera.observe.anomaly.attribution import GuardStop, ProbeReader
+from tessera.observe.anomaly.attribution import GuardStop
 from tessera.observe.anomaly.guard import Guard
 from tessera.observe.report.history import read_sessions
 from tests.toys.chat_set import write_chat_set
@@ -82,11 +82,11 @@ def test_rollback_goes_back_from_a_lasting_rise_once_and_slower(data: Path, tmp_
 
 
 def test_a_lower_learning_rate_outlives_a_resume_and_going_back_but_not_another_rate() -> None:
-    guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
+    guard = Guard(GuardSection())
     guard.lr_factor, guard._slowed_at = 0.5, 1e-3
     guard.load_state_dict({})  # back to a state from before
     assert guard.lr_factor == 0.5
-    again = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
+    again = Guard(GuardSection())
     again.load_state_dict(guard.state_dict())
     assert (again.lr_factor, again._slowed_at) == (0.5, 1e-3)
 
@@ -101,12 +101,12 @@ def test_too_high_a_learning_rate_is_told_as_that(data: Path, tmp_path: Path) ->
         tessera.train(settings, {"train.steps": 250, "train.global_batch": 2})
     except GuardStop as stop:
         said = str(stop.fix)
-    found = events(tmp_path / "chat")
-    told = [event for event in found if event["kind"] == "diverged"]
+    rows = events(tmp_path / "chat")
+    told = [event for event in rows if event["kind"] == "diverged"]
     assert said or told
     assert "optim.lr" in (said or told[0]["note"])
-    assert all(event["samples"] == [] for event in found)
-    assert not any(event["action"] == "went back" for event in found)
+    assert all(event["samples"] == [] for event in rows)
+    assert not any(event["action"] == "went back" for event in rows)
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def stopped_and_resumed(data: Path, out: Path, every: int) -> int:
     after = events(folder)[1:]
     assert (after[0]["step"], after[0]["action"]) == (stop["step"], "clipped")
     assert all(event["step"] > stop["step"] for event in after[1:])
-    found: int = stop["step"]
-    return found
+    step: int = stop["step"]
+    return step
 
 
 def test_nan_in_every_sample_is_not_blamed_on_one(data: Path, tmp_path: Path) -> None:
@@ -182,12 +182,12 @@ def test_a_run_whose_every_step_was_skipped_ends_as_failed(data: Path, tmp_path:
 @pytest.mark.parametrize("applied", [[True, False], [False, True], [False, False]])
 def test_one_applied_update_of_all_is_enough(applied: list[bool]) -> None:
     """Whatever was skipped before or after it, and over a resume."""
-    guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]  # nothing is read
+    guard = Guard(GuardSection())
     trainer: Any = SimpleNamespace(step=2, stop_reason=None, config=SimpleNamespace(folder=Path("run")))
     for outcome in applied:
         guard.on_step_end(trainer, SimpleNamespace(applied=outcome))  # type: ignore[arg-type]
         state = guard.state_dict()
-        guard = Guard(GuardSection(), ProbeReader(None))  # type: ignore[arg-type]
+        guard = Guard(GuardSection())
         guard.load_state_dict(state)
     guard._not_finite = 1  # the last step was not finite
     with contextlib.nullcontext() if any(applied) else pytest.raises(GuardStop):

@@ -26,9 +26,9 @@ WHY = "bad numbers"
 
 
 def without(source: Any, *names: str) -> Any:
-    found = source.without(dict.fromkeys(names, WHY))
-    assert found is not None
-    return found
+    rest = source.without(dict.fromkeys(names, WHY))
+    assert rest is not None
+    return rest
 
 
 # ---------------------------------------------------------------------------------------------- items of own data
@@ -36,12 +36,12 @@ def without(source: Any, *names: str) -> Any:
 
 def test_a_conversation_leaves_a_masked_hole() -> None:
     plain: Any = chats(row("ab", "cd", id="one"), row("ef", "gh"), row("ij", "kl", id="three"), on_bad_sample="fail")
-    found = without(without(plain, "1"), "three").batch([0, 1, 2])
-    assert found.sample_ids == ("one", "1", "three")
-    assert found.problems == (("1", WHY), ("three", WHY))
+    batch = without(without(plain, "1"), "three").batch([0, 1, 2])
+    assert batch.sample_ids == ("one", "1", "three")
+    assert batch.problems == (("1", WHY), ("three", WHY))
     whole = plain.batch([0, 1, 2])
-    assert torch.equal(found["tokens"][:64], whole["tokens"][:64])
-    assert found.counts["trained"] == plain.batch([0]).counts["trained"] > 0
+    assert torch.equal(batch["tokens"][:64], whole["tokens"][:64])
+    assert batch.counts["trained"] == plain.batch([0]).counts["trained"] > 0
     assert plain.batch([1]).problems == ()  # rows that others hold are as they were
 
 
@@ -49,12 +49,12 @@ def test_tensors_are_left_out_of_their_micro_batch() -> None:
     plain = rows(dataset=f"{TOYS}:Digits", arguments={"count": 6, "noise": 0.5})
     whole = plain.batch([0, 1, 2])
     bad = whole.sample_ids[1]
-    found = without(plain, bad).batch([0, 1, 2])
-    assert found.sample_ids == (whole.sample_ids[0], whole.sample_ids[2])
-    assert found.rows == ((0, 1), (1, 0), (2, 1))
-    assert found.problems == ((bad, WHY),)
-    assert found.counts == {"samples": 2}
-    assert torch.equal(found["pixels"], whole["pixels"][[0, 2]])  # the others have the noise that they had
+    batch = without(plain, bad).batch([0, 1, 2])
+    assert batch.sample_ids == (whole.sample_ids[0], whole.sample_ids[2])
+    assert batch.rows == ((0, 1), (1, 0), (2, 1))
+    assert batch.problems == ((bad, WHY),)
+    assert batch.counts == {"samples": 2}
+    assert torch.equal(batch["pixels"], whole["pixels"][[0, 2]])  # the others have the noise that they had
 
 
 def test_nothing_takes_the_place_of_a_micro_batch() -> None:
@@ -69,9 +69,9 @@ def test_names_of_tuples_of_a_collate_function_and_of_whole_batches() -> None:
     assert without(tuples, names[0]).batch([0, 1]).sample_ids == names[1:]
     collated = rows(dataset=f"{TOYS}:Digits", collate_fn=f"{TOYS}:keyed")
     names = collated.batch([0, 1, 2]).sample_ids
-    found = without(collated, names[2]).batch([0, 1, 2])
-    assert found.sample_ids == names[:2]
-    assert found["count"].tolist() == [2]
+    batch = without(collated, names[2]).batch([0, 1, 2])
+    assert batch.sample_ids == names[:2]
+    assert batch["count"].tolist() == [2]
     batches = chats(*(Batch({"x": torch.full((1,), n)}, sample_ids=(f"{n}a", f"{n}b")) for n in range(3)))
     assert without(batches, "1a").batch([1])["x"] == 1  # the other sample of it is good
     assert without(batches, "1a", "1b").batch([1])["x"] == 1  # nothing else is in this micro-batch
@@ -93,12 +93,12 @@ def test_a_pair_leaves_a_hole_and_a_row_of_holes_trains_nothing(tmp_path: Path) 
     source: Any = build_rows(config, setup, "train", build_processor(config, setup))
     whole = source.batch([0, 1])
     assert whole.counts["pairs"] > 1
-    found = without(source, whole.sample_ids[0]).batch([0, 1])
-    assert found.sample_ids == whole.sample_ids
-    assert found.counts["pairs"] == whole.counts["pairs"] - 1
+    batch = without(source, whole.sample_ids[0]).batch([0, 1])
+    assert batch.sample_ids == whole.sample_ids
+    assert batch.counts["pairs"] == whole.counts["pairs"] - 1
     others = whole["pair"] >= 2
-    assert torch.equal(found["pair"] >= 0, others)  # they lie where they were
-    assert torch.equal(found["tokens"][others], whole["tokens"][others])
+    assert torch.equal(batch["pair"] >= 0, others)  # they lie where they were
+    assert torch.equal(batch["tokens"][others], whole["tokens"][others])
     module = model_with_adapters(setup)
     empty = without(source, *whole.sample_ids).batch([0, 1])
     out = SimpleEngine(module).step(DpoTask(), [empty])

@@ -20,13 +20,13 @@ STEPS, BAD = 40, 25
 
 
 def recipe(data: Path, out: Path, faults: dict[str, list[str]] | None = None, **guard: Any) -> dict[str, Any]:
-    found = chat_recipe(data, out, steps=STEPS, micro_batch=2)
-    found["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": faults or {}}
-    found["optim"] = {"lr": 6e-3, "schedule": {"kind": "cosine"}}
-    found["checkpoint"] = {"every": 10}
+    settings = chat_recipe(data, out, steps=STEPS, micro_batch=2)
+    settings["data"] |= {"kind": "tests.toys.faults", "workers": 0, "options": faults or {}}
+    settings["optim"] = {"lr": 6e-3, "schedule": {"kind": "cosine"}}
+    settings["checkpoint"] = {"every": 10}
     # So early in so short a run norms still fall: how far they usually rise is not known yet.
-    found["guard"] = {"warmup": 10, "loss_spike": 4, "grad_spike": 60, **guard}
-    return found
+    settings["guard"] = {"warmup": 10, "loss_spike": 4, "grad_spike": 60, **guard}
+    return settings
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +69,17 @@ def test_a_bad_picture_is_named_and_its_step_skipped(
     data: Path, tmp_path: Path, clean: tessera.Run, victims: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tessera.train(recipe(data, tmp_path, {"nan_pixels": [victims[0]]}))
-    found = events(run.folder)
-    assert found[0]["step"] == BAD
-    assert found[0]["kind"] == "not finite"
-    assert found[0]["module"].startswith("forward of vision.patch_embed")
-    assert [event["samples"] for event in found] == [[victims[0]]] * len(found)
-    assert {event["action"] for event in found} == {"skipped"}
+    rows = events(run.folder)
+    assert rows[0]["step"] == BAD
+    assert rows[0]["kind"] == "not finite"
+    assert rows[0]["module"].startswith("forward of vision.patch_embed")
+    assert [event["samples"] for event in rows] == [[victims[0]]] * len(rows)
+    assert {event["action"] for event in rows} == {"skipped"}
     line = next(line for line in capsys.readouterr().err.splitlines() if f"step {BAD} is bad" in line)
     assert "vision.patch_embed" in line
     assert victims[0] in line
     skipped = [row["step"] for row in run.metrics if row.get("skipped")]
-    assert skipped == [event["step"] for event in found]
+    assert skipped == [event["step"] for event in rows]
     assert held_out(run) == pytest.approx(held_out(clean), rel=0.02)
 
 

@@ -16,18 +16,18 @@ class Tags(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
         self.open: list[str] = []
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found[tag] = self.found.get(tag, 0) + 1
+        self.counts[tag] = self.counts.get(tag, 0) + 1
         if tag not in ("meta", "link", "img", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found[tag] = self.found.get(tag, 0) + 1
+        self.counts[tag] = self.counts.get(tag, 0) + 1
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -41,11 +41,11 @@ def test_text_from_data_stays_text() -> None:
         html.section(EVIL, ""),
         html.facts([(EVIL, EVIL)]),
         html.table([EVIL], [[html.escape(EVIL)]], chosen=[0]),
-        html.line_chart(EVIL, [html.Series(EVIL, [(1, 1), (2, 2)])], bands=[html.Band(1, 2, EVIL, "#123456")]),
+        html.line_chart(EVIL, [html.Series(EVIL, [(1, 1), (2, 2)])]),
         html.bar_chart(EVIL, EVIL, [(1, EVIL)], labels=[(0, EVIL)], lines=[(0.5, "mark", EVIL)]),
     ]
     page = html.page(EVIL, parts)
-    assert "script" not in Tags(page).found
+    assert "script" not in Tags(page).counts
     assert "\u202e" not in page
     assert "default-src 'none'" in page
 
@@ -54,14 +54,14 @@ def test_a_line_chart_leaves_out_what_it_cannot_draw_and_keeps_peaks() -> None:
     points = [(float(x), 1.0) for x in range(10_000)]
     points[7_777] = (7_777.0, 5.0)
     points[3] = (3.0, math.nan)
-    chart = html.line_chart("loss", [html.Series("loss", points)], html.Frame(log_scale=True), mark=50.0)
+    chart = html.line_chart("loss", [html.Series("loss", points)], log_scale=True)
     assert "(1 non-finite values left out)" in chart
     drawn = re.search(r'points="([^"]+)"', chart)
     assert drawn is not None
     heights = [float(one.split(",")[1]) for one in drawn[1].split()]
     assert len(heights) <= 2 * (html.COLUMNS + 1)
-    assert min(heights) == html.Frame().top  # the peak reaches the top
-    assert Tags(chart).found["line"] == 6  # five of the grid and the mark
+    assert min(heights) == html._MARGIN_TOP  # the peak reaches the top
+    assert Tags(chart).counts["line"] == 5  # of the grid
     assert "nothing recorded" in html.line_chart("empty", [html.Series("loss", [(0.0, math.inf)])])
 
 
@@ -76,13 +76,12 @@ def test_a_line_chart_leaves_out_what_it_cannot_draw_and_keeps_peaks() -> None:
     ],
 )
 def test_an_axis_of_steps_has_whole_evenly_spaced_ticks_in_their_places(last: int, ticks: list[int]) -> None:
-    frame = html.Frame()
-    chart = html.line_chart("Loss", [html.Series("loss", [(step, step) for step in range(1, last + 1)])], frame)
+    chart = html.line_chart("Loss", [html.Series("loss", [(step, step) for step in range(1, last + 1)])])
     labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">([\d,]+)</text>', chart)
     assert [int(text.replace(",", "")) for _, text in labels] == ticks
-    width = frame.width - frame.left - frame.right
+    width = html._WIDTH - html._MARGIN_LEFT - html._MARGIN_RIGHT
     for (x, _), tick in zip(labels, ticks, strict=True):
-        assert float(x) == pytest.approx(frame.left + width * tick / last, abs=0.06)
+        assert float(x) == pytest.approx(html._MARGIN_LEFT + width * tick / last, abs=0.06)
 
 
 def test_bars_have_heights_in_proportion_and_the_smallest_is_seen() -> None:

@@ -56,11 +56,11 @@ def test_metrics_of_the_objective_are_on_the_line(
 ) -> None:
     trouble = {"skipped_steps": 3, "data_wait": 0.4, "balance": 1.8} if troubled else {}
     row = {**ROW, **metrics, **trouble, "step": 1_250_000, "step_seconds": 10.0}
-    shown = line(row, 9_999_999, tuple(metrics))
-    assert len(shown) <= WIDTH
-    assert all(word in shown for word in said[: 1 if troubled else 2])
-    assert "loss 0.7216" in shown
-    assert ("skipped 3" in shown) == troubled
+    text = line(row, 9_999_999, tuple(metrics))
+    assert len(text) <= WIDTH
+    assert all(word in text for word in said[: 1 if troubled else 2])
+    assert "loss 0.7216" in text
+    assert ("skipped 3" in text) == troubled
 
 
 def test_waiting_for_data_is_said_when_it_matters() -> None:

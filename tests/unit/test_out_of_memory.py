@@ -28,9 +28,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
-    made = chat_recipe(data, out, **{"steps": 4, "global_batch": 2, **train})
-    made["data"]["eval"] = []
-    return made | {"checkpoint": {"every": 0}, "guard": {"coverage": "off"}}
+    settings = chat_recipe(data, out, **{"steps": 4, "global_batch": 2, **train})
+    settings["data"]["eval"] = []
+    return settings | {"checkpoint": {"every": 0}, "guard": {"coverage": "off"}}
 
 
 def test_a_step_without_memory_is_explained_and_the_steps_before_it_are_saved(data: Path, tmp_path: Path) -> None:
@@ -71,13 +71,13 @@ def test_the_key_to_change_is_one_that_is_not_changed_yet(
     changes: dict[str, Any], phase: str, key: str, data: Path, tmp_path: Path
 ) -> None:
     config = load_config(recipe(data, tmp_path), changes)
-    found, why = MemoryAdvice(config, ranks=4, blocks=["text.layers.0", "text.layers.1"]).key(phase)
-    assert found.startswith(key)
+    key, why = MemoryAdvice(config, ranks=4, blocks=["text.layers.0", "text.layers.1"]).key(phase)
+    assert key.startswith(key)
     assert why
 
 
 @pytest.mark.parametrize(
-    ("error", "found"),
+    ("error", "expected"),
     [
         (torch.OutOfMemoryError(SAID), True),
         (RuntimeError("NPU out of memory. Tried to allocate 1 GiB"), True),
@@ -88,11 +88,11 @@ def test_the_key_to_change_is_one_that_is_not_changed_yet(
         (TesseraError("out of memory"), False),
     ],
 )
-def test_an_error_of_the_device_is_told_from_others(error: Exception, found: bool) -> None:
-    assert devices.is_out_of_memory(error) == found
+def test_an_error_of_the_device_is_told_from_others(error: Exception, expected: bool) -> None:
+    assert devices.is_out_of_memory(error) == expected
     wrapped = RuntimeError("a stage failed")
     wrapped.__cause__ = error
-    assert devices.is_out_of_memory(wrapped) == found
+    assert devices.is_out_of_memory(wrapped) == expected
 
 
 @pytest.mark.slow

@@ -25,15 +25,15 @@ def rank(folder: Path, main: bool) -> Any:
 
 
 def test_ranks_list_a_sample_once_and_count_what_all_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one, other = Quarantine([("a", "from its header")], in_all=4), Quarantine([("a", "from its header")], in_all=4)
+    first, other = Quarantine([("a", "from its header")], in_all=4), Quarantine([("a", "from its header")], in_all=4)
     main, second = rank(tmp_path, True), rank(tmp_path, False)
-    one.on_start(main)
+    first.on_start(main)
     other.on_start(second)
     other.note("b", "truncated")
-    one.note("b", "truncated")
+    first.note("b", "truncated")
     other.note("c", "gone")
     other.on_end(second)
-    one.on_end(main)
+    first.on_end(main)
     assert [row["id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == ["a", "b", "c"]
     assert "skipped in all: 6; quarantine.jsonl in the run folder lists 3 of them" in caplog.text
 

@@ -21,10 +21,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quick_recipe(data: Path, out: Path) -> dict[str, Any]:
-    made = chat_recipe(data, out, steps=2, global_batch=1)
-    made["data"] |= {"workers": 0, "eval": []}
-    made["guard"] = {"coverage": "off"}
-    return made
+    settings = chat_recipe(data, out, steps=2, global_batch=1)
+    settings["data"] |= {"workers": 0, "eval": []}
+    settings["guard"] = {"coverage": "off"}
+    return settings
 
 
 class FailAtStart(Callback):
@@ -57,13 +57,13 @@ def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path
     assert (folder / "thesis" / "one.tex").exists()
 
     # Settings of a resume that has no step to train are not those of the run.
-    kept = (folder / "config.yaml").read_bytes()
+    before = (folder / "config.yaml").read_bytes()
     tessera.resume(folder, {"train.task": "dpo", "optim.lr": 0.5})
-    assert (folder / "config.yaml").read_bytes() == kept
+    assert (folder / "config.yaml").read_bytes() == before
     tessera.resume(folder, {"train.steps": 4})
 
     # A configuration that cannot be used is named, with the copy that the newest checkpoint has.
-    for spoiled, told in ((b"", "train: Field required"), (kept.replace(b"name:", b"oame:"), "unknown key: oame")):
+    for spoiled, told in ((b"", "train: Field required"), (before.replace(b"name:", b"oame:"), "unknown key: oame")):
         (folder / "config.yaml").write_bytes(spoiled)
         with pytest.raises(TesseraError, match=told) as raised:
             tessera.resume(folder, {"train.steps": 5})

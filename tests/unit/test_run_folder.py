@@ -21,7 +21,7 @@ from tessera.config.saved_recipe import in_keys_of_today
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import find_file, run_exists
-from tessera.training.lock import OWNER
+from tessera.training.lock import LOCK, OLD_OWNER
 from tessera.training.run import resume_config
 from tessera.training.run_folder import RunFolder, check_fresh, describe_saving
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -34,10 +34,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quick_recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
     """Without worker processes and held-out rows: a run of three steps in a fraction of a second."""
-    made = chat_recipe(data, out, **{"steps": 3, "global_batch": 1, **train})
-    made["data"] |= {"workers": 0, "eval": []}
-    made["guard"] = {"coverage": "off"}
-    return made
+    recipe = chat_recipe(data, out, **{"steps": 3, "global_batch": 1, **train})
+    recipe["data"] |= {"workers": 0, "eval": []}
+    recipe["guard"] = {"coverage": "off"}
+    return recipe
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_run_that_fails_before_its_first_step_gives_back_what_it_was_to_replac
 
 def test_a_killed_attempt_to_replace_a_run_is_undone_by_the_next_start(data: Path, folder: Path) -> None:
     before = content(folder)
-    for stage in ("aside", "begun", "half aside"):
+    for stage in ("aside", "begun", "half aside", "half restored", "half restored by an older version"):
         taken = RunFolder(folder)
         taken.open(overwrite=True)
         if stage == "begun":
@@ -150,6 +150,10 @@ def test_a_killed_attempt_to_replace_a_run_is_undone_by_the_next_start(data: Pat
         if stage == "half aside":
             (folder / ".replaced").rename(folder / ".replacing")
             (folder / ".replacing" / "metrics.jsonl").rename(folder / "metrics.jsonl")
+        if stage.startswith("half restored"):  # the remains of the new run are removed before files are moved back
+            aside = ".restoring" if "older" in stage else ".replacing"
+            (folder / ".replaced").rename(folder / aside)
+            (folder / aside / "checkpoints").rename(folder / "checkpoints")
         taken._lock.release()  # as the system does for a process that is killed
         assert run_exists(folder)
         assert find_file(folder, "config.yaml").read_bytes() == before["config.yaml"]
@@ -232,11 +236,11 @@ def test_a_second_run_in_the_same_folder_is_refused_and_a_killed_one_goes_on(dat
     finally:
         first.kill()
         first.communicate()
-    assert (folder / OWNER).is_file()
+    assert (folder / LOCK).read_bytes()  # names the process that was killed
     step = max(int(path.name[5:13]) for path in (folder / "checkpoints").glob("step-*"))
     run = tessera.resume(folder, {"train.steps": step + 2})
     assert run.checkpoint == folder / "checkpoints" / f"step-{step + 2:08d}"
-    assert not (folder / OWNER).exists()
+    assert (folder / LOCK).read_bytes() == b""
 
 
 # ---------------------------------------------------------------------------------------------- found from anywhere
@@ -269,33 +273,31 @@ def test_a_run_is_resumed_from_any_working_folder_and_after_it_was_moved(
     assert [row["step"] for row in run.metrics if row["kind"] == "train"] == list(range(1, 9))
 
 
-def test_code_that_a_recipe_names_is_found_where_it_was(
+def test_code_that_a_recipe_names_must_be_importable_and_trusted(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the note that this user has of the run, and never from what its folder says."""
     monkeypatch.setenv("TESSERA_STATE_DIR", str(tmp_path / "state"))
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "rows_of_a_project.py").write_text("from tessera.data.kinds.chat import KIND as ROWS\n")
     recipe = quick_recipe(data, tmp_path / "runs")
     recipe["data"]["kind"] = "rows_of_a_project:ROWS"
-    before = list(sys.path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "project"), *before])
+    monkeypatch.syspath_prepend(str(tmp_path / "project"))
     folder = tessera.train(recipe).folder
-    monkeypatch.setattr(sys, "path", list(before))
-    sys.modules.pop("rows_of_a_project")
     assert tessera.resume(folder, {"train.steps": 4}).checkpoint == folder / "checkpoints" / "step-00000004"
-    sys.modules.pop("rows_of_a_project")
-    monkeypatch.setattr(sys, "path", list(before))
     shutil.rmtree(tmp_path / "state")
     with pytest.raises(TesseraError, match="trust"):
         tessera.resume(folder, {"train.steps": 5})
+    (tmp_path / "project" / "rows_of_a_project.py").unlink()
+    sys.modules.pop("rows_of_a_project")
+    with pytest.raises(TesseraError, match="rows_of_a_project"):
+        tessera.resume(folder, {"train.steps": 5}, trust=True)
 
 
 # ---------------------------------------------------------------------------------------------- saving by the clock
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("section", "said"),
     [
         ({}, "every 10 minutes and at the end; the newest 2 are kept"),
         ({"every": 100}, "every 100 steps and at the end"),
@@ -307,8 +309,8 @@ def test_code_that_a_recipe_names_is_found_where_it_was(
         ({"every": "0.5min", "at_end": False, "keep": 1}, "every 0.5 minutes; the newest 1"),
     ],
 )
-def test_how_often_a_run_saves_is_said(given: dict[str, Any], said: str) -> None:
-    assert said in describe_saving(CheckpointSection.model_validate(given))
+def test_how_often_a_run_saves_is_said(section: dict[str, Any], said: str) -> None:
+    assert said in describe_saving(CheckpointSection.model_validate(section))
 
 
 def test_a_run_saves_by_the_clock(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,7 +370,7 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(data: Path, tmp_pa
         tessera.train(quick_recipe(data, tmp_path / "file" / "runs"))
     assert raised.value.exit_code == 2
     (tmp_path / "runs").symlink_to(tmp_path / "disk")
-    with pytest.raises(TesseraError, match=r"runs is a link to .*disk, which is not there"):
+    with pytest.raises(TesseraError, match=r"runs is a link to .*disk, which does not exist"):
         RunFolder(tmp_path / "runs" / "mine").open()
     with pytest.raises(TesseraError, match="cannot be written to"):
         RunFolder(Path("/proc/runs/mine")).open()
@@ -406,13 +408,13 @@ def test_a_changed_schedule_is_said(folder: Path, capsys: pytest.CaptureFixture[
 def test_a_run_that_kept_minutes_between_checkpoints_goes_on_and_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = folder / "config.yaml"
-    saved = yaml.safe_load(kept.read_text(encoding="utf-8"))
+    file = folder / "config.yaml"
+    saved = yaml.safe_load(file.read_text(encoding="utf-8"))
     saved["checkpoint"] |= {"every": 0, "minutes": 7.5}
-    kept.write_text(yaml.safe_dump(saved), encoding="utf-8")
+    file.write_text(yaml.safe_dump(saved), encoding="utf-8")
     tessera.resume(folder, {"train.steps": 4})
     assert capsys.readouterr().err.count("checkpoint.minutes: 7.5") == 1
-    assert "every: 7.5min" in kept.read_text(encoding="utf-8")
+    assert "every: 7.5min" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -429,8 +431,8 @@ def test_a_run_that_kept_minutes_between_checkpoints_goes_on_and_says_so(
 def test_minutes_of_saved_configurations_are_read_as_they_were_meant(
     saved: dict[str, Any], every: object, said: str
 ) -> None:
-    found, notes = in_keys_of_today({"checkpoint": saved, "train": {"steps": 1}, "model": {"family": "qwen2_vl"}})
-    assert load_config(found).checkpoint.every == every
+    recipe, notes = in_keys_of_today({"checkpoint": saved, "train": {"steps": 1}, "model": {"family": "qwen2_vl"}})
+    assert load_config(recipe).checkpoint.every == every
     assert len(notes) == bool(said)
     assert said in "".join(notes)
 
@@ -483,9 +485,10 @@ def test_a_pipe_or_a_bomb_among_the_files_of_a_run_is_never_waited_for(kind: str
 
 
 def test_an_owner_that_cannot_be_read_keeps_nobody_out(folder: Path) -> None:
-    (folder / OWNER).write_bytes(b"[" * 200_000)
+    (folder / LOCK).write_bytes(b"[" * 200_000)
+    (folder / OLD_OWNER).write_bytes(b"[" * 200_000)
     assert tessera.resume(folder, {"train.steps": 4}).checkpoint is not None
-    os.mkfifo(folder / OWNER)
+    os.mkfifo(folder / OLD_OWNER)
     assert tessera.resume(folder, {"train.steps": 5}).checkpoint is not None
 
 
@@ -493,7 +496,7 @@ def test_a_damaged_copy_of_the_tokenizer_is_not_trained_on(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = folder / "processor" / "chat_template.jinja"
-    kept, whole = template.read_bytes(), load_config(folder / "config.yaml")
+    content_before, whole = template.read_bytes(), load_config(folder / "config.yaml")
     template.write_bytes(b"")
     assert resume_config(folder).model.tokenizer == whole.model.tokenizer  # where the run read it first
     assert "chat_template.jinja" in caplog.text
@@ -501,5 +504,5 @@ def test_a_damaged_copy_of_the_tokenizer_is_not_trained_on(
     gone = {"model.tokenizer": str(tmp_path / "gone")}
     with pytest.raises(TesseraError, match="changed since the run began"):
         resume_config(folder, gone)
-    template.write_bytes(kept)
+    template.write_bytes(content_before)
     assert resume_config(folder, gone).model.tokenizer == folder / "processor"

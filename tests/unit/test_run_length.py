@@ -24,18 +24,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quick(data: Path, out: Path, **train: Any) -> dict[str, Any]:
-    made = chat_recipe(data, out, **{"global_batch": 2, **train})
-    made["guard"] = {"coverage": "off"}
+    settings = chat_recipe(data, out, **{"global_batch": 2, **train})
+    settings["guard"] = {"coverage": "off"}
     if "epochs" in train:
-        made["train"].pop("steps")
-    return made
+        settings["train"].pop("steps")
+    return settings
 
 
 # ---------------------------------------------------------------------------------------------- units
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("value", "meant"),
     [
         (500, Interval(500)),
         ("500", Interval(500)),
@@ -48,14 +48,14 @@ def quick(data: Path, out: Path, **train: Any) -> dict[str, Any]:
         ("0.25 epochs", Interval(0.25, "epochs")),
     ],
 )
-def test_an_interval_is_a_number_and_a_unit(given: int | str, meant: Interval) -> None:
-    assert parse_interval(given) == meant
+def test_an_interval_is_a_number_and_a_unit(value: int | str, meant: Interval) -> None:
+    assert parse_interval(value) == meant
 
 
-@pytest.mark.parametrize("given", ["", "often", "1.5steps", "-1epoch", "10 apples", "1e99h", "epoch", "ten minutes"])
-def test_what_is_no_interval_is_refused(given: str) -> None:
+@pytest.mark.parametrize("text", ["", "often", "1.5steps", "-1epoch", "10 apples", "1e99h", "epoch", "ten minutes"])
+def test_what_is_no_interval_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"steps|number"):
-        parse_interval(given)
+        parse_interval(text)
 
 
 def test_an_epoch_ends_within_the_step_that_draws_its_last_row() -> None:
@@ -130,10 +130,10 @@ def test_a_run_of_epochs_saves_and_evaluates_by_epochs_and_says_what_they_are(
     recipe = quick(data, tmp_path, epochs=2, eval_every="1epoch")
     recipe["checkpoint"] = {"every": "1epoch", "keep": 9}
     run = tessera.train(recipe)
-    shown = capsys.readouterr().err
-    rows = int(shown.split("one epoch = ")[1].split(" packed")[0])
+    text = capsys.readouterr().err
+    rows = int(text.split("one epoch = ")[1].split(" packed")[0])
     per_epoch, last = -(-rows // 2), rows  # two rows a step
-    assert f"this run = {last} steps = 2 epochs" in shown
+    assert f"this run = {last} steps = 2 epochs" in text
     saved = sorted(path.name for path in (run.folder / "checkpoints").glob("step-*"))
     assert saved == [f"step-{per_epoch:08d}", f"step-{last:08d}"]
     trained = [row for row in run.metrics if row["kind"] == "train"]

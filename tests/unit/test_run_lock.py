@@ -1,14 +1,17 @@
-"""A run folder has one owner: a second is refused by name, a dead one's place is taken, nobody is locked out."""
+"""A run folder has one owner: a second run is refused by name, and a killed owner keeps nobody out."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,52 +19,47 @@ import pytest
 
 from tessera.errors import TesseraError
 from tessera.runtime.process import Process
-from tessera.training import lock as locks
-from tessera.training.lock import LOCK, OWNER, FolderLock, FolderOwner, wait_for_owner
+from tessera.training.lock import LOCK, OLD_OWNER, FolderLock, wait_for_owner
 
-BEAT = 0.2
 HOLDER = """
 import sys, time, os
 from pathlib import Path
 from tessera.training.lock import FolderLock
-held = FolderLock(Path(sys.argv[1]), heartbeat_s=float(sys.argv[2]))
-held.acquire()
-if sys.argv[3] == "fork" and os.fork() == 0:
+lock = FolderLock(Path(sys.argv[1]))
+lock.acquire()
+if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(60)
-print("held", flush=True)
+print("locked", flush=True)
 time.sleep(600)
 """
 
 
-def holder(folder: Path, *, fork: bool = False) -> subprocess.Popen[str]:
+@contextmanager
+def holder(folder: Path, *, fork: bool = False) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder), str(BEAT), "fork" if fork else "plain"],
+        [sys.executable, "-c", HOLDER, str(folder), "fork" if fork else "plain"],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    assert process.stdout.readline() == "locked\n"
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def take(folder: Path) -> None:
-    held = FolderLock(folder, heartbeat_s=BEAT)
-    held.acquire()
-    held.release()
+    lock = FolderLock(folder)
+    lock.acquire()
+    lock.release()
 
 
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> FolderOwner:
-    """The record of an owner on another machine."""
-    owner = FolderOwner(replace(Process.this(), host="far-away", realm="another-boot/pid:[1]", pid=4321), "0" * 16, 7)
-    (tmp_path / OWNER).write_bytes(owner.dump())
-    return owner
+def record(process: Process) -> str:
+    return json.dumps({"process": process.dump(), "nonce": "0" * 16, "heartbeat": 7})
 
 
 def test_one_after_another(tmp_path: Path) -> None:
@@ -71,24 +69,30 @@ def test_one_after_another(tmp_path: Path) -> None:
 
 
 def test_the_second_is_refused_with_host_and_pid_and_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
-    process = holder(tmp_path, fork=True)  # a child that lives on must not keep the lock
-    try:
+    with holder(tmp_path, fork=True) as process:  # a child that lives on must not keep the lock
         with pytest.raises(TesseraError, match=f"process {process.pid} on {Process.this().host}") as raised:
             take(tmp_path)
         assert raised.value.exit_code == 75  # schedulers may try again
+        with pytest.raises(TesseraError, match=f"process {process.pid}"):
+            FolderLock(tmp_path).refuse_running()
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        began = time.monotonic()
+        FolderLock(tmp_path).refuse_running()
         take(tmp_path)
-        assert time.monotonic() - began < 5
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_many_that_start_at_once_are_one_owner_and_refused_ones(tmp_path: Path) -> None:
+    begin = "import sys, time; from pathlib import Path; from tessera.training.lock import FolderLock\n"
+    begin += "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
+    begin += "FolderLock(Path(sys.argv[1])).acquire(); print('locked', flush=True); time.sleep(5)"
+    words = [sys.executable, "-c", begin, str(tmp_path), str(time.time() + 1)]
+    starts = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(3)]
+    assert sorted(start.communicate()[0] for start in starts) == ["", "", "locked\n"]
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
-    process = holder(tmp_path)
-    try:
-        wait_for_owner(tmp_path, seconds=0.3)  # no longer than it was asked to
+    with holder(tmp_path) as process:
+        wait_for_owner(tmp_path, seconds=0.3)  # no longer than that
         assert process.poll() is None
         threading.Timer(0.3, process.kill).start()
         began = time.monotonic()
@@ -97,99 +101,69 @@ def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
         process.wait()
         take(tmp_path)
         wait_for_owner(tmp_path, seconds=60)
-    finally:
-        process.kill()
 
 
 def test_a_second_run_of_the_same_process_is_refused_and_takes_nothing_away(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path, heartbeat_s=BEAT)
+    first = FolderLock(tmp_path)
     first.acquire()
     with pytest.raises(TesseraError, match=f"process {os.getpid()}"):
         take(tmp_path)
     child = subprocess.run(
-        [sys.executable, "-c", HOLDER, str(tmp_path), str(BEAT), "plain"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", HOLDER, str(tmp_path), "plain"], capture_output=True, text=True, check=False
     )
     assert "is in use" in child.stderr
     first.release()
     take(tmp_path)
 
 
-def test_a_record_that_a_run_of_this_process_left_locks_nobody_out(tmp_path: Path) -> None:
-    (tmp_path / OWNER).write_bytes(FolderOwner(Process.this(), "0" * 16, 3).dump())
+@pytest.mark.parametrize("started", ["now", "before"])
+def test_a_record_of_a_process_that_has_ended_locks_nobody_out(tmp_path: Path, started: str) -> None:
+    process = Process.this() if started == "now" else replace(Process.this(), started="1")  # its number was reused
+    (tmp_path / LOCK).write_text(record(process))
+    (tmp_path / OLD_OWNER).write_text(record(process))
     take(tmp_path)
+    assert not (tmp_path / OLD_OWNER).exists()
 
 
-def test_a_live_owner_on_another_machine_is_found_by_its_heartbeat(tmp_path: Path, elsewhere: FolderOwner) -> None:
-    """Also where the lock could be had, since other machines may not see it."""
-    beating = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys, time, json\nwhile True:\n    f = open(sys.argv[1], 'r+'); d = json.loads(f.read()); "
-            "d['heartbeat'] += 1; f.seek(0); f.write(json.dumps(d).ljust(1023) + '\\n'); f.close(); time.sleep(0.1)",
-            str(tmp_path / OWNER),
-        ]
-    )
+def test_a_running_process_of_an_older_version_is_respected(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (tmp_path / OLD_OWNER).write_text(record(Process.of(other.pid)))
     try:
-        with pytest.raises(TesseraError, match="process 4321 on far-away"):
-            FolderLock(tmp_path, heartbeat_s=2).acquire()
+        for attempt in (take, lambda folder: FolderLock(folder).refuse_running()):
+            with pytest.raises(TesseraError, match=f"process {other.pid}"):
+                attempt(tmp_path)
     finally:
-        beating.kill()
-        beating.wait()
-
-
-def test_a_dead_owner_on_another_machine_is_replaced_after_a_few_heartbeats(
-    tmp_path: Path, elsewhere: FolderOwner
-) -> None:
-    began = time.monotonic()
+        other.kill()
+        other.wait()
     take(tmp_path)
-    assert time.monotonic() - began > 2 * BEAT
-    (tmp_path / OWNER).write_bytes(elsewhere.dump())
-    os.utime(tmp_path / OWNER, (time.time() - 1000, time.time() - 1000))
-    began = time.monotonic()
-    FolderLock(tmp_path, heartbeat_s=5).acquire()  # the last sign is old: nothing to wait for
-    assert time.monotonic() - began < 5
-
-
-def test_a_lock_that_a_dead_machine_keeps_is_replaced(
-    tmp_path: Path, elsewhere: FolderOwner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a file server does that has not noticed yet."""
-    asked: list[int] = []
-
-    def kept(handle: int) -> bool:
-        asked.append(handle)
-        return len(asked) > 1
-
-    monkeypatch.setattr(locks, "_try_lock", kept)
-    before = (tmp_path / LOCK).touch() or (tmp_path / LOCK).stat().st_ino
-    take(tmp_path)
-    assert (tmp_path / LOCK).stat().st_ino != before
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_locks_the_record_decides(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_the_record_decides(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("fcntl.lockf", refuse)
-    process = holder(tmp_path)
-    try:
-        with pytest.raises(TesseraError, match=f"process {process.pid}"):
-            take(tmp_path)
-    finally:
-        end_group(process)
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with holder(tmp_path) as process, pytest.raises(TesseraError, match=f"process {process.pid}"):
+        take(tmp_path)
     take(tmp_path)
-
-
-def test_the_owner_of_a_reused_pid_is_no_owner(tmp_path: Path) -> None:
-    other = replace(Process.this(), started="1")
-    (tmp_path / OWNER).write_bytes(FolderOwner(other, "0" * 16, 3).dump())
-    began = time.monotonic()
-    FolderLock(tmp_path, heartbeat_s=5).acquire()
-    assert time.monotonic() - began < 5
+    far = replace(Process.this(), host="far-away", realm="another-boot/pid:[1]", pid=4321)
+    (tmp_path / LOCK).write_text(record(far))
+    take(tmp_path)  # a preempted job starts again on another machine
+    assert "process 4321 on far-away" in caplog.text
 
 
 def test_an_unreadable_record_locks_nobody_out(tmp_path: Path) -> None:
-    (tmp_path / OWNER).write_bytes(b"\x00" * 100)
+    for name in (LOCK, OLD_OWNER):
+        (tmp_path / name).write_bytes(b"\x00" * 100)
     take(tmp_path)
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=LOCK):
+        take(tmp_path)
+    assert (tmp_path / "precious").read_text() == "text"

@@ -22,9 +22,9 @@ from tests.toys.chat_set import chat_recipe, write_chat_set
 
 def quick_recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
     """Without worker processes, whose start would take longer than the run."""
-    made = chat_recipe(data, out, **train)
-    made["data"]["workers"] = 0
-    return made
+    recipe = chat_recipe(data, out, **train)
+    recipe["data"]["workers"] = 0
+    return recipe
 
 
 GARBAGE = [b"{broken\n", b"\x00\x00\xff\xfe\n", b"[1, 2]\n", b'{"kind": "train"}\n', b"\n", b'{"step": "7"}\n']
@@ -50,9 +50,9 @@ def test_rows_from_the_end_are_those_from_the_beginning(tmp_path: Path) -> None:
         if trial % 2:
             with path.open("ab") as file:
                 file.write(b'{"step": 7')  # torn by a kill
-        found = list(rows_from_end(path))
-        assert [row for _, row in reversed(found) if row is not None] == list(read_jsonl(path))
-        assert found[0][0] == path.stat().st_size
+        rows = list(rows_from_end(path))
+        assert [row for _, row in reversed(rows) if row is not None] == list(read_jsonl(path))
+        assert rows[0][0] == path.stat().st_size
     assert list(rows_from_end(tmp_path / "none")) == []
 
 
@@ -221,8 +221,8 @@ def test_a_damaged_segment_costs_itself(tmp_path: Path, caplog: pytest.LogCaptur
     record(tmp_path, 0, 100)
     segment = sorted((tmp_path / "ledger").glob("*.gz"))[1]
     os.truncate(segment, segment.stat().st_size // 2)
-    found = read_ledger(tmp_path)
-    assert 80 < len(found) < 100
+    ledger = read_ledger(tmp_path)
+    assert 80 < len(ledger) < 100
     assert "is damaged" in caplog.text
     record(tmp_path, 90, 110)
     assert max(read_ledger(tmp_path)) == 110

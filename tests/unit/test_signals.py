@@ -45,9 +45,9 @@ class Press(Callback):
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> dict[str, Any]:
-    made = chat_recipe(write_chat_set(tmp_path / "chat", samples=4), tmp_path, steps=50, global_batch=1)
-    made["data"]["eval"] = []
-    return made | {"checkpoint": {"every": 0}, "guard": {"coverage": "off"}}
+    settings = chat_recipe(write_chat_set(tmp_path / "chat", samples=4), tmp_path, steps=50, global_batch=1)
+    settings["data"]["eval"] = []
+    return settings | {"checkpoint": {"every": 0}, "guard": {"coverage": "off"}}
 
 
 def test_ctrl_c_is_answered_before_the_step_ends_and_the_step_is_saved(

@@ -71,47 +71,47 @@ def follow(config: RunConfig, make: Callable[[TrackerSection], Tracker], step: i
 
 def test_a_tracker_gets_every_row_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path) -> None:
     config = recipe(tmp_path, {"name": "wandb", "run_name": "mine"})
-    kept = Kept(config.log.tracker_sections[0])
-    callback, trainer = follow(config, lambda one: kept)
+    tracker = Kept(config.log.tracker_sections[0])
+    callback, trainer = follow(config, lambda one: tracker)
     add_rows(config, 1, 2)
     callback.on_step_end(trainer, None)  # type: ignore[arg-type]
     add_rows(config, 3)
     callback.on_end(trainer)
-    assert [(step, round(values["loss"], 3)) for step, values in kept.rows] == [(1, 1.0), (2, 0.5), (3, 0.333)]
-    assert kept.ended == [False]
-    assert (kept.runs[0].id, kept.runs[0].name) == (None, "mine")
-    assert kept.runs[0].settings["train.steps"] == 4
+    assert [(step, round(values["loss"], 3)) for step, values in tracker.rows] == [(1, 1.0), (2, 0.5), (3, 0.333)]
+    assert tracker.ended == [False]
+    assert (tracker.runs[0].id, tracker.runs[0].name) == (None, "mine")
+    assert tracker.runs[0].settings["train.steps"] == 4
     assert known_ids(config.folder) == {"wandb": "id-1"}
-    callback, trainer = follow(config, lambda one: kept, step=3)
+    callback, trainer = follow(config, lambda one: tracker, step=3)
     add_rows(config, 4)
     callback.on_error(trainer, RuntimeError())
-    assert kept.runs[1].id == "id-1"
-    assert [step for step, _ in kept.rows] == [1, 2, 3, 4]
-    assert kept.ended == [False, True]
+    assert tracker.runs[1].id == "id-1"
+    assert [step for step, _ in tracker.rows] == [1, 2, 3, 4]
+    assert tracker.ended == [False, True]
 
 
 def test_a_tracker_that_is_new_to_a_run_gets_what_was_before(tmp_path: Path) -> None:
     config = recipe(tmp_path, "mlflow")
-    kept = Kept(config.log.tracker_sections[0])
+    tracker = Kept(config.log.tracker_sections[0])
     trainer_of(config)
     add_rows(config, 1, 2)
-    callback, trainer = follow(config, lambda one: kept, step=2)
+    callback, trainer = follow(config, lambda one: tracker, step=2)
     callback.on_end(trainer)
-    assert [step for step, _ in kept.rows] == [1, 2]
+    assert [step for step, _ in tracker.rows] == [1, 2]
 
 
 def test_steps_that_happen_again_after_a_rewind_are_written_again(tmp_path: Path) -> None:
     config = recipe(tmp_path, "wandb")
-    kept = Kept(config.log.tracker_sections[0])
-    callback, trainer = follow(config, lambda one: kept)
+    tracker = Kept(config.log.tracker_sections[0])
+    callback, trainer = follow(config, lambda one: tracker)
     add_rows(config, 1, 2, 3)
     callback.on_end(trainer)
-    callback, trainer = follow(config, lambda one: kept, step=3)
+    callback, trainer = follow(config, lambda one: tracker, step=3)
     (config.folder / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 1.0}) + "\n")
     callback.on_rewind(trainer)
     add_rows(config, 2)
     callback.on_end(trainer)
-    assert [step for step, _ in kept.rows] == [1, 2, 3, 2]
+    assert [step for step, _ in tracker.rows] == [1, 2, 3, 2]
 
 
 @pytest.mark.parametrize("at", ["start", "write", "finish"])
@@ -121,16 +121,16 @@ def test_a_tracker_that_raises_is_reported_once_and_left_out(
     class Broken(Kept):
         pass
 
-    def fail(self: Any, *given: Any) -> Any:
+    def fail(self: Any, *arguments: Any) -> Any:
         raise SystemExit("no such key\nmore")
 
     setattr(Broken, at, fail)
     config = recipe(tmp_path, "wandb", "swanlab")
-    made: dict[str, Kept] = {}
+    trackers: dict[str, Kept] = {}
 
-    def make(one: TrackerSection) -> Tracker:
-        made[one.name] = (Broken if one.name == "wandb" else Kept)(one)
-        return made[one.name]
+    def make(section: TrackerSection) -> Tracker:
+        trackers[section.name] = (Broken if section.name == "wandb" else Kept)(section)
+        return trackers[section.name]
 
     with caplog.at_level(logging.WARNING, "tessera"):
         callback, trainer = follow(config, make)
@@ -138,7 +138,7 @@ def test_a_tracker_that_raises_is_reported_once_and_left_out(
         for _ in range(3):
             callback.on_step_end(trainer, None)  # type: ignore[arg-type]
         callback.on_end(trainer)
-    assert [step for step, _ in made["swanlab"].rows] == [1]
+    assert [step for step, _ in trackers["swanlab"].rows] == [1]
     told = [record.getMessage() for record in caplog.records if "wandb" in record.getMessage()]
     assert told == ["wandb is left out from here on: SystemExit: no such key"]
 
@@ -201,10 +201,10 @@ def test_ids_of_a_strange_file_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_settings_are_flat_and_leave_out_what_says_nothing(tmp_path: Path) -> None:
-    found = flat_settings(recipe(tmp_path, "wandb"))
-    assert found["optim.lr"] == 1e-5
-    assert found["optim.betas"] == "[0.9, 0.95]"
-    assert "model.lora" not in found
+    settings = flat_settings(recipe(tmp_path, "wandb"))
+    assert settings["optim.lr"] == 1e-5
+    assert settings["optim.betas"] == "[0.9, 0.95]"
+    assert "model.lora" not in settings
 
 
 # ---------------------------------------------------------------------------------------------- the packages themselves
@@ -228,9 +228,9 @@ def stored_records(path: Path) -> Iterator[bytes]:
     """Yield the records of a log in blocks of 32 KiB, the form in which wandb and swanlab keep runs."""
     data, at, record = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:
-            at += left
+        rest = 32768 - at % 32768
+        if rest < 7:
+            at += rest
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
         record += data[at + 7 : at + 7 + length]
@@ -243,15 +243,15 @@ def stored_records(path: Path) -> Iterator[bytes]:
 def read_wandb(folder: Path) -> dict[int, float]:
     from wandb.proto import wandb_internal_pb2
 
-    found: dict[int, float] = {}
+    values: dict[int, float] = {}
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
         for data in stored_records(path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             items = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
             if "loss" in items:
-                found[int(json.loads(items["step"]))] = float(items["loss"])
-    return found
+                values[int(json.loads(items["step"]))] = float(items["loss"])
+    return values
 
 
 def read_mlflow(folder: Path) -> dict[int, float]:
@@ -289,9 +289,9 @@ def test_what_a_tracker_keeps_offline_is_read_back(name: str, tmp_path: Path) ->
     resume(run.folder)
     assert known_ids(run.folder) == first != {}
     losses = {row["step"]: row["loss"] for row in run.metrics if row["kind"] == "train"}
-    found = READERS[name](run.folder)
-    assert sorted(found) == [1, 2, 3, 4]
-    assert found == pytest.approx(losses, rel=1e-6)
+    values = READERS[name](run.folder)
+    assert sorted(values) == [1, 2, 3, 4]
+    assert values == pytest.approx(losses, rel=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------- callbacks by name
@@ -304,10 +304,10 @@ class Counting(Callback):
 
 def test_callbacks_are_named_in_a_recipe_with_options() -> None:
     path = f"{__name__}:Counting"
-    found = named_callbacks(
+    callbacks = named_callbacks(
         load_config(RECIPE, {"train.callbacks": [path, {"name": path, "options": {"most": 5}}]}).train
     )
-    assert [one.most for one in found if isinstance(one, Counting)] == [3, 5]
+    assert [one.most for one in callbacks if isinstance(one, Counting)] == [3, 5]
 
 
 @pytest.mark.parametrize(

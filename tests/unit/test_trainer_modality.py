@@ -61,9 +61,9 @@ def test_resume_is_bitwise_and_a_finished_run_stays_finished(tmp_path: Path) -> 
     part = tessera.train(recipe(tmp_path / "part"), {"train.steps": 30}, callbacks=[StopAt(17)])
     assert part.stopped == "test"
     resumed = tessera.resume(part.folder)
-    expected, found = weights(whole), weights(resumed)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, tensors = weights(whole), weights(resumed)
+    assert expected.keys() == tensors.keys()
+    assert all(torch.equal(expected[name], tensors[name]) for name in expected)
     strip = lambda rows: [(r["step"], r["loss"], r["grad_norm"]) for r in rows if r["kind"] == "train"]  # noqa: E731
     assert strip(resumed.metrics) == strip(whole.metrics)
     again = tessera.resume(part.folder)

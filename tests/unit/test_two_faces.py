@@ -126,9 +126,9 @@ def test_folders_are_named_by_text_or_by_path(run: tessera.Run, data: Path, tmp_
     folder, picture = str(run.folder), data / "pictures/1-0.png"
     assert tessera.report(folder) == tessera.report(run.folder) == run.folder / "report.html"
     told: list[str] = []
-    asked = {"images": [str(picture)], "max_new_tokens": 3, "device": "cpu"}
-    answer = tessera.generate(folder, "Say red.", on_text=told.append, **asked)  # type: ignore[arg-type]
-    assert answer == "".join(told) == tessera.generate(run.folder, "Say red.", **asked)  # type: ignore[arg-type]
+    options = {"images": [str(picture)], "max_new_tokens": 3, "device": "cpu"}
+    answer = tessera.generate(folder, "Say red.", on_text=told.append, **options)  # type: ignore[arg-type]
+    assert answer == "".join(told) == tessera.generate(run.folder, "Say red.", **options)  # type: ignore[arg-type]
     exported = tessera.convert(folder, str(tmp_path / "out"), prove="never")
     assert exported == tmp_path / "out"
     rows = str(data / "train.jsonl")
@@ -171,10 +171,10 @@ def test_plan_config_and_convert_from_the_shell(
 
     def said(*words: object) -> str:
         monkeypatch.setattr(sys, "argv", ["tessera", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as ended:
             main()
         out = capsys.readouterr().out
-        assert not left.value.code, out
+        assert not ended.value.code, out
         return out
 
     recipe = tmp_path / "recipe.yaml"

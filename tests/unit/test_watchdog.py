@@ -40,8 +40,8 @@ def blamed(
     beats: list[Heartbeat], silent: dict[int, float] | None = None, busy_silent: tuple[int, ...] = ()
 ) -> tuple[str, tuple[int, ...]] | None:
     quiet = {beat.rank: 0.0 for beat in beats} | (silent or {})
-    found = diagnose({beat.rank: beat for beat in beats}, quiet, TIMEOUTS, beats[0], busy_silent)
-    return None if found is None else (found.kind, found.ranks)
+    verdict = diagnose({beat.rank: beat for beat in beats}, quiet, TIMEOUTS, beats[0], busy_silent)
+    return None if verdict is None else (verdict.kind, verdict.ranks)
 
 
 def ranks(count: int, **changes: Any) -> list[Heartbeat]:
@@ -205,15 +205,15 @@ def test_a_thread_that_waits_for_others_is_told_from_one_that_computes(call: Any
     lock.acquire()
     thread = threading.Thread(target=call, args=(lock,), daemon=True)
     thread.start()
-    found = ""
+    collective = ""
     for _ in range(200):  # until it has come that far
-        found = collective_of(thread.ident or 0)
-        if found or not expected:
+        collective = collective_of(thread.ident or 0)
+        if collective or not expected:
             break
         time.sleep(0.01)
     lock.release()
     thread.join(10)
-    assert found == expected
+    assert collective == expected
 
 
 def test_what_a_module_computes_below_torch_distributed_is_no_waiting() -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera.core.batch import Batch
+from tessera.core.engine import Engine
 from tessera.core.task import Counts, Losses, Reference, Task
-from tessera.parallel.engine import Engine
 from tessera.runtime.modules import clean_name, local_shard
 
 Moment = Literal["forward", "output", "input"]  # the output of a module; the gradient of that; that of its input
@@ -43,7 +43,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ActivationTrace:
-    """Hold what one run of a step showed on this rank."""
+    """Hold the records of one run of a step on this rank."""
 
     records: list[TensorRecord]
     losses: dict[int, tuple[float, float]]  # sum and count by micro-batch, where this rank computes them
@@ -54,8 +54,8 @@ class ActivationTrace:
 
     def grad_sq(self, microbatch: int) -> float:
         """Return the summed squares of the gradients of module outputs, a measure of the size of the update."""
-        found = (e.largest for e in self.records if e.moment == "output" and e.microbatch == microbatch)
-        return math.fsum(min(value, 1e150) ** 2 for value in found if math.isfinite(value))
+        values = (e.largest for e in self.records if e.moment == "output" and e.microbatch == microbatch)
+        return math.fsum(min(value, 1e150) ** 2 for value in values if math.isfinite(value))
 
 
 def trace_step(module: nn.Module, engine: Engine, task: Task, microbatches: Sequence[Batch]) -> ActivationTrace:
@@ -65,7 +65,7 @@ def trace_step(module: nn.Module, engine: Engine, task: Task, microbatches: Sequ
     traced = _TracedTask(task, microbatches, recorder)
     with _hooks(module, recorder), torch.compiler.set_stance("force_eager"):
         engine.step(traced, microbatches)
-    losses = {number: (float(loss), float(count)) for number, (loss, count) in traced.found.items()}
+    losses = {number: (float(loss), float(count)) for number, (loss, count) in traced.sums.items()}
     return ActivationTrace(recorder.records(), losses)
 
 
@@ -80,11 +80,11 @@ class _Recorder:
 
     def hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-            entered, left = list(_tensors((inputs, keywords))), list(_tensors(output))
-            self._add(TensorRecord("forward", name, self.microbatch), left, entered)
-            for tensor in left:
+            before, outputs = list(_tensors((inputs, keywords))), list(_tensors(output))
+            self._add(TensorRecord("forward", name, self.microbatch), outputs, before)
+            for tensor in outputs:
                 self._follow("output", name, tensor)
-            for tensor in entered:
+            for tensor in before:
                 self._follow("input", name, tensor)
 
         return after
@@ -129,7 +129,7 @@ class _TracedTask(Task):
         self._numbers = {id(batch): number for number, batch in reversed(list(enumerate(microbatches)))}
         self._recorder = recorder
         self._counts: dict[int, Counts | None] = {}
-        self.found: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: its loss times its count, and its count
+        self.sums: dict[int, tuple[Tensor, Tensor]] = {}  # by micro-batch: its loss times its count, and its count
 
     @property
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -158,7 +158,7 @@ class _TracedTask(Task):
         values = {n: torch.as_tensor(counts.get(n, 1)).to(losses.terms[0].sum) for n in {t.count for t in losses.terms}}
         mean = sum(term.weight * term.sum.detach() / values[term.count].clamp(min=1) for term in losses.terms)
         count = values[losses.terms[0].count]
-        self.found[number] = (mean * count, count)
+        self.sums[number] = (mean * count, count)
         return losses
 
 
@@ -176,8 +176,8 @@ def _hooks(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor | None:
-    found = [local_shard(t).detach() for t in tensors if t.is_floating_point()]
-    values = [t.abs().amax().float() for t in found if t.numel()]
+    shards = [local_shard(t).detach() for t in tensors if t.is_floating_point()]
+    values = [shard.abs().amax().float() for shard in shards if shard.numel()]
     return None if not values else values[0] if len(values) == 1 else torch.stack(values).amax()
 
 

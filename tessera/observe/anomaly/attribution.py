@@ -1,8 +1,8 @@
 """Find the module and the samples that made a step bad, and describe a bad step.
 
 The step is run again and recorded (`activation_trace`), then its suspect samples one by one. All ranks do this
-together. Each looks at activations and their gradients, which it computes itself (gradients of weights are summed over
-ranks and do not show which rank spoilt them); what ranks saw of the same data is joined.
+together. Each records activations and their gradients, which it computes itself: gradients of weights are summed over
+ranks and do not show which rank spoilt them. Records of ranks that read the same data are joined.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from torch import nn
 
 from tessera.checkpoint.collective import Ranks
 from tessera.core.batch import Batch
-from tessera.core.row_source import RowSource
+from tessera.core.engine import Engine
+from tessera.core.step_source import StepSource
 from tessera.core.task import Task
 from tessera.errors import TesseraError, few_names
 from tessera.observe.anomaly.activation_trace import ActivationTrace, TensorRecord, trace_step
 from tessera.observe.anomaly.check import AnomalyKind
 from tessera.observe.anomaly.state import Damage, find_damage
-from tessera.parallel.engine import Engine
 from tessera.runtime.modules import clean_name
 
 RECORD = "guard.jsonl"
-PROBE_REASON = "run apart"  # why samples are left out of a probe
 MOST = 0.8  # of the excess: the samples that make up this share of it are the cause
-OUTLIER = 10.0  # an output so many times larger than for other samples is an outlier
+OUTLIER = 10.0  # an output larger than for other samples by this factor is an outlier
 
 
 class GuardStop(TesseraError):
@@ -47,7 +46,7 @@ class BadStep:
     kind: str
     loss: float
     grad_norm: float
-    cause: Attribution | None = None  # None: it was not looked for
+    cause: Attribution | None = None  # None: not investigated
     damage: tuple[Damage, ...] = ()
     note: str = ""  # added to the description
 
@@ -100,29 +99,27 @@ class Attribution:
 
 @dataclass(frozen=True)
 class ProbeReader:
-    """Read the data of this rank again, sample by sample where the source can leave samples out."""
+    """Read the data of this rank again, sample by sample where the step source can leave samples out."""
 
-    source: RowSource
+    source: StepSource
     data_rank: int = 0  # position on the data axis: ranks that share it read the same rows
     microbatches: int = 1  # that one step of the engine needs
 
     def probes(self, observed: _Observation) -> list[_Probe]:
         rows = tuple(row for row, _ in observed.rows)
-        if self.source.without({}) is not None:
+        if self.source.can_leave_out:
             ids = tuple(dict.fromkeys(observed.ids))
-            return [_Probe(rows, (one,), tuple(other for other in ids if other != one)) for one in ids]
-        found, at = [], 0
+            return [_Probe(rows, (id,), tuple(other for other in ids if other != id)) for id in ids]
+        if not self.source.can_read_again:
+            return []
+        probes, start = [], 0
         for row, count in observed.rows:
-            found.append(_Probe((row,), observed.ids[at : at + count], ()))
-            at += count
-        return found
+            probes.append(_Probe((row,), observed.ids[start : start + count], ()))
+            start += count
+        return probes
 
-    def make(self, probe: _Probe) -> Batch:
-        source: RowSource | None = self.source
-        if probe.others:
-            source = self.source.without(dict.fromkeys(probe.others, PROBE_REASON))
-        assert source is not None
-        return source.batch(probe.rows)
+    def read(self, probe: _Probe) -> Batch:
+        return self.source.read_again(probe.rows, probe.others)
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class _Probe:
 
 @dataclass(frozen=True)
 class _Observation:
-    """Hold what one rank, or all ranks that read it, observed of a micro-batch or a probe."""
+    """Hold the observations of a micro-batch or a probe, of one rank or of all ranks that read it."""
 
     rows: tuple[tuple[int, int], ...] = ()
     ids: tuple[str, ...] = ()
@@ -203,19 +200,19 @@ class Attributor:
         if modules:
             return min(modules, key=lambda one: one[0])[1]
         gradients = {clean_name(n): p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        found = find_damage(gradients, {})
-        return f"gradient of {found[0].name}" if found else "the loss"
+        damage = find_damage(gradients, {})
+        return f"gradient of {damage[0].name}" if damage else "the loss"
 
     def _probe_samples(self, suspects: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: float) -> _Probed:
         """Run the samples of suspect micro-batches one by one."""
         plan: dict[int, list[_Probe]] = {}
-        known: list[str] = []  # samples that need no probe, or cannot be probed
+        unprobed: list[str] = []  # samples that need no probe, or cannot be probed
         ambiguous = False
-        for (data_rank, _), one in suspects.items():
-            probes = self.reader.probes(one)
+        for (data_rank, _), observation in suspects.items():
+            probes = self.reader.probes(observation)
             if len(probes) < 2 or len(probes) + len(plan.get(data_rank, ())) > self.most_probes:
-                known += one.ids
-                ambiguous |= len(one.ids) > 1
+                unprobed += observation.ids
+                ambiguous |= len(observation.ids) > 1
             else:
                 plan.setdefault(data_rank, []).extend(probes)
         traces = self._run(plan)
@@ -223,32 +220,32 @@ class Attributor:
         observed = self._join(mine)
         bad = _bad(list(observed.values()), kind, usual_loss)
         guilty = [key for key, one in zip(observed, bad, strict=True) if one]
-        samples = [*known, *(name for data_rank, n in guilty for name in plan[data_rank][n].ids)]
+        samples = [*unprobed, *(name for data_rank, n in guilty for name in plan[data_rank][n].ids)]
         if plan and not guilty and kind == "not finite":  # the fault only shows with several of them
             samples += [name for probes in plan.values() for probe in probes for name in probe.ids]
             ambiguous = True
-        own = {number for data_rank, number in guilty if data_rank == self.reader.data_rank}
-        return _Probed(tuple(dict.fromkeys(samples)), ambiguous, traces, own)
+        here = {number for data_rank, number in guilty if data_rank == self.reader.data_rank}
+        return _Probed(tuple(dict.fromkeys(samples)), ambiguous, traces, here)
 
     def _run(self, plan: Mapping[int, Sequence[_Probe]]) -> dict[int, ActivationTrace]:
         """Run the probes of this rank. All ranks run equally often; one without a probe runs its first micro-batch."""
         mine = plan.get(self.reader.data_rank, [])
-        found: dict[int, ActivationTrace] = {}
+        traces: dict[int, ActivationTrace] = {}
         for number in range(max((len(probes) for probes in plan.values()), default=0)):
             has_probe = number < len(mine)
-            batch = self.reader.make(mine[number]).to(self.device) if has_probe else self.microbatches[0]
+            batch = self.reader.read(mine[number]).to(self.device) if has_probe else self.microbatches[0]
             trace = self._trace([batch] * self.reader.microbatches)
             self.module.zero_grad(set_to_none=True)
             if has_probe:
-                found[number] = trace
-        return found
+                traces[number] = trace
+        return traces
 
     def _join(self, mine: Mapping[int, _Observation]) -> dict[_Key, _Observation]:
-        found: dict[_Key, _Observation] = {}
+        joined: dict[_Key, _Observation] = {}
         for data_rank, observations in Ranks.current().on_all(lambda: (self.reader.data_rank, mine)):
-            for number, one in observations.items():
-                found[data_rank, number] = found.get((data_rank, number), _Observation()).joined(one)
-        return dict(sorted(found.items()))
+            for number, observation in observations.items():
+                joined[data_rank, number] = joined.get((data_rank, number), _Observation()).joined(observation)
+        return dict(sorted(joined.items()))
 
 
 @dataclass(frozen=True)
@@ -259,15 +256,15 @@ class _Probed:
     guilty: set[int]  # numbers of the probes that show the fault
 
     def split_records(
-        self, whole: ActivationTrace, suspects: Sequence[_Key], data_rank: int
+        self, step: ActivationTrace, suspects: Sequence[_Key], data_rank: int
     ) -> tuple[Sequence[TensorRecord], Sequence[TensorRecord]]:
         """Return what this rank recorded of the guilty samples, and of all others."""
         batches = {number for at, number in suspects if at == data_rank}
-        others = [e for e in whole.records if e.microbatch not in batches]
+        others = [e for e in step.records if e.microbatch not in batches]
         others += [e for n, one in self.traces.items() if n not in self.guilty for e in one.records]
         guilty = [e for n in sorted(self.guilty) for e in self.traces[n].records]
         if not self.traces:
-            guilty = [e for e in whole.records if e.microbatch in batches]
+            guilty = [e for e in step.records if e.microbatch in batches]
         return guilty, others
 
 
@@ -292,19 +289,19 @@ def _first_outlier_of_ranks(module: str | None) -> str:
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     """Restore the buffers afterwards: a step changes some, such as the loads of experts."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in kept:
+            for buffer, before in copies:
                 buffer.copy_(before)
 
 
 def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
     """Return the first module with an output that is not finite, else the first one with such a gradient.
 
-    The number says how near it is to the cause, 0 being the nearest: forward comes before backward, and a module whose
+    The number is the distance to the cause, 0 being the nearest: forward comes before backward, and a module whose
     inputs were finite, so that the fault began there, before one whose inputs were not.
     """
     for record in records:

@@ -1,12 +1,12 @@
-"""Check the loss and gradient norm of a step, and apply its update whole, clipped further, or not at all.
+"""Check the loss and gradient norm of a step, and apply its update fully, clipped further, or not at all.
 
-`RunningLimit` says up to which value a loss or a gradient norm is usual: a single one far above is a spike.
-`DivergenceDetector` finds a loss that stays above where the run began.
+`RunningLimit` computes the highest usual value of a loss or a gradient norm: a single value above it is a spike.
+`DivergenceDetector` finds a loss that stays above the first one.
 
-The check is made on the device, equal on every rank, and the host reads the result once a step. Where the kernel of the
-optimizer can skip its work by a flag (`found_inf`, which loss scalers use), the update is queued before the host reads:
-the device never waits for the host, and the host only waits until backward is done. Elsewhere the host reads first. The
-update of a spike is clipped by the factor that the optimizer multiplies gradients with anyway, at no extra cost.
+The check runs on the device, with the same result on every rank, and the host reads the result once a step. Where the
+kernel of the optimizer can skip its work by a flag (`found_inf`, as for loss scalers), the update is queued before the
+host reads: the device never waits for the host, and the host only waits until backward is done. Elsewhere the host
+reads first. The update of a spike is clipped by the factor that the optimizer multiplies gradients with anyway.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tessera.optim.optimizer import multiply_update
 from tessera.runtime import device as devices
 
 AnomalyKind = Literal["not finite", "loss spike", "gradient spike"]
-RECENT = 11  # the level is the median of so many values: it follows a falling loss, and one value does not move it
+RECENT = 11  # values whose median is the level: it follows a falling loss, and a single value does not move it
 LEAST_SPREAD = 0.05  # of the level: small changes of a value that hardly moves are not spikes
 REPEATED = 3  # a rise that happened so often within the window may happen again, twice as high: it is no spike
-IN_A_ROW = 3  # so many values in a row above the limit are a new level, not a spike
+IN_A_ROW = 3  # values in a row above the limit are a new level, not a spike
 LASTING = 50  # steps in a row above the first loss that make a divergence
 FIRST = 3  # steps whose median is the first loss
 SOON = 5  # steps in a row that make it likely
@@ -138,8 +138,8 @@ def step_unless(optimizer: Optimizer, flag: Tensor) -> None:
 class RunningLimit:
     """Follow the level of a value and how far it usually rises above that level.
 
-    Every finite value counts, also a spike: what is left out of the statistics can never become normal, and then each
-    following step is a spike too. One value moves neither the level nor the limit.
+    Every finite value counts, also a spike: a level that is excluded from the statistics could never become normal, and
+    each following step would be a spike. A single value moves neither the level nor the limit.
 
     `ordinary`: values up to this are never spikes (for gradient norms: what clipping lets through unchanged).
     """
@@ -190,9 +190,9 @@ class RunningLimit:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         values: Sequence[float]
-        for kept, values in ((self._recent, state.get("recent", ())), (self._rises, state.get("rises", ()))):
-            kept.clear()
-            kept.extend(values)
+        for window, values in ((self._recent, state.get("recent", ())), (self._rises, state.get("rises", ()))):
+            window.clear()
+            window.extend(values)
         self._highest = float(state.get("highest", 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Check every step before its update reaches the weights, and treat a bad one as the policy says.
+"""Check every step before its update reaches the weights, and treat a bad one by the policy of the recipe.
 
 The policies are described in docs/how-to/survive-bad-steps.md. Two rules stand above all others: numbers that are
 not finite never reach the weights, and no healthy run is worse off for being watched.
@@ -18,8 +18,7 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.state import MODEL
 from tessera.config.run_config import GuardSection
 from tessera.core.batch import Batch
-from tessera.core.callback import OptimizerStep, StepOutcome, StepResult, TrainerHandle
-from tessera.core.row_source import RowSource
+from tessera.core.callback import OptimizerStep, RewindHandle, StepOutcome, StepResult, TrainerHandle
 from tessera.observe.anomaly.attribution import RECORD, Attribution, Attributor, BadStep, GuardStop, ProbeReader
 from tessera.observe.anomaly.check import (
     IN_A_ROW,
@@ -49,15 +48,16 @@ class Guard(OptimizerStep):
     def __init__(
         self,
         settings: GuardSection,
-        reader: ProbeReader,
-        clip_norm: float | None = None,
-        warmup: int = 0,
+        *,
+        clip_norm: float | None = None,  # of all gradients
+        warmup: int = 0,  # steps of the learning rate's warm-up, which are never spikes
         loss_scale: LossScale | None = None,
+        data_rank: int = 0,  # position on the data axis: ranks that share it read the same rows
+        microbatches: int = 1,  # that one step of the engine needs
     ) -> None:
-        """Make a guard. `clip_norm`: of all gradients. `warmup`: of the learning rate; its steps are never spikes."""
         self._loss_scale = loss_scale
         self.settings = settings
-        self.reader = reader
+        self._data_rank, self._microbatches = data_rank, microbatches
         self.lr_factor = 1.0
         self.left_out: dict[str, str] = {}  # samples that are left out, with the reason
         self._clip_norm = math.inf if clip_norm is None else clip_norm
@@ -70,7 +70,7 @@ class Guard(OptimizerStep):
         self._updates = 0  # that were applied, since the run began
         self._dropped: list[int] = []  # recent spikes whose updates were dropped
         self._investigated: list[int] = []  # recent steps that were run again
-        self._left: set[int] = set()  # steps from which the run went back
+        self._rewound: set[int] = set()  # steps from which the run went back
         self._returns: dict[int, int] = {}  # rollbacks for damage, by the step they led to
         self._slowed_at = 0.0  # the learning rate that `lr_factor` multiplies
         self._passed: set[int] = set()  # steps at which this run stopped before it was resumed
@@ -78,11 +78,13 @@ class Guard(OptimizerStep):
         self._moved = 0.0  # sum of the learning rates since then
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
         self._rollback = Rollback()
-        self._counts: dict[str, int] = {}  # of events, by what was done
+        self._counts: dict[str, int] = {}  # of events, by action
 
     # ------------------------------------------------------------------------------------------ callback
 
     def on_start(self, trainer: TrainerHandle) -> None:
+        if self.left_out and trainer.steps.can_leave_out:
+            trainer.steps.leave_out(self.left_out)
         if self.settings.policy == "off":
             return
         self._never_finite = {one.name: one for one in find_damage(trainer.tensors(), {})}
@@ -148,23 +150,17 @@ class Guard(OptimizerStep):
         self._norm.restore(state.get("norm", {}))
         self._divergence.restore(state.get("trend", {}))
         self._spikes = int(state.get("spikes", 0))
-        self._updates = int(state.get("updates", bool(state)))  # an older state does not tell: it counts as trained
+        self._updates = int(state.get("updates", bool(state)))  # an older state lacks it: it counts as trained
         self._not_finite = 0  # a run that is resumed may have as many again
         self._dropped = list(state.get("dropped", []))
         if self.lr_factor == 1.0:
             self.lr_factor = float(state.get("lr_share", 1.0))
             self._slowed_at = float(state.get("slowed_at", 0.0))
 
-    def rows(self, source: RowSource) -> RowSource:
-        """Return the data without the samples that were found to be bad."""
-        if not self.left_out:
-            return source
-        return source.without(self.left_out) or source
-
     # ------------------------------------------------------------------------------------------ one step
 
     def update(
-        self, trainer: TrainerHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]
+        self, trainer: RewindHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]
     ) -> StepOutcome:
         off = self.settings.policy == "off"
         if off and self._loss_scale is None:
@@ -210,7 +206,7 @@ class Guard(OptimizerStep):
         self._dropped = [at for at in self._dropped if step - at < self.settings.window]
         return len(self._dropped) < DROPS
 
-    def _on_not_finite(self, trainer: TrainerHandle, check: StepCheck, microbatches: Sequence[Batch]) -> StepOutcome:
+    def _on_not_finite(self, trainer: RewindHandle, check: StepCheck, microbatches: Sequence[Batch]) -> StepOutcome:
         self._not_finite += 1
         bad_step = self._describe(trainer, check, microbatches)
         if bad_step.damage:
@@ -226,7 +222,7 @@ class Guard(OptimizerStep):
         self._record(trainer, bad_step, "skipped")
         return "dropped"
 
-    def _on_spike(self, trainer: TrainerHandle, check: StepCheck, microbatches: Sequence[Batch]) -> StepOutcome:
+    def _on_spike(self, trainer: RewindHandle, check: StepCheck, microbatches: Sequence[Batch]) -> StepOutcome:
         self._spikes += 1
         bad_step = self._describe(trainer, check, microbatches)
         if bad_step.damage:
@@ -249,7 +245,7 @@ class Guard(OptimizerStep):
         self._record(trainer, bad_step, "skipped")
         return "dropped"
 
-    def _on_divergence(self, trainer: TrainerHandle, check: StepCheck) -> StepOutcome:
+    def _on_divergence(self, trainer: RewindHandle, check: StepCheck) -> StepOutcome:
         self._divergence.mark_reported()
         began, best = self._divergence.start, self._divergence.best
         note = (
@@ -264,11 +260,11 @@ class Guard(OptimizerStep):
         self._record(trainer, bad_step, "reported")
         return "applied"
 
-    def _check_weights(self, trainer: TrainerHandle, check: StepCheck) -> StepOutcome:
+    def _check_weights(self, trainer: RewindHandle, check: StepCheck) -> StepOutcome:
         """Check the weights for damage that the loss does not show. Sound weights are the new reference."""
-        found = self._damage(trainer)
-        if found:
-            bad_step = BadStep(trainer.step + 1, "damaged", check.loss, check.grad_norm, damage=tuple(found))
+        damage = self._damage(trainer)
+        if damage:
+            bad_step = BadStep(trainer.step + 1, "damaged", check.loss, check.grad_norm, damage=tuple(damage))
             return self._on_damage(trainer, bad_step)
         self._measure(trainer)
         return "applied"
@@ -277,13 +273,13 @@ class Guard(OptimizerStep):
 
     def _describe(self, trainer: TrainerHandle, check: StepCheck, microbatches: Sequence[Batch]) -> BadStep:
         with trainer.paused("looking for the cause of bad numbers"):
-            found = self._damage(trainer)
-            if check.kind == "not finite" and not found:
+            damage = self._damage(trainer)
+            if check.kind == "not finite" and not damage:
                 weights = _parameter_names(trainer)
-                found = [_short(one) for name, one in self._never_finite.items() if name in weights]
+                damage = [_short(one) for name, one in self._never_finite.items() if name in weights]
             step = trainer.step + 1
-            bad_step = BadStep(step, str(check.kind), check.loss, check.grad_norm, damage=tuple(found))
-            if found or not self._should_investigate(check, step):
+            bad_step = BadStep(step, str(check.kind), check.loss, check.grad_norm, damage=tuple(damage))
+            if damage or not self._should_investigate(check, step):
                 return bad_step
             trainer.optimizer.zero_grad(set_to_none=True)
             return replace(bad_step, cause=self._investigate(trainer, check, microbatches))
@@ -314,7 +310,7 @@ class Guard(OptimizerStep):
             trainer.task,
             trainer.world.device,
             microbatches,
-            replace(self.reader, source=self.rows(self.reader.source)),
+            ProbeReader(trainer.steps, self._data_rank, self._microbatches),
             seed=lambda: rng.seed_process(settings.seed, "step", trainer.step, trainer.world.rank),
             most_probes=self.settings.probes,
         )
@@ -360,15 +356,15 @@ class Guard(OptimizerStep):
             fix = f"{trainer.config.folder / RECORD} names module and samples of each: correct the data or the model"
         return GuardStop(what + bad_step.line, where="guard.limit", fix=fix)
 
-    def _on_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> StepOutcome:
+    def _on_damage(self, trainer: RewindHandle, bad_step: BadStep) -> StepOutcome:
         self._stop_if_asked_for_damage(trainer, bad_step)
-        self._left.add(bad_step.step)
+        self._rewound.add(bad_step.step)
         self._go_back(trainer)
         self._returns[trainer.step] = self._returns.get(trainer.step, 0) + 1
         self._continue_after_rollback(trainer, bad_step)
         return "rewound"
 
-    def _go_back(self, trainer: TrainerHandle, before: int | None = None) -> bool:
+    def _go_back(self, trainer: RewindHandle, before: int | None = None) -> bool:
         """Go back to the newest sound state. With `before`, to one of fewer steps; return False if there is none."""
         with trainer.paused("going back to a good state"):
             trainer.optimizer.zero_grad(set_to_none=True)
@@ -379,7 +375,7 @@ class Guard(OptimizerStep):
         fix = ""
         if any(name in self._never_finite for one in bad_step.damage for name in (one.name, f"{MODEL}{one.name}")):
             fix = "these numbers were not finite when the run began: look at the folder or checkpoint they came from"
-        elif bad_step.step in self._left or max(self._returns.values(), default=0) >= BACK_TO_ONE_STATE:
+        elif bad_step.step in self._rewound or max(self._returns.values(), default=0) >= BACK_TO_ONE_STATE:
             fix = "it came again after going back, so it is no flipped bit: something writes into the weights, or the "
             fix += "device computes wrongly"
         elif self.settings.policy == "stop":
@@ -388,27 +384,32 @@ class Guard(OptimizerStep):
             self._record(trainer, bad_step, "stopped")
             raise GuardStop(bad_step.line, where=f"guard.policy={self.settings.policy}", fix=fix)
 
-    def _go_back_without_samples(self, trainer: TrainerHandle, bad_step: BadStep) -> bool:
+    def _go_back_without_samples(self, trainer: RewindHandle, bad_step: BadStep) -> bool:
         """Go back once for a step, where the data can leave the bad samples out: else the step would repeat."""
-        if self.settings.policy != "rollback" or bad_step.step in self._left or not self._leave_out(bad_step):
+        if (
+            self.settings.policy != "rollback"
+            or bad_step.step in self._rewound
+            or not self._leave_out(trainer, bad_step)
+        ):
             return False
-        self._left.add(bad_step.step)
+        self._rewound.add(bad_step.step)
         self._go_back(trainer)
         self._continue_after_rollback(trainer, bad_step)
         return True
 
-    def _leave_out(self, bad_step: BadStep) -> bool:
+    def _leave_out(self, trainer: TrainerHandle, bad_step: BadStep) -> bool:
         cause = bad_step.cause
         if cause is None or not cause.samples or cause.ambiguous:
             return False
         reason = f"bad numbers in step {bad_step.step} ({bad_step.kind}, {cause.module})"
-        found = dict.fromkeys(cause.samples, reason)
-        if all(name in self.left_out for name in found) or self.reader.source.without(found) is None:
+        samples = dict.fromkeys(cause.samples, reason)
+        if all(name in self.left_out for name in samples) or not trainer.steps.can_leave_out:
             return False
-        self.left_out.update(found)
+        self.left_out.update(samples)
+        trainer.steps.leave_out(samples)
         return True
 
-    def _go_back_slower(self, trainer: TrainerHandle, bad_step: BadStep, first: int) -> bool:
+    def _go_back_slower(self, trainer: RewindHandle, bad_step: BadStep, first: int) -> bool:
         """Go back to a state before step `first`, where it began, and on with a lower learning rate; once in a run."""
         if self.settings.policy != "rollback" or self.lr_factor < 1 or not self._go_back(trainer, first):
             return False
@@ -418,7 +419,7 @@ class Guard(OptimizerStep):
         self._continue_after_rollback(trainer, replace(bad_step, note=note))
         return True
 
-    def _continue_after_rollback(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
+    def _continue_after_rollback(self, trainer: RewindHandle, bad_step: BadStep) -> None:
         self._spikes = self._not_finite = 0
         self._record(trainer, bad_step, "went back", trainer.step)
         trainer.continue_from_here()

@@ -1,4 +1,4 @@
-"""Find damage in the state of a run, keep a copy of that state in host memory, and bring the run back to a good one.
+"""Find damage in the state of a run, keep a copy of the state in host memory, and take the run back to a good state.
 
 A bit that flips in memory makes one number of a weight huge, or not finite. A run goes back to the copy, to a
 checkpoint, or to its beginning.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
-from tessera.core.callback import TrainerHandle
+from tessera.core.callback import RewindHandle, TrainerHandle
 from tessera.runtime import device as devices
 from tessera.runtime.modules import local_shard
 
@@ -41,19 +41,19 @@ def largest(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the largest absolute value of this rank's part of each tensor; nan where there is one."""
     parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
     parts = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
-    found = {name: part.detach().abs().amax().float() for name, part in parts.items()}
-    if not found:
+    maxima = {name: part.detach().abs().amax().float() for name, part in parts.items()}
+    if not maxima:
         return {}
-    device = next(iter(found.values())).device
-    return dict(zip(found, torch.stack([value.to(device) for value in found.values()]).tolist(), strict=True))
+    device = next(iter(maxima.values())).device
+    return dict(zip(maxima, torch.stack([value.to(device) for value in maxima.values()]).tolist(), strict=True))
 
 
 def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float], moved: float = 0.0) -> list[Damage]:
     """Return the tensors with numbers that training cannot produce, over all ranks, in order.
 
-    `normal`: what `largest` returned when all was well. In a tensor that is not in it, only numbers that are not finite
-    are damage. `moved`: the sum of the learning rates of the updates since then. With a high learning rate weights do
-    grow a hundredfold, and that is no damage.
+    `normal`: the result of `largest` at the last sound check. In a tensor that is not in it, only numbers that are not
+    finite are damage. `moved`: the sum of the learning rates of the updates since then: with a high learning rate
+    weights do grow a hundredfold.
     """
     mine: list[Damage] = []
     for name, value in largest(tensors).items():
@@ -65,13 +65,13 @@ def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float], move
         part = local_shard(tensors[name]).detach()
         bad = int((~(part.abs() <= limit) | ~part.isfinite()).sum())
         mine.append(Damage(name, value, bad))
-    found: dict[str, Damage] = {}
+    worst: dict[str, Damage] = {}
     for of_rank in Ranks.current().on_all(lambda: mine):
-        for one in of_rank:
-            other = found.setdefault(one.name, one)
-            if not (math.isnan(other.value) or other.value >= one.value):
-                found[one.name] = one
-    return list(found.values())
+        for damage in of_rank:
+            other = worst.setdefault(damage.name, damage)
+            if not (math.isnan(other.value) or other.value >= damage.value):
+                worst[damage.name] = damage
+    return list(worst.values())
 
 
 class StateCopy:
@@ -106,7 +106,7 @@ class Rollback:
         self._first_buffers: dict[str, Tensor] = {}
 
     def remember_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Keep what the initialisation of weights does not fill."""
+        """Keep the buffers, which the initialisation of weights does not fill."""
         self._first_buffers = {name: tensor.detach().clone() for name, tensor in buffers.items()}
 
     def take_copy(self, trainer: TrainerHandle) -> None:
@@ -115,7 +115,7 @@ class Rollback:
         if self._copy.step != trainer.step:
             self._copy.take(trainer.step, {**trainer.tensors(), **trainer.side_tensors()}, trainer.state_dict())
 
-    def go(self, trainer: TrainerHandle, sound: Callable[[], bool], before: int | None = None) -> bool:
+    def go(self, trainer: RewindHandle, sound: Callable[[], bool], before: int | None = None) -> bool:
         """Fill the trainer with the newest sound state, else with the initial weights.
 
         `before`: only with a state of fewer steps, and not with the initial weights. Return False, with nothing
@@ -129,7 +129,7 @@ class Rollback:
             return True
         return False
 
-    def _from_copy(self, trainer: TrainerHandle, sound: Callable[[], bool], before: int | None) -> bool:
+    def _from_copy(self, trainer: RewindHandle, sound: Callable[[], bool], before: int | None) -> bool:
         copy = self._copy
         if copy is None or copy.step < 0 or (before is not None and copy.step >= before):
             return False
@@ -140,7 +140,7 @@ class Rollback:
         trainer.restore_state(copy.step, copy.state)
         return True
 
-    def _from_checkpoint(self, trainer: TrainerHandle, sound: Callable[[], bool], before: int | None) -> bool:
+    def _from_checkpoint(self, trainer: RewindHandle, sound: Callable[[], bool], before: int | None) -> bool:
         while trainer.resume(before):
             if sound():
                 return True
@@ -148,7 +148,7 @@ class Rollback:
         return False
 
     @torch.no_grad()
-    def _from_the_beginning(self, trainer: TrainerHandle) -> None:
+    def _from_the_beginning(self, trainer: RewindHandle) -> None:
         for name, tensor in trainer.tensors().items():
             if name in self._first_buffers:
                 local_shard(tensor).copy_(local_shard(self._first_buffers[name]))

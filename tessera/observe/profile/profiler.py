@@ -1,4 +1,4 @@
-"""Record the steps that `profile.steps` names, and write tables, memory and a trace into `RUN/profile`."""
+"""Record the steps that `profile.steps` names, and write tables, a trace and a memory snapshot into `RUN/profile`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import profile
@@ -15,13 +14,15 @@ from torch.profiler import profile
 from tessera.config.run_config import ProfileSection
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.errors import TesseraError
-from tessera.observe.profile import memory, recording, summary
-from tessera.observe.profile.account import find_owners, make_account
+from tessera.observe.profile.marks import Marks
+from tessera.observe.profile.table import TimeTable, make_table
 from tessera.runtime import device as devices
-
-log = logging.getLogger("tessera")
+from tessera.runtime.torch_internals import dump_allocations, record_allocations
 
 FOLDER = "profile"
+_LOGGED = 5  # rows of the table
+
+log = logging.getLogger("tessera")
 
 
 class StepProfiler(Callback):
@@ -33,9 +34,8 @@ class StepProfiler(Callback):
         self.settings = settings
         self.blocks = list(blocks)
         self._recorder: profile | None = None
-        self._marks: recording.Marks | None = None
+        self._marks: Marks | None = None
         self._begun_after = 0
-        self._bytes_before: dict[str, int] = {}
 
     def on_start(self, trainer: TrainerHandle) -> None:
         beyond = [rank for rank in self.settings.ranks if rank >= trainer.world.size]
@@ -63,14 +63,10 @@ class StepProfiler(Callback):
         self._stop(trainer)
 
     def on_end(self, trainer: TrainerHandle) -> None:
-        if self._recorder is None:
-            return
-        if trainer.step > self._begun_after:
+        if self._recorder is not None and trainer.step > self._begun_after:
             self._finish(trainer)
         else:
             self._stop(trainer)
-
-    # ------------------------------------------------------------------------------------------ recording
 
     def _begin_if_due(self, trainer: TrainerHandle) -> None:
         """Begin where training starts or resumes inside the window."""
@@ -82,15 +78,17 @@ class StepProfiler(Callback):
             return
         device = trainer.world.device
         self._begun_after = trainer.step
-        self._bytes_before = memory.bytes_by_purpose(trainer.module, trainer.optimizer, device)
         with trainer.paused("beginning to profile"):
+            if self._has_snapshot(device):
+                record_allocations(device, True)
             self._recorder = profile(
                 activities=devices.profiler_activities(device),
                 record_shapes=True,
                 profile_memory=self.settings.memory,
+                with_flops=True,
             )
             self._recorder.start()
-            self._marks = recording.Marks(trainer.module, self.blocks)
+            self._marks = Marks(trainer.module, self.blocks)
             _wait_for(device)
         self._marks.phase("reporting")
         trainer.phase_listeners.append(self._marks.phase)
@@ -102,52 +100,47 @@ class StepProfiler(Callback):
         trainer.phase_listeners.remove(self._marks.phase)
         self._marks.close()
         recorder.stop()
+        if self._has_snapshot(trainer.world.device):
+            record_allocations(trainer.world.device, False)
         return recorder
 
+    def _has_snapshot(self, device: torch.device) -> bool:
+        return self.settings.memory and device.type != "cpu"
+
     def _finish(self, trainer: TrainerHandle) -> None:
-        steps = trainer.step - self._begun_after
-        _wait_for(trainer.world.device)  # the last phase ends when the device has done what it was given
+        device, first, steps = trainer.world.device, self._begun_after + 1, trainer.step - self._begun_after
+        _wait_for(device)  # the last phase ends when the device has done its work
         with trainer.paused("writing a profile"):
             began = time.perf_counter()
-            recorder = self._stop(trainer)
-            assert recorder is not None
             folder = trainer.config.folder / FOLDER
             if trainer.world.rank:
                 folder /= f"rank-{trainer.world.rank}"
             folder.mkdir(parents=True, exist_ok=True)
+            if self._has_snapshot(device):
+                dump_allocations(device, folder / "memory.pickle")
+            recorder = self._stop(trainer)
+            assert recorder is not None
             recorder.export_chrome_trace(str(folder / "trace.json.gz"))
-            sentences = self._write(trainer, recorder, folder, steps)
-            log.info("profile of steps %d to %d:", self._begun_after + 1, trainer.step)
-            for sentence in sentences:
-                log.info("  %s", sentence)
-            log.info("  the table is in %s (written in %.1f s)", folder / "table.txt", time.perf_counter() - began)
+            table = make_table(recorder, steps, device.type != "cpu")
+            self._write(trainer, folder, table, first)
+            log.info("profile of steps %d to %d (%s):", first, trainer.step, folder / "table.txt")
+            for row in table.as_json()["modules"][:_LOGGED]:
+                log.info("  %6.1f%%  %s %s", 100 * row["share"], row["name"], row["direction"])
+            log.info("  written in %.1f s", time.perf_counter() - began)
 
-    def _write(self, trainer: TrainerHandle, recorder: profile, folder: Path, steps: int) -> list[str]:
-        device = trainer.world.device
-        accelerated = device.type != "cpu"
-        recorded = recording.read(recorder, device, self.settings.memory)
-        owned = find_owners(recorded.host)
-        account = make_account(recorded, owned, steps, accelerated)
-        first = self._begun_after + 1
-        sentences = summary.advise(summary.Case(account, trainer.config, first, devices.peak_flops(device)))
-        timeline = memory.replay(recorded, owned, self._bytes_before, accelerated) if self.settings.memory else None
-        title = f"{trainer.config.name}: steps {first} to {trainer.step} on {devices.name(device)}"
-        if trainer.world.size > 1:
-            title += f", rank {trainer.world.rank} of {trainer.world.size}"
-        about: dict[str, Any] = {
-            "run": trainer.config.name,
+    def _write(self, trainer: TrainerHandle, folder: Path, table: TimeTable, first: int) -> None:
+        name, world = trainer.config.name, trainer.world
+        title = f"{name}: steps {first} to {trainer.step} on {devices.name(world.device)}"
+        title += f", rank {world.rank} of {world.size}" if world.size > 1 else ""
+        about = {
+            "run": name,
             "steps": [first, trainer.step],
-            "device": devices.name(device),
-            "rank": trainer.world.rank,
-            "ranks": trainer.world.size,
+            "device": devices.name(world.device),
+            "rank": world.rank,
+            "ranks": world.size,
         }
-        (folder / "table.txt").write_text(summary.as_text(account, sentences, timeline, title), encoding="utf-8")
-        found = summary.as_json(account, sentences, timeline, about)
-        (folder / "table.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-        if timeline is not None:
-            memory.write_csv(timeline, folder / "memory.csv")
-            (folder / "memory.html").write_text(memory.memory_page(timeline, title, sentences), encoding="utf-8")
-        return sentences
+        (folder / "table.txt").write_text(table.as_text(title), encoding="utf-8")
+        (folder / "table.json").write_text(json.dumps({**about, **table.as_json()}, indent=1), encoding="utf-8")
 
 
 def _wait_for(device: torch.device) -> None:

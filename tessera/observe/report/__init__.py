@@ -1,1 +1,1 @@
-"""Draw a run as one page: while it goes on, when it has ended or failed, and several runs side by side."""
+"""Draw a run as one page: while it goes on, and when it has ended or failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,14 @@ from PIL import Image
 
 from tessera.data.media.answer_images import TINY, small_copy
 from tessera.errors import TesseraError
-from tessera.observe.report.boxes import Box, find_boxes
 from tessera.observe.report.recorded import RecordedRun
 from tessera.runtime import html
 from tessera.runtime.files import leads_out, read_bytes, read_jsonl, step_of
 
 MOST_ANSWERS = 60
-MOST_COMPARED = 30
 MOST_IMAGES = 6  # of an answer
-SHORT = 28  # an answer of so many characters is a word: it is written large
-FOLDED = 360  # of a longer text so many characters are shown, and the rest when it is opened
+SHORT = 28  # characters: shorter answers are written large
+FOLDED = 360  # characters of a longer text that are visible before it is opened
 MOST_TEXT = 20_000
 MOST_PREVIEWS = 8  # steps, spread over the run
 MOST_PREVIEW_BYTES = 4 << 20
@@ -31,58 +29,31 @@ STYLE = """
 .answer{padding:10px 12px;background:var(--card);border:1px solid var(--line);border-radius:10px;overflow:hidden}
 .words .answer{text-align:center}
 .images{display:flex;flex-wrap:wrap;gap:6px;margin-bottom:6px}.words .images{justify-content:center}
-.image{position:relative;line-height:0}.image img{max-width:100%;max-height:300px;border-radius:4px;background:#000}
+.image{line-height:0}.image img{max-width:100%;max-height:300px;border-radius:4px;background:#000}
 .image img.tiny{image-rendering:pixelated;height:84px;min-width:40px;object-fit:contain}
-.image svg{position:absolute;inset:0;width:100%;height:100%}
-.image rect{fill:none;stroke-width:2.5;vector-effect:non-scaling-stroke;pointer-events:all}
-rect.said{stroke:#ff4d4d}rect.wanted{stroke:#27d17c;stroke-dasharray:6 4}
 .text{white-space:pre-wrap;overflow-wrap:anywhere}.text.word{font-size:20px;font-weight:600}
 .right .text.said{color:var(--good)}.wrong .text.word.said{color:var(--bad)}.wrong{border-color:var(--bad)}
 .answer .soft{overflow-wrap:anywhere;font-size:13.5px}details.long summary{cursor:pointer;list-style:none}
 details.long[open] summary span{display:none}details.long summary i{color:var(--main);font-style:normal}
-td.answer-cell{white-space:normal;text-align:left;vertical-align:top;min-width:200px;border-radius:0;border:0;
-border-bottom:1px solid var(--line)}
 .previews{display:flex;gap:10px;overflow-x:auto;padding-bottom:10px}.previews figure{flex:none;padding:8px}
 .previews img{height:220px;display:block;image-rendering:auto;border-radius:4px}
 """
 
 
 def answers_section(run: RecordedRun) -> str:
-    """Return answers to held-out samples: mistakes first, then correct ones spread evenly over the whole set."""
+    """Return answers to held-out samples: mistakes first, then correct ones spread evenly over the set."""
     if not run.answers:
         return ""
-    wrong = [one for one in run.answers if not one["correct"]][: MOST_ANSWERS // 2]
-    right = [one for one in run.answers if one["correct"]]
+    wrong = [row for row in run.answers if not row["correct"]][: MOST_ANSWERS // 2]
+    right = [row for row in run.answers if row["correct"]]
     stride = max(1, len(right) // max(1, MOST_ANSWERS - len(wrong)))
-    shown = wrong + right[::stride][: MOST_ANSWERS - len(wrong)]
-    words = all(len(text) <= SHORT for row in shown for text in (row["answer"], row["expected"]))
-    cards = "".join(_card(row, run) for row in shown)
-    note = f'<p class="soft">{len(shown)} of {len(run.answers)}; mistakes first.{_legend(shown)}</p>'
-    generated = any(path.endswith(".gif") for row in shown for path in row["images"])
+    rows = wrong + right[::stride][: MOST_ANSWERS - len(wrong)]
+    words = all(len(text) <= SHORT for row in rows for text in (row["answer"], row["expected"]))
+    cards = "".join(_card(row, run) for row in rows)
+    note = f'<p class="soft">{len(rows)} of {len(run.answers)}; mistakes first.</p>'
+    generated = any(path.endswith(".gif") for row in rows for path in row["images"])
     title = "Judged samples" if generated else "Held-out answers"
     return html.section(title, f'{note}<div class="answers{" words" if words else ""}">{cards}</div>')
-
-
-def compared_answers(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
-    """Return the answers of several runs to the same samples, beside each other; those that differ first."""
-    by_id = [{row["id"]: row for row in run.answers} for run in runs]
-    common = [id for id in by_id[0] if id and all(id in rows for rows in by_id[1:])]
-    if not common:
-        return ""
-    common.sort(key=lambda id: len({rows[id]["answer"] for rows in by_id}) == 1)
-    cells = []
-    for id in common[:MOST_COMPARED]:
-        first = by_id[0][id]
-        asked = (
-            f'<div class="answer-cell">{_images(first, runs[0])}<div class="soft">{_folded(first["question"])}</div>'
-            f'<div class="soft">expected</div>{_text(first["expected"], "")}</div>'
-        )
-        cells.append([asked, *(_marked(rows[id]) for rows in by_id)])
-    rows = "".join("<tr>" + "".join(f'<td class="answer-cell">{cell}</td>' for cell in row) + "</tr>" for row in cells)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("sample", *names))
-    note = f'<p class="soft">{len(cells)} of {len(common)} that all of them answered; those that differ first.</p>'
-    body = f'{note}<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
-    return html.section("Held-out answers", body)
 
 
 def accuracy_by_group(answers: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
@@ -98,10 +69,10 @@ def previews_section(folder: Path) -> str:
     steps = sorted({row["step"] for row in rows})
     if not steps:
         return ""
-    shown = {steps[round(at * (len(steps) - 1) / max(1, MOST_PREVIEWS - 1))] for at in range(MOST_PREVIEWS)}
+    chosen = {steps[round(at * (len(steps) - 1) / max(1, MOST_PREVIEWS - 1))] for at in range(MOST_PREVIEWS)}
     cards: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        uri = _media(folder, str(row.get("file"))) if row["step"] in shown else None
+        uri = _media(folder, str(row.get("file"))) if row["step"] in chosen else None
         if uri is not None:
             image = f'<figure><img alt="" src="{uri}"><p>step {row["step"]}</p></figure>'
             cards.setdefault((str(row.get("prompt")), str(row.get("seed", 0))), []).append(image)
@@ -120,17 +91,13 @@ def _card(row: Mapping[str, Any], run: RecordedRun) -> str:
     return f'<div class="answer {kind}">{_images(row, run)}{question}{_text(row["answer"], "said")}{expected}</div>'
 
 
-def _marked(row: Mapping[str, Any]) -> str:
-    return f'<div class="{"right" if row["correct"] else "wrong"}">{_text(row["answer"], "said")}</div>'
-
-
 def _text(text: str, kind: str) -> str:
     size = " word" if len(text) <= SHORT else ""
     return f'<div class="text {kind}{size}">{_folded(text) or "—"}</div>'
 
 
 def _folded(text: str) -> str:
-    """Return a text as markup; of a long one the beginning, which opens."""
+    """Return a text as markup. Of a long one the beginning is visible, and a click opens the rest."""
     if len(text) <= FOLDED:
         return html.escape(text)
     cut = "" if len(text) <= MOST_TEXT else f"\n[{len(text) - MOST_TEXT:,} more characters]"
@@ -142,37 +109,23 @@ def _folded(text: str) -> str:
 
 
 def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
-    copies = [*row["shown"], *[None] * len(row["images"])]
-    shown = "".join(
-        _image(path, copy, row, run) for path, copy in zip(row["images"][:MOST_IMAGES], copies, strict=False)
-    )
+    copies = [*row["copies"], *[None] * len(row["images"])]
+    images = "".join(_image(copy or path, run) for path, copy in zip(row["images"][:MOST_IMAGES], copies, strict=False))
     more = len(row["images"]) - MOST_IMAGES
-    return f'<div class="images">{shown}{f"<span>and {more} more</span>" if more > 0 else ""}</div>' if shown else ""
+    return f'<div class="images">{images}{f"<span>and {more} more</span>" if more > 0 else ""}</div>' if images else ""
 
 
-def _image(path: str, copy: tuple[str, tuple[int, int]] | None, row: Mapping[str, Any], run: RecordedRun) -> str:
-    """Return an image of the run's folder, or its copy there, with the boxes of the answer, and dashed ones of the
-    expected text where that has others.
-
-    Boxes do not say which image they belong to, so they are drawn only where there is one.
-    """
-    if path.endswith(".gif"):  # as it is, so that it moves
+def _image(path: str, run: RecordedRun) -> str:
+    """Return an image of the run's folder."""
+    if path.endswith(".gif"):  # embedded as it is, so that it moves
         uri = _media(run.folder, path)
         return "" if uri is None else f'<div class="image"><img class="tiny" alt="" src="{uri}"></div>'
-    file = _inside(run.folder, path if copy is None else copy[0])
+    file = _inside(run.folder, path)
     image = None if file is None else _read(file)
     if image is None:
         return ""
-    size = image.size if copy is None else copy[1]
-    boxes = ""
-    if len(row["images"]) == 1:
-        model_size, pixels = _seen_size(size, run), "2_5" in str(run.section("model").get("family"))
-        boxes = _drawn(find_boxes(row["answer"], model_size, pixels), "said")
-        if not row["correct"]:
-            boxes = _drawn(find_boxes(row["expected"], model_size, pixels), "wanted") + boxes
-    overlay = f'<svg viewBox="0 0 1 1" preserveAspectRatio="none">{boxes}</svg>' if boxes else ""
     tiny = ' class="tiny"' if max(image.size) <= TINY else ""
-    return f'<div class="image"><img{tiny} alt="" src="{_data_uri(image)}">{overlay}</div>'
+    return f'<div class="image"><img{tiny} alt="" src="{_data_uri(image)}"></div>'
 
 
 def _read(file: Path) -> Image.Image | None:
@@ -186,33 +139,8 @@ def _read(file: Path) -> Image.Image | None:
         return None
 
 
-def _seen_size(size: tuple[int, int], run: RecordedRun) -> tuple[int, int]:
-    """Return the size in which the model saw an image, where the recipe limits its pixels."""
-    processor = run.section("data").get("processor")
-    most = processor.get("max_pixels") if isinstance(processor, dict) else None
-    width, height = size
-    if not isinstance(most, int) or most <= 0 or width * height <= most:
-        return size
-    scale = (most / (width * height)) ** 0.5
-    return max(1, round(width * scale)), max(1, round(height * scale))
-
-
-def _drawn(boxes: Sequence[Box], kind: str) -> str:
-    return "".join(
-        f'<rect class="{kind}" x="{box.left:.4f}" y="{box.top:.4f}" width="{box.right - box.left:.4f}" '
-        f'height="{box.bottom - box.top:.4f}"><title>{html.escape(box.label or "box")}</title></rect>'
-        for box in boxes
-    )
-
-
-def _legend(rows: Iterable[Mapping[str, Any]]) -> str:
-    if any(find_boxes(row["answer"], (1000, 1000)) for row in rows if len(row["images"]) == 1):
-        return " Red boxes are those of the answer; dashed green ones were expected."
-    return ""
-
-
 def _media(folder: Path, name: str) -> str | None:
-    """Return a file of the run as a data address; None for what is no small PNG or GIF inside the run."""
+    """Return a PNG or GIF of the run as a data URI; None for a file that is large, of another type or outside."""
     path = _inside(folder, name)
     kind = None if path is None else {".png": "png", ".gif": "gif"}.get(path.suffix)
     if path is None or kind is None:
@@ -225,7 +153,7 @@ def _media(folder: Path, name: str) -> str | None:
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """Return a file of the run; None for what is no file, or lies outside: a run may be somebody else's."""
+    """Return a file of the run; None for one outside of it: a run may come from somebody else."""
     path = folder / name
     try:
         return path if path.is_file() and not leads_out(path, folder) else None

@@ -1,4 +1,4 @@
-"""Draw the curves of one run, or those of several runs in the same charts."""
+"""Draw the curves of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tessera.observe.report.recorded import RecordedRun, smooth
 from tessera.runtime import html
 
 _DRAWN_RATES = ("tokens_per_s", "samples_per_s")
-_FEW_POINTS = 40  # so few are drawn with dots: a line through two of them says little
+_FEW_POINTS = 40  # up to this many are drawn as dots
 
 
 def charts_of(run: RecordedRun) -> list[str]:
-    """Return the charts of one run. What was not recorded has no chart."""
+    """Return the charts of a run. A number that was not recorded has no chart."""
     charts = [
         _chart("Loss", [*_with_average(run, "loss"), _held(run.held_out("loss"))], log_scale=True),
         _chart("Gradient norm", _with_average(run, "grad_norm"), log_scale=True),
@@ -37,7 +37,7 @@ def charts_of(run: RecordedRun) -> list[str]:
 
 
 def names_to_draw(run: RecordedRun) -> list[str]:
-    """Return what `chart_of` draws: the numbers of steps, and those of evaluations alone."""
+    """Return the names that `chart_of` draws: numbers of steps, and numbers that only evaluations have."""
     names = dict.fromkeys(name for row in run.train_rows for name in row if name not in ("kind", "step"))
     held_out = [f"eval_{name}" for name in run.held_out_names()]
     return [name for name in names if run.points(name)] + held_out
@@ -51,44 +51,12 @@ def chart_of(run: RecordedRun, name: str) -> str:
     return _chart(_title(name), [*_with_average(run, name), *held], log_scale=name in ("loss", "grad_norm"))
 
 
-def charts_of_several(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
-    """Return charts with a line for each run, in the colours of `run_style`."""
-
-    def lines(key: str, average: bool = False, held_out: bool = False) -> list[html.Series]:
-        found = [run.held_out(key) if held_out else run.points(key) for run in runs]
-        return [
-            html.Series(name, smooth(points) if average else points, run_style(number))
-            for number, (points, name) in enumerate(zip(found, names, strict=True))
-        ]
-
-    charts = [
-        _chart("Loss, smoothed", lines("loss", average=True), log_scale=True),
-        _chart("Gradient norm, smoothed", lines("grad_norm", average=True), log_scale=True),
-        _chart("Learning rate", lines("lr")),
-    ]
-    for name in dict.fromkeys(name for run in runs for name in run.held_out_names()):
-        charts.insert(1, _chart(f"Held-out {_words(name)}", lines(name, held_out=True)))
-    for name in dict.fromkeys(name for run in runs for name in run.metric_names()):
-        charts.append(_chart(f"{_title(name)}, smoothed", lines(name, average=True)))
-    for rate in dict.fromkeys(rate for run in runs for rate in _rates(run)):
-        charts.append(_chart(_rate_title(rate), lines(rate), from_zero=True))
-    known = any(run.points("mfu") for run in runs)
-    for key, title in (
-        ("mfu", "MFU") if known else ("tflops", "TFLOP/s of each rank"),
-        ("peak_memory_gib", "Peak memory, GiB"),
-        ("step_seconds", "Seconds per step"),
-        ("data_wait", "Waiting for data"),
-    ):
-        charts.append(_chart(title, lines(key), from_zero=True))
-    return [chart for chart in charts if chart]
-
-
 def run_style(number: int) -> str:
     return f"run-{number % html.RUN_COLORS}"
 
 
 def _metric_charts(run: RecordedRun) -> list[str]:
-    """Return charts of what the objective reports: those of one first word, as `reward_chosen`, in one chart."""
+    """Return charts of the objective's metrics. Metrics with the same first word, as `reward_chosen`, share a chart."""
     groups: dict[str, list[str]] = {}
     for name in run.metric_names():
         groups.setdefault(name.split("_")[0], []).append(name)
@@ -107,9 +75,9 @@ def _metric_charts(run: RecordedRun) -> list[str]:
             for at, name in enumerate(names)
         ]
         charts.append(_chart(f"{_title(first)}, smoothed", [*lines, *held]))
-    shown = {"loss", *run.metric_names()}
+    drawn = {"loss", *run.metric_names()}
     for name in run.held_out_names():
-        if name not in shown:
+        if name not in drawn:
             charts.append(_chart(_HELD_OUT.get(name, f"Held-out {_words(name)}"), [_held(run.held_out(name))]))
     return charts
 
@@ -118,22 +86,21 @@ _HELD_OUT = {"exact_match": "Exact answers to held-out samples"}
 
 
 def _chart(title: str, series: Sequence[html.Series], log_scale: bool = False, from_zero: bool = False) -> str:
-    """Return a chart over steps; nothing where there is no number. A logarithmic one needs positive numbers."""
-    values = [y for one in series for _, y in one.points if math.isfinite(y)]
-    if not any(one.points for one in series):
+    """Return a chart over steps, or nothing if there is no number. A logarithmic one needs positive numbers."""
+    values = [y for line in series for _, y in line.points if math.isfinite(y)]
+    if not any(line.points for line in series):
         return ""
     scale = log_scale and all(y > 0 for y in values)
-    frame = html.Frame(x_name="step ", log_scale=scale, y_from_zero=from_zero and min(values, default=0) >= 0)
-    return html.line_chart(f"{title} (logarithmic)" if scale else title, series, frame)
+    from_zero = from_zero and min(values, default=0) >= 0
+    return html.line_chart(f"{title} (logarithmic)" if scale else title, series, scale, from_zero)
 
 
 def _with_average(run: RecordedRun, key: str) -> list[html.Series]:
     points = run.points(key)
     if len(points) < 3:
         return [html.Series("each step", points, dots=True)]
-    # Peaks belong to the line of single steps: in an average they would count too often.
-    each = "each step" if run.every == 1 else f"one step in {run.every:,}, and peaks"
-    return [html.Series(each, run.with_peaks(key), "raw"), html.Series("smoothed", smooth(points))]
+    each = "each step" if run.every == 1 else f"one step in {run.every:,}"
+    return [html.Series(each, points, "raw"), html.Series("smoothed", smooth(points))]
 
 
 def _held(points: list[html.Point]) -> html.Series:
@@ -141,7 +108,7 @@ def _held(points: list[html.Point]) -> html.Series:
 
 
 def _rates(run: RecordedRun) -> list[str]:
-    """Return the rates to draw. Others move with these, and are among the figures of the page."""
+    """Return the rates to draw. The other rates are among the figures of the page."""
     names = dict.fromkeys(name for row in run.train_rows for name in row if name.endswith("_per_s"))
     moving = [name for name in names if any(y for _, y in run.points(name))]
     return [name for name in moving if name in _DRAWN_RATES] or moving[:2]

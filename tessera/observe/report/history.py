@@ -1,6 +1,6 @@
-"""Keep when and where a run was at work, in `history.jsonl`: a row for each start, each end, and about every minute.
+"""Record the sessions of a run in `history.jsonl`: a row for each start, each end, and about every minute.
 
-A run that is killed writes no end. Its last row, and whether its process still lives, tell what became of it.
+A run that is killed writes no end. Then its last row, and whether its process is alive, decide about its state.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tessera.runtime.process import Process
 
 HISTORY = "history.jsonl"
 START, ALIVE, END = "start", "alive", "end"
-SILENT = timedelta(minutes=5)  # a run of another machine that has written nothing for so long may be gone
+SILENT = timedelta(minutes=5)  # after the last row, a run of another machine may be gone
 _PACKAGES = ("torch", "transformers", "diffusers", "torch-npu")
 
 log = logging.getLogger("tessera")
 
 
 class History:
-    """Append rows to the history of a run. A row that cannot be written costs nothing but itself."""
+    """Append rows to the history of a run. A row that cannot be written is logged."""
 
     def __init__(self, folder: Path) -> None:
         self._record = JsonLines(folder / HISTORY)
@@ -63,7 +63,7 @@ class History:
 
 @dataclass
 class RunSession:
-    """Describe one stretch of a run: from a start to its end, or to the last row before a kill."""
+    """Describe one session of a run: from a start to its end, or to the last row before a kill."""
 
     began: datetime
     last: datetime  # the last row
@@ -88,7 +88,7 @@ class RunSession:
 
 
 def read_sessions(folder: Path) -> list[RunSession]:
-    """Return the sessions of a run in their order. Rows that are damaged are passed over."""
+    """Return the sessions of a run in their order. Damaged rows are skipped."""
     sessions: list[RunSession] = []
     owner: dict[str, Any] = {}
     for row in read_jsonl(folder / HISTORY):
@@ -124,7 +124,7 @@ def _session(row: dict[str, Any], time: datetime, step: int) -> RunSession:
 
 
 def _still(owner: dict[str, Any], last: datetime) -> str:
-    """Return what a session without an end is doing, as far as this machine can know."""
+    """Return the state of a session without an end, as far as this machine can know it."""
     try:
         process = Process.load(owner)
     except TypeError:
@@ -150,10 +150,10 @@ def _count(value: object) -> int:
 
 def _time(text: object) -> datetime | None:
     try:
-        found = datetime.fromisoformat(str(text))
+        time = datetime.fromisoformat(str(text))
     except ValueError:
         return None
-    return found if found.tzinfo is not None else None
+    return time if time.tzinfo is not None else None
 
 
 def _now() -> datetime:

@@ -1,7 +1,7 @@
 """Draw the report while the run goes on, when it ends and when it fails.
 
-While steps run, another process draws: a page takes a second of work, and steps must not wait for it. It is started at
-most once a minute, works at the lowest priority, and is never waited for.
+While steps run, another process draws, because a page takes a second of work. It is started at most once a minute and
+runs at the lowest priority. No step waits for it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tessera.observe.report.page import REPORT, fresh_page, write_report
 from tessera.runtime import device as devices
 from tessera.runtime.process import usable_cpus
 
-FIRST_S = 15.0  # after the start; a run that is shorter draws when it ends
+FIRST_S = 15.0  # after the start; a shorter run draws when it ends
 EVERY_S = 60.0
 _BEGIN = (
     "import os, sys; os.nice(19); sys.path[:] = {path!r}\n"
     "from tessera.observe.report.page import write_report; write_report({folder!r})"
 )
-# It needs no device: what would look for one is kept from it.
+# The process needs no device.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 log = logging.getLogger("tessera")
@@ -39,7 +39,7 @@ log = logging.getLogger("tessera")
 class LiveReport(Callback):
     """Keep the history of the run, and draw while it goes on and when it fails.
 
-    It is the first callback, and so the last one that hears of an error: what the others write then is on the page.
+    It is the first callback, and so the last one whose `on_error` is called: the other records are complete by then.
     """
 
     def __init__(self, first_s: float = FIRST_S, every_s: float = EVERY_S) -> None:
@@ -66,7 +66,7 @@ class LiveReport(Callback):
         self.end(trainer.step, "failed", f"{type(error).__name__}: {error}")
 
     def end(self, step: int, how: str, reason: str | None = None) -> None:
-        """Write the end of the run, and draw for the last time. An error here is only logged: the run matters more."""
+        """Write the end of the run, and draw for the last time. An error here is logged and does not end the run."""
         if self.history is None:
             return
         self._stop_drawing()
@@ -82,7 +82,7 @@ class LiveReport(Callback):
             return
         begin = _BEGIN.format(path=list(sys.path), folder=str(self._folder.absolute()))
         try:
-            # A session of its own: Ctrl-C in the terminal is meant for the run.
+            # In a new session, so that Ctrl-C in the terminal does not reach it.
             self._drawing = subprocess.Popen(
                 [sys.executable, "-c", begin],
                 stdin=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ class LiveReport(Callback):
 
 
 def hardware_name(device: torch.device) -> str:
-    """Return the name of a device; of a CPU also how much of it there is."""
+    """Return the name of a device, and the number of cores of a CPU."""
     name = devices.name(device)
     return f"{_processor()}, {usable_cpus():g} cores" if name == "CPU" else name
 

@@ -31,15 +31,15 @@ class Plot:
 
 
 def plot_run(folder: Path, names: tuple[str, ...]) -> Plot:
-    """Return the charts of what `metrics.jsonl` calls `names`; by default those of the report."""
+    """Return charts of some names of `metrics.jsonl`; by default the charts of the report."""
     run = read_run(folder)
     if not names:
         return Plot(run.name, charts_of(run))
-    known = names_to_draw(run)
+    recorded = names_to_draw(run)
     for name in names:
-        if name not in known:
+        if name not in recorded:
             raise TesseraError(
-                f"the run recorded no {name!r}", where="plot", allowed=known, nearest=nearest(name, known)
+                f"the run recorded no {name!r}", where="plot", allowed=recorded, nearest=nearest(name, recorded)
             )
     return Plot(run.name, [chart_of(run, name) for name in names])
 

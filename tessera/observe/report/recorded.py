@@ -1,4 +1,4 @@
-"""Read what a run recorded, for those who draw it."""
+"""Read the records of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from tessera.config.reader import read_mapping
 from tessera.config.run_paths import no_run
 from tessera.observe.report.history import RunSession, read_sessions
-from tessera.observe.report.sampling import sample_metrics
 from tessera.runtime import html
-from tessera.runtime.files import read_jsonl
+from tessera.runtime.files import read_jsonl, step_of
 
 METRICS = "metrics.jsonl"
-# What rows of steps hold besides metrics of the objective.
+MOST_ROWS = 10_000  # of steps: a chart has far fewer columns
+# Names in rows of steps besides metrics of the objective.
 _COMMON = {"kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped", "loss_scale", "step_seconds", "data_wait"}
 _COMMON |= {"memory_gib", "peak_memory_gib", "balance", "tflops", "mfu"}
 
@@ -32,8 +32,7 @@ class RecordedRun:
     rows: Sequence[Mapping[str, Any]]
     answers: Sequence[Mapping[str, Any]]
     sessions: Sequence[RunSession]
-    peaks: Sequence[Mapping[str, Any]] = ()  # steps of a long run with high losses that are not among `rows`
-    every: int = 1  # steps between two of `rows`
+    every: int = 1  # steps between two rows of steps
 
     @property
     def name(self) -> str:
@@ -48,17 +47,11 @@ class RecordedRun:
         return [row for row in self.rows if row["kind"] == "train"]
 
     def points(self, key: str) -> list[html.Point]:
-        """Return a number of the steps by step."""
+        """Return a number of steps, as (step, value)."""
         return [(row["step"], row[key]) for row in self.train_rows if _is_number(row.get(key))]
 
-    def with_peaks(self, key: str) -> list[html.Point]:
-        """Return the same for a line of each step, with the highest losses of a long run among them."""
-        found = self.points(key)
-        peaks = [(row["step"], row[key]) for row in self.peaks if row["kind"] == "train" and _is_number(row.get(key))]
-        return sorted([*found, *peaks], key=lambda point: point[0]) if peaks else found
-
     def held_out(self, key: str) -> list[html.Point]:
-        """Return a number of evaluations by step: `loss` is `eval_loss` in the record."""
+        """Return a number of evaluations, as (step, value): `loss` is `eval_loss` in the record."""
         name = f"eval_{key}"
         return [(row["step"], row[name]) for row in self.rows if _is_number(row.get(name))]
 
@@ -72,25 +65,24 @@ class RecordedRun:
         return [name.removeprefix("eval_") for name in names]
 
     def section(self, name: str) -> Mapping[str, Any]:
-        found = self.config.get(name)
-        return found if isinstance(found, dict) else {}
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
 
 
 def read_run(folder: str | Path) -> RecordedRun:
-    """Read a run, also one that is still at work. Raise where the folder is none."""
+    """Read a run, which may still be running. Raise if the folder is no run."""
     folder = Path(folder)
     if not (folder / METRICS).is_file():
         begun = "; a run that has just begun has the file after its first steps"
         raise no_run(folder, METRICS, f"name the folder that `tessera train` made{begun if folder.is_dir() else ''}")
-    metrics = sample_metrics(folder / METRICS)
+    rows, every = _read_metrics(folder / METRICS)
     return RecordedRun(
         folder,
         read_mapping(folder / "config.yaml"),
-        metrics.rows,
+        rows,
         list(_answers(folder)),
         read_sessions(folder),
-        metrics.peaks,
-        metrics.every,
+        every,
     )
 
 
@@ -107,33 +99,50 @@ def smooth(points: Sequence[html.Point]) -> list[html.Point]:
 
 
 def _answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the evaluation of the whole run, or of the last evaluation during the run."""
-    whole = folder / "answers.jsonl"
-    found = (
-        (re.fullmatch(r"answers-step-(\d{1,18})", path.stem), path) for path in folder.glob("answers-step-*.jsonl")
-    )
-    of_steps = sorted((int(name[1]), path) for name, path in found if name is not None)
-    for row in read_jsonl(whole if whole.exists() or not of_steps else of_steps[-1][1]):
+    """Yield the answers of `tessera eval`, or of the last evaluation during the run."""
+    evaluated = folder / "answers.jsonl"
+    files = ((re.fullmatch(r"answers-step-(\d{1,18})", path.stem), path) for path in folder.glob("answers-*.jsonl"))
+    by_step = sorted((int(name[1]), path) for name, path in files if name is not None)
+    for row in read_jsonl(evaluated if evaluated.exists() or not by_step else by_step[-1][1]):
         images = row.get("images")
         yield {
             **{key: str(row.get(key, "")) for key in ("id", "group", "question", "expected", "answer")},
             "correct": bool(row.get("correct")),
-            "images": [str(one) for one in images] if isinstance(images, list) else [],
-            "shown": [_shown_size(one) for one in shown] if isinstance(shown := row.get("shown"), list) else [],
+            "images": [str(path) for path in images] if isinstance(images, list) else [],
+            "copies": [_file(copy) for copy in copies] if isinstance(copies := row.get("shown"), list) else [],
         }
 
 
-def _shown_size(copy: object) -> tuple[str, tuple[int, int]] | None:
-    """Return the file of an image's copy in the run, and the size that the image had; None if the record has none."""
-    if not isinstance(copy, dict) or not isinstance(file := copy.get("file"), str):
-        return None
-    width, height = copy.get("width"), copy.get("height")
-    sizes = [size for size in (width, height) if type(size) is int and 0 < size < 1 << 20]
-    return (file, (sizes[0], sizes[1])) if len(sizes) == 2 else None
+def _file(copy: object) -> str | None:
+    """Return the file of an image's copy in the run; None if the record has none."""
+    file = copy.get("file") if isinstance(copy, dict) else None
+    return file if isinstance(file, str) else None
+
+
+def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], int]:
+    """Return the rows of a record, and the distance of its steps: a long record is thinned to one step in some."""
+    steps: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
+    every, count, last = 1, 0, None
+    for row in read_jsonl(path):
+        if "kind" not in row or step_of(row) is None:
+            continue
+        if row["kind"] != "train":
+            others.append(row)
+            continue
+        count, last = count + 1, row
+        if count % every == 0:
+            steps.append(row)
+        if len(steps) > 2 * MOST_ROWS:
+            steps, every = steps[1::2], 2 * every
+    if last is not None and steps[-1:] != [last]:
+        steps.append(last)
+    thin = others[:: max(1, len(others) // MOST_ROWS)]
+    return sorted([*steps, *thin], key=lambda row: row["step"]), every
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value of a record can be drawn; a whole number too long for a float cannot."""
+    """Return whether a value of a record can be drawn. An integer that is too long for a float cannot."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value.bit_length() < 1000
     return isinstance(value, float)

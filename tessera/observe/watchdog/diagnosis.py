@@ -89,7 +89,7 @@ class CpuUsage:
 
     @property
     def busy(self) -> bool:
-        """Return whether the process computes; True until a whole window was seen."""
+        """Return whether the process computes; True until a full window was observed."""
         (began, spent_s), (now, spent_now_s) = self._seen[0], self._seen[-1]
         if now - began < self._window_s:
             return True
@@ -125,7 +125,7 @@ def collective_of(thread: int) -> str:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Describe what a rank does; it sends this twice a second."""
+    """Describe the activity of a rank, which it sends twice a second."""
 
     rank: int
     count: int  # rises with every heartbeat
@@ -135,7 +135,7 @@ class Heartbeat:
     still_s: float  # how long its main thread has been at this position
     collective: str  # the collective its main thread waits in, if it does
     host: str
-    activity: str  # what explains that it stands still; empty: nothing does
+    activity: str  # the reason for which it stands still; empty: none is known
     busy_silent: tuple[int, ...] = ()  # ranks of its machine that are silent, and use the CPU
 
     def dump(self) -> str:
@@ -153,7 +153,7 @@ class Heartbeat:
 
     @property
     def position(self) -> tuple[int, str, str, bool]:
-        """Return what is equal for ranks that do the same thing; both wait, or neither does."""
+        """Return a key that is equal for ranks at the same place: either all of them wait, or none."""
         return self.step, self.phase, self.module, bool(self.collective)
 
     def where(self) -> str:
@@ -167,7 +167,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """State what is wrong and which ranks cause it."""
+    """Hold a diagnosis and the ranks that cause it."""
 
     kind: str  # lost, stalled, disagree, failed
     ranks: tuple[int, ...]  # the ranks that cause it
@@ -178,8 +178,8 @@ class Verdict:
 
     @staticmethod
     def load(text: str) -> Verdict:
-        found = json.loads(text)
-        return Verdict(found["kind"], tuple(found["ranks"]), found["text"])
+        fields = json.loads(text)
+        return Verdict(fields["kind"], tuple(fields["ranks"]), fields["text"])
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Timeouts:
 def lost(heartbeat: Heartbeat, how: str, witness: Heartbeat) -> Verdict:
     """Return the verdict about a rank that is gone.
 
-    Its last heartbeat may be older than its end. Ranks go in step, so the position of the witness tells where it was.
+    Its last heartbeat may be older than its end. Ranks go in step, so its position was that of the witness.
     """
     text = f"rank {heartbeat.rank} on {heartbeat.host} {how}; its last heartbeat came from {heartbeat.where()}"
     return Verdict("lost", (heartbeat.rank,), f"{text}; rank {witness.rank} is now in {witness.where()}")
@@ -212,7 +212,7 @@ def diagnose(
     witness: Heartbeat,
     busy_silent: Collection[int] = (),
 ) -> Verdict | None:
-    """Return what is wrong with the ranks, or None.
+    """Return a diagnosis of the ranks, or None if nothing is wrong.
 
     `silent_s`: seconds since the last new heartbeat of each rank, by the clock of the witness. `busy_silent`: silent
     ranks whose process is seen to compute: a long call into C keeps their other threads from running.
@@ -261,8 +261,8 @@ def _disagreement(present: Sequence[Heartbeat]) -> Verdict:
 
 def _holds_up(present: Sequence[Heartbeat], still: float) -> Verdict:
     """Return the verdict about the ranks that the others wait for."""
-    # Ranks in a collective wait for one that is in none, above all for one that nothing explains. Where no rank is seen
-    # in a collective (the queue of an accelerator waits, not its host), they wait for the one furthest behind.
+    # The culprit is a rank outside of any collective, first one with no known activity. If no rank is in a collective
+    # on the host (the queue of an accelerator waits), it is the rank furthest behind.
     idle = [heartbeat for heartbeat in present if not heartbeat.collective]
     idle = [heartbeat for heartbeat in idle if heartbeat.activity == UNEXPLAINED] or idle
     if len(idle) == len(present):

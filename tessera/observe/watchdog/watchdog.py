@@ -60,7 +60,7 @@ FAILURE_FILE = Path("logs") / "failure.json"
 _HEARTBEAT_S = 0.5
 _GRACE_S = 5.0  # an error that all ranks raise together is reported by each rank itself
 _USER_PHASES = ("reporting",)  # phases of a step that call users' code, which may take long
-_PUBLISH_S = 2.0  # publishing a verdict must not take longer: the store may be what is lost
+_PUBLISH_S = 2.0  # publishing a verdict must not take longer: the store itself may be lost
 
 
 class Watchdog(Callback):
@@ -281,7 +281,7 @@ class Watchdog(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_text(json.dumps({**json.loads(verdict.dump()), "time": time.time()}), encoding="utf-8")
             os.replace(fresh, path)
-        except OSError as error:  # the folder may be what failed
+        except OSError as error:  # the folder itself may have failed
             logs.to_file(logging.WARNING, f"{path} could not be written: {error.strerror}")
 
 
@@ -317,8 +317,8 @@ class HeartbeatChannel:
         first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))
         ranks = range(max(0, first), min(self.size, first + local))
         texts = self._store.multi_get([f"process/{rank}" for rank in ranks])
-        found = {rank: Process.load(json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
-        return {rank: process for rank, process in found.items() if process.visible()}
+        processes = {rank: Process.load(json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
+        return {rank: process for rank, process in processes.items() if process.visible()}
 
     def _talk(self) -> None:
         while not self._stop.wait(self.interval):
@@ -390,7 +390,7 @@ class HeartbeatChannel:
 def _own_connection() -> Store:
     """Return a second connection to the store of the default group, under a prefix that this process never used."""
     generator = torch.Generator()
-    generator.seed()  # not from the run's random streams: watching must not change what is trained
+    generator.seed()  # not from the run's random streams: watching must not change the training
     nonce = torch.randint(2**62, (1,), dtype=torch.int64, generator=generator)
     dist.broadcast(nonce, src=0)
     connection: Store = default_store().clone()  # type: ignore[attr-defined]

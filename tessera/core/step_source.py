@@ -1,0 +1,72 @@
+"""Define where the trainer gets the micro-batches of its steps from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from tessera.core.batch import Batch
+from tessera.core.task import Task
+from tessera.runtime.distributed import World
+
+
+class StepSource(ABC):
+    """Give this rank's micro-batches, one step after another.
+
+    The loader of a data set is a step source (`tessera.training.steps.LoaderSteps`). So is a rollout that generates its
+    batches with the weights being trained, and so is a list of batches in a test. `start` and `next_step` must be
+    written. The other members are abilities; by default a source does not have them.
+
+    The trainer calls `setup` once. It then calls `load_state_dict` where it resumes, `start`, and `next_step` for every
+    step. After training went back to an earlier step, `load_state_dict` and `start` are called again.
+
+    A resume is bitwise if the micro-batches of a step depend on nothing but the step, the weights and the state of the
+    source. So random numbers are drawn from a seed and the step (`tessera.runtime.rng.generator`).
+    """
+
+    def setup(self, module: nn.Module, task: Task, world: World) -> None:  # noqa: B027
+        """Take the trained model, the task and the ranks. The weights of the model are filled by the first `start`."""
+
+    @abstractmethod
+    def start(self, step: int, row: int) -> None:
+        """Begin behind the first `step` steps. `row`: the number of rows that these steps have used."""
+
+    @abstractmethod
+    def next_step(self) -> Sequence[Batch]:
+        """Return the micro-batches of the next step, on the device of this rank."""
+
+    def close(self) -> None:  # noqa: B027
+        """End processes and close files. `start` may be called again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the steps that were given, as JSON can hold it. Each rank restores rank 0's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Restore the state of a checkpoint. An empty one is the state before the first step."""
+
+    # ------------------------------------------------------------------------------------------ for the guard
+
+    @property
+    def can_read_again(self) -> bool:
+        """Return whether `read_again` works."""
+        return False
+
+    def read_again(self, rows: Sequence[int], without: Collection[str] = ()) -> Batch:
+        """Return a micro-batch of these rows once more, on the host.
+
+        `without`: ids of samples to leave out. It is empty unless `can_leave_out`.
+        """
+        raise NotImplementedError
+
+    @property
+    def can_leave_out(self) -> bool:
+        """Return whether `leave_out` works, and `read_again` with some samples left out."""
+        return False
+
+    def leave_out(self, samples: Mapping[str, str]) -> None:
+        """Leave samples out of the steps after the next `start`. `samples`: the reason by id."""
+        raise NotImplementedError

@@ -1,0 +1,93 @@
+"""Give the steps of a data set to the trainer, and wait for the data of a step until the run is asked to stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from tessera.core.batch import Batch
+from tessera.core.row_source import RowSource
+from tessera.core.step_source import StepSource
+from tessera.data.loader.loader import Loader
+
+_READ_AGAIN = "left out of a probe"  # the reason that a batch names for samples that the guard tests apart
+
+
+class LoaderSteps(StepSource):
+    """Read the rows of a data set through a loader. Its position is a row number, so it has no state."""
+
+    def __init__(self, rows: RowSource, open_loader: Callable[[RowSource, int], Loader]) -> None:
+        """Keep the rows of this rank. `open_loader`: returns a loader of rows, from a row on."""
+        self._rows, self._open_loader = rows, open_loader
+        self._left_out: dict[str, str] = {}
+        self._loader: Loader | None = None
+
+    def start(self, step: int, row: int) -> None:
+        self.close()
+        self._loader = self._open_loader(self._without({}), row)
+
+    def next_step(self) -> Sequence[Batch]:
+        assert self._loader is not None, "`start` opens it"
+        return next(self._loader)
+
+    def close(self) -> None:
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.close()
+
+    @property
+    def can_read_again(self) -> bool:
+        return True
+
+    @property
+    def can_leave_out(self) -> bool:
+        return self._rows.without({}) is not None
+
+    def leave_out(self, samples: Mapping[str, str]) -> None:
+        self._left_out |= samples
+
+    def read_again(self, rows: Sequence[int], without: Collection[str] = ()) -> Batch:
+        return self._without(dict.fromkeys(without, _READ_AGAIN)).batch(rows)
+
+    def _without(self, samples: Mapping[str, str]) -> RowSource:
+        samples = {**self._left_out, **samples}
+        return (self._rows.without(samples) or self._rows) if samples else self._rows
+
+
+class WaitEnded(BaseException):
+    """End the wait for data, because the run was asked to stop. It is no error, so that no sample is blamed for it."""
+
+
+class DataWait:
+    """Wait for the data of a step. A stop ends the wait.
+
+    Data may be minutes away (a hub that does not answer), and a scheduler that stops a run gives it seconds. Ranks
+    agree on a step when they have its data, so a rank that gives up leaves no other rank in the middle of a step.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # spent in waiting since the start
+        self._thread: int | None = None  # the one that waits
+
+    def next_step(self, source: StepSource, is_stopping: Callable[[], bool]) -> Sequence[Batch] | None:
+        """Return the micro-batches of the next step; None if a stop was requested before they were there."""
+        started = time.perf_counter()
+        try:
+            self._thread = threading.get_ident()
+            if is_stopping():
+                return None
+            microbatches = source.next_step()
+            self._thread = None
+        except WaitEnded:
+            return None
+        finally:
+            self._thread = None
+            self.seconds += time.perf_counter() - started
+        return microbatches
+
+    def end(self) -> None:
+        """Raise `WaitEnded` in the thread that waits. Called by a signal handler, which runs in that thread."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+            raise WaitEnded
