@@ -1,5 +1,5 @@
-"""A model with two encoders trains like one process however its parts are split, also on batches without input for
-one of them, or for both."""
+"""A model with two encoders, and with one or two heads, trains like one process however its parts are split, also on
+batches without input for one encoder, or for both."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ DEPTH = 2 * (CONFIG.layers + max(CONFIG.image_layers, CONFIG.audio_layers))
 TOLERANCE = 4 * torch.finfo(torch.float32).eps * math.sqrt(ELEMENTS + DEPTH * 4 * CONFIG.image_hidden)
 
 
-def case(name: str, world: int, parallel: dict[str, Any], present: tuple[str, ...] = ("image", "audio")) -> Case:
-    options = {} if len(present) == 2 else {"data.options": {"present": list(present)}}
+def case(
+    name: str, world: int, parallel: dict[str, Any], present: tuple[str, ...] = ("image", "audio"), heads: int = 1
+) -> Case:
+    options: dict[str, Any] = {} if len(present) == 2 else {"data.options": {"present": list(present)}}
+    if heads == 2:
+        options |= {"model.config": {"codes": 12}, "train.task": "tests.toys.two_head_task"}
     return Case(name, world, parallel, options, "encoders")
 
 
@@ -36,6 +40,11 @@ CASES = [
     case("cp 2, patches shared, audio distributed", 2, {"cp": 2, "encoders": {"image": {"cp": 2}}}),
     case("pp 2, split in the first encoder", 2,
          {"pp": 2, "layers": {"image": [1, 1], "audio": [0, 2], "text": [0, 2]}}),
+]  # fmt: skip
+TWO_HEADS = [
+    case("two heads, fsdp 2", 2, {}, heads=2),
+    case("two heads, tp 2, sequence parallel", 2, {"tp": 2, "sequence_parallel": True}, heads=2),
+    case("two heads, pp 2", 2, {"pp": 2, "layers": {"image": [2, 0], "audio": [1, 1], "text": [0, 2]}}, heads=2),
 ]  # fmt: skip
 MORE = [
     case("fsdp 2, no audio in any batch", 2, {}, ("image",)),
@@ -68,9 +77,9 @@ def check(cases: list[Case], folder: Path) -> None:
         assert row["bytes"] < 0.01, (name, row)
 
 
-def test_every_split_trains_like_one_process(tmp_path: Path) -> None:
+def test_every_split_trains_like_one_process_with_one_head_and_with_two(tmp_path: Path) -> None:
     # On two ranks of one row each has every row: four micro-batches go the ways of eight.
-    check([replace(one, model={**one.model, "train.global_batch": 4}) for one in CASES], tmp_path)
+    check([replace(each, model={**each.model, "train.global_batch": 4}) for each in [*CASES, *TWO_HEADS]], tmp_path)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from torch import nn
 from tessera.config.reader import Section
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, TensorStyle
+from tessera.core.outputs import LANGUAGE_OUTPUTS
 from tessera.core.spec import Component, ModelSpec
 from tessera.models.text.decoder import TEXT_STREAM
 from tessera.nn.causal_lm import LanguageModel
@@ -132,4 +133,5 @@ SPEC = ModelSpec(
     main=Component(build=build, plan=plan),
     presets={"tiny": {}},
     example=example,
+    outputs=LANGUAGE_OUTPUTS,
 )

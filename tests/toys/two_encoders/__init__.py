@@ -1,6 +1,8 @@
-"""A family with two encoders: patches of images and frames of audio become elements of one decoder's sequence.
+"""A family with two encoders and, if asked for, two heads: patches of images and frames of audio become elements of one
+decoder's sequence, whose hidden states are read by a head for tokens and a head for codes of audio.
 
-The two differ in everything that a split depends on: width, number of heads, layers, and elements that make one token.
+The encoders differ in everything that a split depends on: width, number of heads, layers, and elements that make one
+token.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from tessera.config.reader import Section
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.outputs import LANGUAGE_OUTPUTS
 from tessera.core.spec import Component, ModelSpec
 from tessera.models.text.decoder import TEXT_STREAM
 from tessera.nn.decoder import DecoderShape, TextDecoder
@@ -22,6 +25,7 @@ from tessera.nn.vit import VisionBlock, VisionShape
 from tessera.ops.pointwise import Rope
 
 PER_SLOT = 4  # elements of either encoder that make one token
+CODES = "codes"  # the output of the second head
 
 
 class TwoEncoderConfig(Section):
@@ -33,6 +37,7 @@ class TwoEncoderConfig(Section):
     audio_hidden: int = 16
     audio_layers: int = 2
     values: int = 6  # numbers in a patch, and in a frame
+    codes: int = 0  # entries of the second head's vocabulary; 0: there is no second head
 
 
 class SequenceEncoder(nn.Module):
@@ -109,9 +114,9 @@ def build(config: TwoEncoderConfig) -> MultimodalModel:
             rope=Rope(config.hidden // 4, 1e4),
         )
     )
-    found = streams(config)
-    return MultimodalModel(
-        [Encoder(found[name], config.hidden) for name in ("image", "audio")],
+    inputs = streams(config)
+    model = MultimodalModel(
+        [Encoder(inputs[name], config.hidden) for name in ("image", "audio")],
         {
             "image": SequenceEncoder("patches", "image", config.values, image),
             "image_projector": PatchMerger(image.hidden, image.merge, config.hidden),
@@ -122,6 +127,9 @@ def build(config: TwoEncoderConfig) -> MultimodalModel:
         nn.Linear(config.hidden, config.vocab, bias=False),
         0.2,
     )
+    if config.codes:
+        model.add_head(CODES, "code_head", nn.Linear(config.hidden, config.codes, bias=False))
+    return model
 
 
 def plan(config: TwoEncoderConfig) -> ModelPlan:
@@ -147,6 +155,7 @@ def plan(config: TwoEncoderConfig) -> ModelPlan:
         "text.layers.{*}.mlp.down.weight": "row",
         "text.norm.weight": "sequence",
         "head.weight": "vocab",
+        **({"code_head.weight": "vocab"} if config.codes else {}),
     }
     # Inside of the second encoder the embeddings of the first one travel along: at most one for each token.
     second = StageActivation(PER_SLOT + 1, max(config.hidden, config.audio_hidden))
@@ -165,6 +174,7 @@ def plan(config: TwoEncoderConfig) -> ModelPlan:
             PipelineUnit("text.layers.{*}", 1.0, "text", decoder),
             PipelineUnit("text.norm", 0.0),
             PipelineUnit("head", 1.0),
+            *([PipelineUnit("code_head", 1.0)] if config.codes else []),
         ),
         streams=streams(config),
         attention=("{image,audio}.blocks.{*}.attn.core", "text.layers.{*}.attn.core"),
@@ -174,7 +184,7 @@ def plan(config: TwoEncoderConfig) -> ModelPlan:
             "text.layers.{*}.attn.q": 4,
             "text.layers.{*}.attn.{k,v}": 2,
         },
-        fsdp_root=("text.embed", "head"),
+        fsdp_root=("text.embed", "head", *(["code_head"] if config.codes else [])),
     )
 
 
@@ -205,4 +215,5 @@ SPEC = ModelSpec(
     main=Component(build=build, plan=plan),
     presets={"tiny": {}},
     example=example,
+    outputs=(*LANGUAGE_OUTPUTS, CODES),
 )
