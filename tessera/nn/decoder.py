@@ -86,7 +86,7 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(shape)
         self.mlp_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.mlp = GatedMLP(shape.hidden, shape.intermediate) if mlp is None else mlp
-        self.routed = isinstance(mlp, MoE)  # asked once: a wrapper around it would hide what it is
+        self.routed = isinstance(mlp, MoE)  # before a wrapper around it hides its class
         self.attn_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
         self.mlp_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
 
@@ -102,8 +102,8 @@ class DecoderLayer(nn.Module):
         attended = self.attn(self.attn_norm(x), angles, segments, cache)
         x = x + (attended if self.attn_out_norm is None else self.attn_out_norm(attended))
         normed = self.mlp_norm(x)
-        made, used = self.mlp(normed, rows) if self.routed else (self.mlp(normed), None)
-        out: Tensor = x + (made if self.mlp_out_norm is None else self.mlp_out_norm(made))
+        update, used = self.mlp(normed, rows) if self.routed else (self.mlp(normed), None)
+        out: Tensor = x + (update if self.mlp_out_norm is None else self.mlp_out_norm(update))
         return out if used is None else (out, used)
 
 

@@ -74,9 +74,9 @@ class TimeEmbedding(FeedForward):
 def time_index(batch: Batch) -> Tensor | None:
     """Return which of `timesteps` belongs to each element of the main sequence: that of its sample, unless the batch
     has a `time_index` (tokens of one sample at few different times). None: every element has one of its own."""
-    found = batch.get("time_index")
-    if found is not None:
-        return found
+    index = batch.get("time_index")
+    if index is not None:
+        return index
     samples = batch["sample_index"]
     return None if 1 < batch["timesteps"].shape[0] == samples.shape[0] else samples
 
@@ -106,8 +106,8 @@ def spread(values: Tensor, index: Tensor | None) -> Tensor:
     value for each element already."""
     if values.shape[0] == 1 or index is None:
         return values
-    found: Tensor = _Spread.apply(values, index)  # type: ignore[no-untyped-call]
-    return found
+    tokens: Tensor = _Spread.apply(values, index)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 class Modulation(nn.Module):

@@ -77,21 +77,21 @@ def joint_layout(batch: Batch, angles: Angles | None = None, *, rotate_text: boo
     text, latents, samples = batch["text_index"], batch["latent_index"], batch["sample_index"]
     segments, order = batch.segments["latents"], torch.cat([text, latents])
     assert order.shape == samples.shape, "every element of the main sequence is either text or a latent"
-    one = segments.bounds.numel() == 2
+    single = segments.bounds.numel() == 2
 
     def of(index: Tensor) -> Angles | None:
         return None if angles is None else Angles(angles.cos[index], angles.sin[index])
 
     return JointLayout(
         segments,
-        samples[order] if one else samples,
+        samples[order] if single else samples,
         samples[text],
         samples[latents],
-        angles=of(order) if one else angles,
+        angles=of(order) if single else angles,
         text_angles=of(text) if rotate_text else None,
         latent_angles=of(latents),
-        order=None if one else order,
-        inverse=None if one else order.argsort(),
+        order=None if single else order,
+        inverse=None if single else order.argsort(),
     )
 
 
@@ -122,8 +122,8 @@ class _Permuted(torch.autograd.Function):
 
 
 def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    found: Tensor = _Permuted.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return found
+    permuted: Tensor = _Permuted.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return permuted
 
 
 class HeadNorms(nn.Module):
@@ -159,13 +159,13 @@ class JointAttention(nn.Module):
         self.rest = rest
 
     def forward(self, latents: Tensor, text: Tensor, layout: JointLayout) -> tuple[Tensor, Tensor | None]:
-        own = self.latent_norm(*self.latent(latents), layout.latent_angles)
-        texts = self.text_norm(*self.text(text), layout.text_angles)
-        q, k, v = (layout.join(*both) for both in zip(texts, own, strict=True))
-        found_text, found = layout.split(self.core(q, k, v, layout.segments).flatten(1))
+        latent_qkv = self.latent_norm(*self.latent(latents), layout.latent_angles)
+        text_qkv = self.text_norm(*self.text(text), layout.text_angles)
+        q, k, v = (layout.join(*both) for both in zip(text_qkv, latent_qkv, strict=True))
+        attended_text, attended = layout.split(self.core(q, k, v, layout.segments).flatten(1))
         if self.rest != "computed" or self.text_out is None:
-            return self.latent_out(found), None
-        return self.latent_out(found), self.text_out(found_text)
+            return self.latent_out(attended), None
+        return self.latent_out(attended), self.text_out(attended_text)
 
 
 class LatentAttention(nn.Module):
@@ -181,12 +181,12 @@ class LatentAttention(nn.Module):
         self.latent_out = nn.Linear(size, size)
 
     def forward(self, latents: Tensor, layout: JointLayout) -> Tensor:
-        own = self.latent_norm(*self.latent(latents), layout.latent_angles)
+        qkv = self.latent_norm(*self.latent(latents), layout.latent_angles)
         texts = layout.text_samples.shape[0]
-        q, k, v = (layout.join(x.new_zeros(texts, *x.shape[1:]), x) for x in own)
+        q, k, v = (layout.join(x.new_zeros(texts, *x.shape[1:]), x) for x in qkv)
         assert layout.kinds is not None
-        _, found = layout.split(self.core(q, k, v, layout.kinds).flatten(1))
-        out: Tensor = self.latent_out(found)
+        _, attended = layout.split(self.core(q, k, v, layout.kinds).flatten(1))
+        out: Tensor = self.latent_out(attended)
         return out
 
 
@@ -226,17 +226,17 @@ class DoubleBlock(nn.Module):
             modulated_norm(text, text_shift, text_scale, self.eps),
             layout,
         )
-        made = gated_sum(latents, attended, gate)
+        out = gated_sum(latents, attended, gate)
         if self.attn2 is not None:
             shift, scale, gate = second
-            made = gated_sum(made, self.attn2(modulated_norm(latents, shift, scale, self.eps), layout), gate)
-        made = gated_sum(made, self.latent_mlp(modulated_norm(made, mlp_shift, mlp_scale, self.eps)), mlp_gate)
+            out = gated_sum(out, self.attn2(modulated_norm(latents, shift, scale, self.eps), layout), gate)
+        out = gated_sum(out, self.latent_mlp(modulated_norm(out, mlp_shift, mlp_scale, self.eps)), mlp_gate)
         if attended_text is not None:
             assert self.text_mlp is not None
             gate, mlp_shift, mlp_scale, mlp_gate = of_text
             text = gated_sum(text, attended_text, gate)
             text = gated_sum(text, self.text_mlp(modulated_norm(text, mlp_shift, mlp_scale, self.eps)), mlp_gate)
-        return made, text
+        return out, text
 
 
 class SingleBlock(nn.Module):

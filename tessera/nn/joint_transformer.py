@@ -98,15 +98,17 @@ class Embeddings(nn.Module):
         times = batch["timesteps"]
         if self.reference_time:  # every sample has two conditions: by its time, and by time 0
             times = torch.cat([times, torch.zeros_like(times)])
-        found: Tensor = self.time(times).to(dtype)
+        condition: Tensor = self.time(times).to(dtype)
         if self.guidance is not None:
-            found = found + self.guidance(batch["guidance"] * GUIDANCE_UNIT)
+            condition = condition + self.guidance(batch["guidance"] * GUIDANCE_UNIT)
         if self.pooled is not None:
-            found = found + self.pooled(batch["pooled"].to(dtype))
+            condition = condition + self.pooled(batch["pooled"].to(dtype))
         if self.kind is not None:
             kinds = batch.get("additional_t_cond")  # without it, all samples are of the first kind
-            found = found + self.kind(found.new_zeros(len(found), dtype=torch.int64) if kinds is None else kinds)
-        return found
+            if kinds is None:
+                kinds = condition.new_zeros(len(condition), dtype=torch.int64)
+            condition = condition + self.kind(kinds)
+        return condition
 
 
 class Head(nn.Module):

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tessera.core.batch import IGNORE, Batch
-from tessera.lora.modules import LoraExperts
-from tessera.lora.select import EXPERT_WEIGHTS
 from tessera.ops.moe import (
     NO_ADAPTERS,
+    AdaptsExperts,
     ExpertAdapters,
     ExpertOrder,
     collect_rows,
@@ -52,8 +51,8 @@ class MoEShape:
 class RowIds:
     """Hold the packed row of each token.
 
-    Experts are balanced per row, because a row lies in one micro-batch under every layout: every split of a global
-    batch then gives the same loss. Padding (a segment without trained labels) does not count; prompts do.
+    Experts are balanced per row, because a row is in one micro-batch under every layout: every split of a global batch
+    then gives the same loss. Padding (a segment without trained labels) does not count; prompts do.
     """
 
     row: Tensor  # [T] int64: row of each token
@@ -62,7 +61,7 @@ class RowIds:
 
 
 class RowSum(nn.Module):
-    """Return the input: a single rank has whole rows, so there is nothing to sum.
+    """Return the input: a single rank has all tokens of a row, so there is nothing to sum.
 
     Where several ranks share a row, `parallel` replaces this module by one that sums over them, without a gradient.
     """
@@ -94,9 +93,9 @@ class TokenRows(RowStatistics):
         row = index // (tokens // count)
         segment = torch.searchsorted(segments.bounds[1:], index.to(segments.bounds.dtype), right=True)
         trained = (labels != IGNORE).float()
-        found = torch.zeros(count + segment_count, device=labels.device)
-        found = self.row_total(found.index_add(0, row, trained).index_add(0, count + segment, trained))
-        return RowIds(row, found[count:].index_select(0, segment) > 0, found[:count])
+        totals = torch.zeros(count + segment_count, device=labels.device)  # of rows, then of segments
+        totals = self.row_total(totals.index_add(0, row, trained).index_add(0, count + segment, trained))
+        return RowIds(row, totals[count:].index_select(0, segment) > 0, totals[:count])
 
 
 # ---------------------------------------------------------------------------------------------- choosing
@@ -123,7 +122,8 @@ class Balance(ExpertBalance):
 
     def forward(self, out: Tensor, shares: Tensor, ids: Tensor, rows: RowIds) -> tuple[Tensor, Tensor | None]:
         """Return `out` unchanged, and statistics [2, R, E]: per row, how often each expert was chosen, and the sum of
-        its router probabilities. Both cover whole rows; gradients flow through the probabilities of own tokens."""
+        its router probabilities. Both are over all tokens of a row; gradients flow through the probabilities of this
+        rank's tokens."""
         counts = None
         if self.coefficient > 0 or (self.loads is not None and out.requires_grad):
             counts = self._choices(shares, ids, rows)
@@ -133,9 +133,9 @@ class Balance(ExpertBalance):
             out = _CountLoads.apply(out, counts.sum(0), self.loads)  # type: ignore[no-untyped-call]
         if self.coefficient == 0:
             return out, None
-        own = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
+        sums = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
         # Ranks that share the tokens of one loss all have its full value, and each the gradient of its own tokens.
-        summed = own + (self.part_total(own.detach()) - own.detach())
+        summed = sums + (self.part_total(sums.detach()) - sums.detach())
         return out, torch.stack([self.row_total(counts), summed])
 
     @torch.no_grad()
@@ -144,8 +144,8 @@ class Balance(ExpertBalance):
         shape = (rows.trained.shape[0], shares.shape[1])
         counted = rows.counts.float().unsqueeze(1).expand_as(ids)
         where = rows.row.unsqueeze(1) * shape[1] + ids
-        found = torch.zeros(shape, device=shares.device)
-        return found.view(-1).index_add(0, where.flatten(), counted.flatten()).view(shape)
+        zeros = torch.zeros(shape, device=shares.device)
+        return zeros.view(-1).index_add(0, where.flatten(), counted.flatten()).view(shape)
 
 
 def balance_loss(used: Tensor, top_k: int, rows: RowIds) -> Tensor:
@@ -229,11 +229,12 @@ class Dispatch(nn.Module):
 
 
 class Experts(StackedExperts):
-    """Hold gated MLPs of one shape with stacked weights. Adapters may be added beside them, as children."""
+    """Hold gated MLPs of one shape with stacked weights. Adapters may be added as children, by the names that
+    transformers has for the weights."""
 
-    adapted_weights = EXPERT_WEIGHTS
-    gate_up_proj: LoraExperts | None
-    down_proj: LoraExperts | None
+    adapted_weights = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # noqa: RUF012
+    gate_up_proj: AdaptsExperts | None
+    down_proj: AdaptsExperts | None
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()

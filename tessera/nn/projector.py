@@ -79,8 +79,8 @@ class DeepStackMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         last, *tapped = torch.split(x, self.features, dim=-1)
-        made = [self.last(last), *(merge(part) for merge, part in zip(self.taps, tapped, strict=True))]
-        return torch.cat(made, dim=-1)
+        embeddings = [self.last(last), *(merge(part) for merge, part in zip(self.taps, tapped, strict=True))]
+        return torch.cat(embeddings, dim=-1)
 
 
 class DownsampleMerger(nn.Module):

@@ -183,8 +183,8 @@ class VisionBlock(nn.Module):
     def forward(self, x: Tensor, angles: Angles | None, segments: Segments) -> Tensor:
         attended = self.attn(self.attn_norm(x), angles, segments)
         x = x + (attended if self.attn_scale is None else self.attn_scale(attended))
-        made = self.mlp(self.mlp_norm(x))
-        out: Tensor = x + (made if self.mlp_scale is None else self.mlp_scale(made))
+        inner = self.mlp(self.mlp_norm(x))
+        out: Tensor = x + (inner if self.mlp_scale is None else self.mlp_scale(inner))
         return out
 
 
@@ -206,10 +206,10 @@ class PatchPositions(nn.Module):
         if weights is None:
             return x + self.weight.index_select(0, index).to(x.dtype)
         # One neighbour after another: all at once would take K times the memory of the features.
-        found = torch.zeros_like(x, dtype=torch.float32)
+        positions = torch.zeros_like(x, dtype=torch.float32)
         for at, share in zip(index.unbind(1), weights.float().unbind(1), strict=True):
-            found = found + share.unsqueeze(-1) * self.weight.index_select(0, at)
-        return x + found.to(x.dtype)
+            positions = positions + share.unsqueeze(-1) * self.weight.index_select(0, at)
+        return x + positions.to(x.dtype)
 
 
 class VisionEncoder(nn.Module):

@@ -42,8 +42,8 @@ def packed_attention(
     """
     if q.shape[0] == 0:
         return q
-    left, right = (-1, -1) if window is None else window
-    bounds = (left, 0 if causal else right)
+    earlier, later = (-1, -1) if window is None else window
+    bounds = (earlier, 0 if causal else later)
     variant = {(-1, -1): "full", (-1, 0): "causal"}.get(bounds, "window")
     run = PACKED_ATTENTION.choose(implementation, variant, q.device, q.dtype)
     out: Tensor = run(q, k, v, segments, bounds, q.shape[-1] ** -0.5 if scale is None else scale)
@@ -75,16 +75,16 @@ def attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 def _window_mask(length: int, window: Window, device: torch.device) -> Tensor | None:
     """Return a mask [length, length], true where the row's token attends to the column's; None: everywhere."""
-    left, right = window
-    if left < 0 and right < 0:
+    earlier, later = window
+    if earlier < 0 and later < 0:
         return None
     at = torch.arange(length, device=device)
     ahead = at.unsqueeze(0) - at.unsqueeze(1)
     mask = ahead.new_ones((), dtype=torch.bool)
-    if left >= 0:
-        mask = mask & (ahead >= -left)
-    if right >= 0:
-        mask = mask & (ahead <= right)
+    if earlier >= 0:
+        mask = mask & (ahead >= -earlier)
+    if later >= 0:
+        mask = mask & (ahead <= later)
     return mask
 
 

@@ -54,8 +54,8 @@ def block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, k and v through this block, given output `out` and `lse` over all keys."""
     run = BLOCK_ATTENTION_BACKWARD.choose(implementation, _variant(segments, causal), q.device, q.dtype)
-    found: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, segments, causal, scale)
-    return found
+    gradients: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, segments, causal, scale)
+    return gradients
 
 
 def join(out: Tensor, lse: Tensor, rows: slice, other: Tensor, other_lse: Tensor) -> None:
@@ -106,13 +106,13 @@ def _eager_backward(
     heads, kv_heads = q.shape[1], k.shape[1]
     for at in _slices(segments):
         weights = (_scores(q[at], k[at], causal, scale) - lse[:, at].unsqueeze(-1)).exp()  # [H, Lq, Lk]
-        given = _by_head(grad[at], heads)
-        mean = (given * _by_head(out[at], heads)).sum(-1, keepdim=True)
-        inner = weights * (given @ _by_head(v[at], heads).transpose(1, 2) - mean) * scale
+        head_grads = _by_head(grad[at], heads)
+        mean = (head_grads * _by_head(out[at], heads)).sum(-1, keepdim=True)
+        inner = weights * (head_grads @ _by_head(v[at], heads).transpose(1, 2) - mean) * scale
         dq, dk, dv = (
             inner @ _by_head(k[at], heads),
             inner.transpose(1, 2) @ _by_head(q[at], heads),
-            weights.transpose(1, 2) @ given,
+            weights.transpose(1, 2) @ head_grads,
         )
         dk, dv = (x.reshape(kv_heads, -1, *x.shape[1:]).sum(1) for x in (dk, dv))
         parts.append((dq, dk, dv))

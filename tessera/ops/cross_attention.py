@@ -44,8 +44,8 @@ def packed_cross_attention(
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
     outputs = []
-    for own, keys, values in _by_sample(q, k, v, q_segments, k_segments):
-        scores = torch.einsum("thd,lhd->htl", own, keys) * scale
+    for queries, keys, values in _by_sample(q, k, v, q_segments, k_segments):
+        scores = torch.einsum("thd,lhd->htl", queries, keys) * scale
         weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         outputs.append(torch.einsum("htl,lhd->thd", weights, values))
     return torch.cat(outputs)
@@ -168,8 +168,8 @@ def _backward(
         dq, dk, dv = first_segment_backward(grad, q, k, v, out, lse.flatten(), first, scale)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     grad, q, k, v, out = (pad_heads(x) for x in (grad, q, k, v, out))
-    found = flash_attention_backward(grad, q, k, v, out, lse, (bounds, key_bounds), longest, False, scale)
-    dq, dk, dv = (x[..., :size].contiguous() for x in found)
+    gradients = flash_attention_backward(grad, q, k, v, out, lse, (bounds, key_bounds), longest, False, scale)
+    dq, dk, dv = (x[..., :size].contiguous() for x in gradients)
     return dq, dk, dv
 
 

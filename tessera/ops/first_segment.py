@@ -64,10 +64,10 @@ def first_segment_backward(
     (at, key_at), heads = first, q.shape[1]
     ends = ((grad, at), (q, at), (k, key_at), (v, key_at), (out, at))
     sums, rest_sums = lse[: heads * at], lse[heads * at :]
-    found = cudnn_attention_backward(
+    gradients = cudnn_attention_backward(
         [x[None, :end].transpose(1, 2) for x, end in ends], sums.view(1, heads, at, 1), False, scale
     )
-    dq, dk, dv = (x.transpose(1, 2)[0] for x in found)
+    dq, dk, dv = (x.transpose(1, 2)[0] for x in gradients)
     if at == q.shape[0] and key_at == k.shape[0]:
         return dq, dk, dv
     grad, q, k, v, out = (x[end:] for x, end in ends)

@@ -77,13 +77,13 @@ def _backward(
     longest, rows, first = extent.tolist()
     kernel, count = _select_kernel(q, k, bounds, longest, rows, first, causal)
     heads, length = q.shape[1], q.shape[0] // count
-    found: Gradients
+    gradients: Gradients
     if kernel == "cudnn and flash":
         dq, dk, dv = first_segment_backward(grad, q, k, v, out, lse, (first, first), scale)
     elif kernel == "cudnn":
         per_row = [_split(x, count).transpose(1, 2) for x in (grad, q, k, v, out)]
-        found = cudnn_attention_backward(per_row, lse.view(count, heads, length, 1), causal, scale)
-        dq, dk, dv = (x.transpose(1, 2) for x in found)
+        gradients = cudnn_attention_backward(per_row, lse.view(count, heads, length, 1), causal, scale)
+        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     elif kernel == "short":
         from tessera.ops.short_attention import short_attention_backward
 

@@ -63,9 +63,9 @@ def adapted_linear(x: Tensor, product: Tensor, a: Tensor, b: Tensor, scale: floa
     assert isinstance(x, DTensor), "the input of a tensor-parallel layer is a DTensor"
     # Each rank's gradient of the input is partial, as it is for the layer itself.
     slope = [Partial() if placement.is_replicate() else placement for placement in x.placements]
-    own = _low_rank(x.to_local(grad_placements=slope), local_shard(a), local_shard(b), dropout)
+    local = _low_rank(x.to_local(grad_placements=slope), local_shard(a), local_shard(b), dropout)
     beside = DTensor.from_local(
-        scale * own,
+        scale * local,
         product.device_mesh,
         product.placements,
         run_check=False,
@@ -102,11 +102,11 @@ def dora_linear(
 
 def row_lengths(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return the lengths of the rows of `weight` + `scale` `b` @ `a` in fp32, without making that matrix."""
-    own = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+    squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
     wide_a, wide_b = a.float(), b.float()
     crossed = (F.linear(weight, a.to(weight.dtype)).float() * wide_b).sum(1)
     added = ((wide_b @ (wide_a @ wide_a.T)) * wide_b).sum(1)
-    lengths: Tensor = (own + 2 * scale * crossed + scale**2 * added).clamp(min=0).sqrt()
+    lengths: Tensor = (squares + 2 * scale * crossed + scale**2 * added).clamp(min=0).sqrt()
     return lengths
 
 

@@ -81,13 +81,13 @@ def _loss_and_grad(
         if not with_grad:
             return loss, None
         return loss, logits.exp_().scatter_add_(1, targets, logits.new_full(targets.shape, -1.0))
-    target_row, own = (x.unsqueeze(1) for x in part.find(labels))
+    target_row, local = (x.unsqueeze(1) for x in part.find(labels))
     logits = logits.float()
     highest = logits.amax(1, keepdim=True)
-    target = logits.gather(1, target_row).where(own, 0.0)
+    target = logits.gather(1, target_row).where(local, 0.0)
     powers = logits.sub_(highest).exp_()
     loss, share = join_vocab(highest, powers.sum(1, keepdim=True), target, part)
-    return loss, powers.mul_(share).scatter_add_(1, target_row, -own.to(powers.dtype)) if with_grad else None
+    return loss, powers.mul_(share).scatter_add_(1, target_row, -local.to(powers.dtype)) if with_grad else None
 
 
 def _fusible_loss_and_grad(
@@ -105,8 +105,8 @@ def _fusible_loss_and_grad(
 
 @functools.cache  # made at first use: importing the compiler takes seconds
 def _compiled_loss_and_grad() -> LossAndGrad:
-    made: LossAndGrad = torch.compile(_fusible_loss_and_grad, options=COMPILE_OPTIONS)
-    return made
+    compiled: LossAndGrad = torch.compile(_fusible_loss_and_grad, options=COMPILE_OPTIONS)
+    return compiled
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -192,8 +192,8 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: in
     part = vocab_part(weight)
     rows = weight if part is None else part.rows
     differentiate = torch.is_grad_enabled()
-    found: Tensor = _TokenLogProbs.apply(hidden, rows, labels, part, chunk, differentiate)  # type: ignore[no-untyped-call]
-    return found
+    log_probs: Tensor = _TokenLogProbs.apply(hidden, rows, labels, part, chunk, differentiate)  # type: ignore[no-untyped-call]
+    return log_probs
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -214,19 +214,19 @@ class _TokenLogProbs(torch.autograd.Function):
         differentiate: bool,
     ) -> Tensor:
         for_hidden = differentiate and ctx.needs_input_grad[0]
-        found = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if for_hidden else None
         for at in in_chunks(hidden.shape[0], chunk):
             trained = (labels[at] != IGNORE).unsqueeze(1)
             loss, loss_grad = _loss_and_grad(F.linear(hidden[at], rows), labels[at], part, for_hidden)
-            found[at] = -loss.where(trained, 0.0).squeeze(1)
+            log_probs[at] = -loss.where(trained, 0.0).squeeze(1)
             if hidden_grad is not None and loss_grad is not None:
                 torch.mul(loss_grad.to(hidden.dtype) @ rows, trained, out=hidden_grad[at])
         if hidden_grad is not None and part is not None:
             dist.all_reduce(hidden_grad, group=part.group)
         ctx.part, ctx.chunk = part, chunk
         ctx.save_for_backward(hidden_grad, hidden, rows, labels)
-        return found
+        return log_probs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -254,8 +254,8 @@ def in_chunks(rows: int, most: int) -> Iterator[slice]:
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Return `x[rows]` for distinct rows: the backward pass copies, where torch's own would add with atomics."""
-    found: Tensor = _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
-    return found
+    selected: Tensor = _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
+    return selected
 
 
 class _TakeRows(torch.autograd.Function):

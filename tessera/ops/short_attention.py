@@ -163,7 +163,7 @@ def short_attention_backward_kernel(
     token = (start + row).to(tl.int64)
     real = token < end
     there = real[:, None] & (column < size)[None, :]
-    own = (token[:, None] * heads + head) * size + column[None, :]
+    at = (token[:, None] * heads + head) * size + column[None, :]
     q = _read(q_at + head * q_head, token, q_token, column, there)
     k = _read(k_at + head * k_head, token, k_token, column, there)
     lse = tl.load(lse_at + head * tokens + token, real, 0.0)
@@ -172,10 +172,10 @@ def short_attention_backward_kernel(
     weights = tl.exp(scores - lse[:, None])
     grad = _read(grad_at + head * grad_head, token, grad_token, column, there)
     dv = tl.dot(tl.trans(weights.to(grad.dtype)), grad)
-    tl.store(dv_at + own, dv.to(grad.dtype), there)
-    out = tl.load(out_at + own, there, 0.0)
+    tl.store(dv_at + at, dv.to(grad.dtype), there)
+    out = tl.load(out_at + at, there, 0.0)
     mean = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     v = _read(v_at + head * v_head, token, v_token, column, there)
     inner = (weights * (tl.dot(grad, tl.trans(v)) - mean[:, None]) * scale).to(q.dtype)
-    tl.store(dq_at + own, tl.dot(inner, k).to(q.dtype), there)
-    tl.store(dk_at + own, tl.dot(tl.trans(inner), q).to(q.dtype), there)
+    tl.store(dq_at + at, tl.dot(inner, k).to(q.dtype), there)
+    tl.store(dk_at + at, tl.dot(tl.trans(inner), q).to(q.dtype), there)

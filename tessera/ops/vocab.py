@@ -38,8 +38,8 @@ class VocabPart:
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the local row of each token, and whether it is on this rank; row 0 stands in where it is not."""
         row = tokens - self.start
-        own = (row >= 0) & (row < self.rows.shape[0])
-        return row.where(own, 0), own
+        local = (row >= 0) & (row < self.rows.shape[0])
+        return row.where(local, 0), local
 
 
 def vocab_part(weight: Tensor) -> VocabPart | None:
@@ -65,10 +65,10 @@ def vocab_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     part = vocab_part(weight)
     if part is None:
         return F.embedding(tokens, weight)
-    row, own = part.find(tokens)
-    found = F.embedding(row, part.rows).where(own.unsqueeze(-1), 0.0)
-    joined = DTensor.from_local(found, part.mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
-    out: Tensor = joined.to_local()
+    row, local = part.find(tokens)
+    embeddings = F.embedding(row, part.rows).where(local.unsqueeze(-1), 0.0)
+    partial = DTensor.from_local(embeddings, part.mesh, [Partial()], run_check=False)
+    out: Tensor = partial.redistribute(placements=[Replicate()]).to_local()
     return out
 
 

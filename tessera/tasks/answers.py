@@ -1,7 +1,8 @@
-"""Hold what objectives over whole answers share: log-probabilities of answers, their counts, and the reference model.
+"""Share between objectives over full answers: log-probabilities of answers, counts, logistic losses of pairs, and the
+reference model.
 
-A batch has two answers for each sample: `pair` [T] says of each token which answer it belongs to, 2 n and 2 n + 1 for
-sample n and -1 for padding, and `pair_ids` has one entry for each sample (see `data.kinds.preference`).
+A batch has two answers for each sample: `pair` [T] has the answer of each token, 2 n and 2 n + 1 for sample n and -1
+for padding, and `pair_ids` has one entry for each sample (see `data.kinds.preference`).
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tessera.config.reader import Section, build
 from tessera.config.run_config import RunConfig
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.outputs import LOGITS, Outputs, projection
 from tessera.core.spec import Component, ModelSpec
-from tessera.core.task import Counts, FrozenModule, Metric, Reference, Task
+from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Reference, Task
 from tessera.errors import TesseraError
 from tessera.lora.modules import without_adapters
 from tessera.nn.moe import Balance
@@ -34,11 +38,16 @@ _KINDS = {  # of data that has answers, and the tasks that learn from them
 
 
 class AnswerTask(Task):
-    """Base of objectives over pairs of whole answers."""
+    """Base of objectives over pairs of full answers."""
 
     name = "preference"  # of the objective, for messages
     reads: tuple[str, ...] = (LOGITS,)
     kind = "preference"  # of the data
+    section: ClassVar[type[Section]]  # of `train.task_options`
+    options: Any
+
+    def __init__(self, **options: Any) -> None:
+        self.options = build(self.section, options, "train.task_options")
 
     def counts(self, batch: Batch) -> Counts:
         self.check_batch(batch)
@@ -48,7 +57,7 @@ class AnswerTask(Task):
         """Raise unless the batch has pairs of answers."""
         if "pair" not in batch:
             raise TesseraError(
-                f"the batch has no pairs of answers, and {self.name} learns from these",
+                f"{self.name} needs pairs of answers, and the batch has none",
                 where="data.kind",
                 fix=f"data.kind={self.kind} reads them",
             )
@@ -56,7 +65,7 @@ class AnswerTask(Task):
     def check(self, config: RunConfig, module: nn.Module) -> None:
         if config.data.kind in _KINDS and config.data.kind != self.kind:
             raise TesseraError(
-                f"{self.name} does not learn from data of the kind {config.data.kind}",
+                f"{self.name} does not train on data of the kind {config.data.kind}",
                 where="train.task and data.kind",
                 fix=f"data.kind={self.kind}, or {_KINDS[config.data.kind]}",
             )
@@ -70,7 +79,7 @@ class AnswerTask(Task):
     def inputs(self, batch: Batch) -> Batch:
         if "token_index" in batch:
             raise TesseraError(
-                f"{self.name} needs whole answers on a rank, and with parallel.cp ranks share them",
+                f"{self.name} needs full answers on a rank, and parallel.cp splits them over ranks",
                 where="parallel.cp",
                 allowed=[1],
             )
@@ -78,7 +87,7 @@ class AnswerTask(Task):
 
 
 class AdaptersOff(Reference):
-    """Turn adapters off: the reference is the model as it was before it was adapted."""
+    """Turn adapters off: the reference is the base model."""
 
     def active(self, module: nn.Module) -> AbstractContextManager[None]:
         return without_adapters(module)
@@ -88,14 +97,18 @@ class AdaptersOff(Reference):
 
 
 class ReferencedTask(AnswerTask):
-    """Base of objectives that compare answers with a reference: the model as it was.
+    """Base of objectives that compare answers with a reference: the model before training.
 
-    With adapters that is the model without them, which costs no memory; otherwise it is a frozen second copy of the
-    model, sharded like the first one. Each micro-batch runs through it first. `reference_free`: there is none.
+    With adapters that is the base model, which costs no memory; otherwise it is a frozen second copy of the model,
+    sharded like the first one. Each micro-batch runs through it first.
     """
 
-    reference_free = False
     _frozen: FrozenModule | None = None
+
+    @property
+    def reference_free(self) -> bool:
+        """Return whether there is no reference."""
+        return False
 
     @property
     def reference(self) -> Reference | None:
@@ -105,8 +118,7 @@ class ReferencedTask(AnswerTask):
         super().check(config, module)
         if config.model.lora is not None and config.model.lora.modules_to_save and not self.reference_free:
             raise TesseraError(
-                f"{self.name} compares with the model without its adapters, and model.lora.modules_to_save would have "
-                "changed that, too",
+                f"{self.name} compares with the model without its adapters, which modules_to_save would train as well",
                 where="model.lora.modules_to_save",
                 fix="leave it out; simpo and orpo need no reference",
             )
@@ -126,9 +138,9 @@ class ReferencedTask(AnswerTask):
         with self._frozen.use() as model:
             return batch.with_tensors(**{REFERENCE: answer_log_probs(model(batch), batch)})
 
-    def compared(self, found: Tensor, batch: Batch) -> Tensor:
-        """Return how much likelier answers are than for the reference, as logarithms of ratios."""
-        return found if self.reference_free else found - batch[REFERENCE]
+    def compared(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        """Return the logarithms of the ratios between the probabilities of answers and those of the reference."""
+        return log_probs if self.reference_free else log_probs - batch[REFERENCE]
 
 
 def answer_log_probs(outputs: Outputs, batch: Batch) -> Tensor:
@@ -147,7 +159,7 @@ def answer_lengths(batch: Batch) -> Tensor:
 
 
 def whole_pairs(batch: Batch) -> Tensor:
-    """Return which pairs have labels in both answers: a sample that could not be read leaves a hole without."""
+    """Return which pairs have labels in both answers. A sample that could not be read has none."""
     return (answer_lengths(batch).view(-1, 2) > 0).all(1)
 
 
@@ -158,9 +170,22 @@ def sum_over_answers(values: Tensor, pair: Tensor, batch: Batch) -> Tensor:
     return values.new_zeros(answers + 1).index_add(0, index, values)[:answers]
 
 
+def logistic_losses(name: str, rewards: Tensor, batch: Batch, *, gamma: float = 0.0, smoothing: float = 0.0) -> Losses:
+    """Return the logistic loss of the margins between the `rewards` [2 x pairs] of both answers, and metrics.
+
+    The margin should be larger than `gamma`. The share `smoothing` of pairs is taken to be the wrong way round.
+    """
+    both, whole = rewards.view(-1, 2), whole_pairs(batch)
+    margin = both[:, 0] - both[:, 1]
+    loss = -(1 - smoothing) * F.logsigmoid(margin - gamma)
+    if smoothing:
+        loss = loss - smoothing * F.logsigmoid(gamma - margin)
+    return Losses([LossTerm(name, loss.where(whole, 0.0).sum(), PAIRS)], pair_metrics(both, margin, whole))
+
+
 @torch.no_grad()
 def pair_metrics(rewards: Tensor, margin: Tensor, whole: Tensor) -> dict[str, Metric]:
-    """Return what is reported of pairs: `rewards` [pairs, 2] of both answers and the `margin` [pairs] between them."""
+    """Return the metrics of pairs: `rewards` [pairs, 2] of both answers and the `margin` [pairs] between them."""
     values = {
         "margin": margin,
         "accuracy": (margin > 0).float(),

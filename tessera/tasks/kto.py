@@ -1,21 +1,23 @@
-"""Train by Kahneman-Tversky optimisation: from single answers that were found good or bad, without pairs.
+"""Train by Kahneman-Tversky optimisation (KTO): on single answers that are labelled good or bad, without pairs.
 
     loss of a good answer = w_good (1 - s(beta (r - z)))      r = log p(answer) - (the same of the reference)
     loss of a bad answer  = w_bad (1 - s(beta (z - r)))       s: the logistic function
 
-z says how far the model has moved from the reference at all: the mean of r over answers that do not belong to their
-questions, no less than 0 and without a gradient. They are the answers of the same packed row, each moved on to the next
-question. A row lies in one micro-batch under every layout, so any split of a global batch trains alike; a row with one
-sample has no other answer, and z is 0 there. Losses are divided once, by the samples of the global batch.
+z estimates how far the model is from the reference: the mean of r over answers that do not belong to their questions,
+at least 0 and without a gradient. These are the answers of the same packed row, each moved to the next question. A row
+is in one micro-batch under every layout, so any split of a global batch trains alike. In a row with one sample there is
+no other answer, and z is 0. Losses are divided once, by the samples of the global batch.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from tessera.config.reader import Section, build
+from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.outputs import Outputs
 from tessera.core.task import Counts, Losses, LossTerm, Metric
@@ -40,16 +42,18 @@ class KtoTask(ReferencedTask):
 
     name, kind = "kto", "unpaired_preference"
 
-    def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
-        given = {"beta": beta, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-        self.options = build(KtoOptions, given, "train.task_options")
+    section = KtoOptions
+    options: KtoOptions
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         if not (self.options.desirable_weight or self.options.undesirable_weight):
             raise TesseraError("with both weights 0 nothing is learned", where="train.task_options.desirable_weight")
 
     def check_batch(self, batch: Batch) -> None:
         if "desirable" not in batch:
             raise TesseraError(
-                "the batch has no answers that were found good or bad, and kto learns from these",
+                "kto needs answers that are labelled good or bad, and the batch has none",
                 where="data.kind",
                 fix=f"data.kind={self.kind} reads them; pairs of answers are for dpo, orpo and simpo",
             )
@@ -77,7 +81,7 @@ class KtoTask(ReferencedTask):
 
 
 def _read_samples(batch: Batch) -> Tensor:
-    """Return which samples have labels: one that could not be read leaves a hole without."""
+    """Return which samples have labels. A sample that could not be read has none."""
     return answer_lengths(batch).view(-1, 2)[:, 0] > 0
 
 

@@ -73,8 +73,10 @@ class LanguageTask(Task):
         # `precision.output` may have widened the hidden states; the product is taken in the head's type.
         total, _ = linear_cross_entropy(hidden.to(weight.dtype), weight, labels, implementation=self._implementation)
         terms = [LossTerm(LANGUAGE_LOSS, total, LABELS)]
-        own = {name: output for name, output in outputs.items() if isinstance(output, AuxiliaryLoss)}
-        return Losses([*terms, *(LossTerm(name, loss.sum, LABELS, loss.weight) for name, loss in own.items())])
+        for name, output in outputs.items():
+            if isinstance(output, AuxiliaryLoss):
+                terms.append(LossTerm(name, output.sum, LABELS, output.weight))
+        return Losses(terms)
 
 
 def embedding_noise(batch: Batch, alpha: float, width: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from tessera.config.reader import Section, build
+from tessera.config.reader import Section
 from tessera.core.batch import Batch
 from tessera.core.outputs import Outputs
 from tessera.core.task import Counts, Losses, LossTerm
@@ -33,9 +33,8 @@ class OrpoTask(AnswerTask):
     """Learn better answers, and raise their odds over those of worse ones."""
 
     name = "orpo"
-
-    def __init__(self, beta: float = 0.1) -> None:
-        self.beta = build(OrpoOptions, {"beta": beta}, "train.task_options").beta
+    section = OrpoOptions
+    options: OrpoOptions
 
     def counts(self, batch: Batch) -> Counts:
         pairs = super().counts(batch)
@@ -43,14 +42,14 @@ class OrpoTask(AnswerTask):
         return {**pairs, CHOSEN_LABELS: chosen.where(whole_pairs(batch), 0.0).sum()}
 
     def losses(self, outputs: Outputs, batch: Batch) -> Losses:
-        found, whole = answer_log_probs(outputs, batch), whole_pairs(batch)
-        means = (found / answer_lengths(batch).clamp(min=1)).view(-1, 2)
+        log_probs, whole, beta = answer_log_probs(outputs, batch), whole_pairs(batch), self.options.beta
+        means = (log_probs / answer_lengths(batch).clamp(min=1)).view(-1, 2)
         ratio = (_log_odds(means[:, 0]) - _log_odds(means[:, 1])).where(whole, 0.0)
-        language = -found.view(-1, 2)[:, 0].where(whole, 0.0).sum()
+        language = -log_probs.view(-1, 2)[:, 0].where(whole, 0.0).sum()
         odds = -F.logsigmoid(ratio).where(whole, 0.0).sum()
         return Losses(
-            [LossTerm("language_loss", language, CHOSEN_LABELS), LossTerm("odds_loss", odds, PAIRS, self.beta)],
-            pair_metrics(self.beta * means, self.beta * (means[:, 0] - means[:, 1]), whole),
+            [LossTerm("language_loss", language, CHOSEN_LABELS), LossTerm("odds_loss", odds, PAIRS, beta)],
+            pair_metrics(beta * means, beta * (means[:, 0] - means[:, 1]), whole),
         )
 
 

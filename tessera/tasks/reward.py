@@ -2,24 +2,26 @@
 
     loss of a pair = -log s(r(better) - r(worse))  +  center (r(better) + r(worse))^2,   s: the logistic function
 
-The reward of an answer is what the head gives at its last token, as transformers' classes for sequence classification
-compute it. `center` keeps rewards around zero: the loss alone does not say where they lie.
+The reward of an answer is the output of the head at its last token, as transformers' classes for sequence
+classification compute it. `center` keeps rewards around zero, because the loss alone depends on differences only.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from tessera.config.reader import Section, build
+from tessera.config.reader import Section
 from tessera.config.run_config import RunConfig
 from tessera.core.batch import Batch
 from tessera.core.outputs import REWARDS, Outputs, projection
 from tessera.core.task import Losses, LossTerm
 from tessera.errors import TesseraError
-from tessera.tasks.answers import PAIRS, AnswerTask, pair_metrics, whole_pairs
+from tessera.tasks.answers import PAIRS, AnswerTask, logistic_losses, whole_pairs
 
 
 class RewardOptions(Section):
@@ -33,9 +35,8 @@ class RewardTask(AnswerTask):
 
     name = "reward"
     reads = (REWARDS,)
-
-    def __init__(self, center: float = 0.0) -> None:
-        self.center = build(RewardOptions, {"center": center}, "train.task_options").center
+    section = RewardOptions
+    options: RewardOptions
 
     def check(self, config: RunConfig, module: nn.Module) -> None:
         super().check(config, module)
@@ -47,20 +48,19 @@ class RewardTask(AnswerTask):
             )
 
     def losses(self, outputs: Outputs, batch: Batch) -> Losses:
-        rewards, whole = answer_rewards(outputs, batch).view(-1, 2), whole_pairs(batch)
-        margin = rewards[:, 0] - rewards[:, 1]
-        terms = [LossTerm("reward_loss", -F.logsigmoid(margin).where(whole, 0.0).sum(), PAIRS)]
-        if self.center:
-            squares = rewards.sum(1).square().where(whole, 0.0).sum()
-            terms.append(LossTerm("center_loss", squares, PAIRS, self.center))
-        return Losses(terms, pair_metrics(rewards, margin, whole))
+        rewards, center = answer_rewards(outputs, batch), self.options.center
+        losses = logistic_losses("reward_loss", rewards, batch)
+        if not center:
+            return losses
+        squares = rewards.view(-1, 2).sum(1).square().where(whole_pairs(batch), 0.0).sum()
+        return replace(losses, terms=[*losses.terms, LossTerm("center_loss", squares, PAIRS, center)])
 
 
 def answer_rewards(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the reward of every answer, better and worse in turn: [2 x pairs], in fp32."""
     pair, answers = batch["pair"], 2 * batch["pair_ids"].shape[0]
     at = torch.arange(pair.shape[0], device=pair.device)
-    # Tokens of no answer are looked at behind the last one; an answer without tokens, a hole, has some token's reward,
+    # Tokens of no answer have an entry behind the last answer. An answer without tokens gets the reward of some token,
     # which does not count.
     last = pair.new_zeros(answers + 1).scatter_reduce(0, pair.where(pair >= 0, answers), at, "amax")[:answers]
     hidden, head = projection(outputs, REWARDS)

@@ -53,13 +53,12 @@ class TransformersTask(Task):
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         logits, labels = getattr(outputs, "logits", None), batch[LABELS]
-        classifies = (
-            logits is not None and logits.dim() == 2 and self.shift is not False
-        )  # labels of samples do not shift
+        # The labels of a classifier are of samples, which do not shift.
+        classifies = logits is not None and logits.dim() == 2 and self.shift is not False
         if logits is None or logits.shape[:-1] != labels.shape or classifies:
-            found = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
+            shape = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
             raise TesseraError(
-                f"{type(outputs).__name__} has {found}, the labels have shape {list(labels.shape)}",
+                f"{type(outputs).__name__} has {shape}, the labels have shape {list(labels.shape)}",
                 where="train.task=transformers",
                 fix="train.task=returns_loss uses the loss that the class itself returns",
             )

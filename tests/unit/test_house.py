@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hub": {*BASE},
     "checkpoint": {*BASE},
     "lora": {*BASE, "ops", "checkpoint"},
-    "nn": {*BASE, "ops", "lora"},
+    "nn": {*BASE, "ops"},
     "data": {*BASE, "hub"},
     "models": {*BASE, "ops", "nn", "lora", "data"},
     "parallel": {*BASE, "ops", "lora"},

@@ -276,7 +276,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
         return {"loss": total.detach(), **dict(zip(trained, torch.autograd.grad(total, trained.values()), strict=True))}
 
     expected = with_moved_weights(module.parameters(), plain)
-    out = SimpleEngine(module).step(DpoTask(beta, smoothing, free), found)
+    out = SimpleEngine(module).step(DpoTask(beta=beta, label_smoothing=smoothing, reference_free=free), found)
     assert float(out.counts["pairs"]) == pairs
     assert float(out.metrics()["margin"]) != 0
     ours = {"loss": out.loss(), **{name: p.grad for name, p in trained.items() if p.grad is not None}}
@@ -384,7 +384,7 @@ def test_without_a_reference_there_is_no_copy_and_a_pipeline_refuses_one(data: P
     ("settings", "told"),
     [
         ({"data.kind": "chat", "data.train.0.format": "preference"}, "no conversations"),
-        ({"data.kind": "unpaired_preference"}, "does not learn from data of the kind"),
+        ({"data.kind": "unpaired_preference"}, "does not train on data of the kind"),
         ({"data.truncate": "turns"}, "cannot be cut"),
         ({"train.task_options.beta": 0}, "beta"),
         ({"train.task_options.label_smoothing": 0.5}, "label_smoothing"),
@@ -396,7 +396,7 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str, data: Pa
 
 
 def test_batches_without_pairs_are_refused() -> None:
-    with pytest.raises(TesseraError, match="no pairs"):
+    with pytest.raises(TesseraError, match="pairs of answers"):
         DpoTask().counts(Batch({"tokens": torch.zeros(1)}))
 
 
