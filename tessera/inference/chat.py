@@ -1,4 +1,4 @@
-"""Talk with a loaded model: a conversation in which every answer sees the turns before it."""
+"""Chat with a loaded model: each answer is generated from all turns before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tessera.core.batch import Batch
 
 
 class Answers(Protocol):
-    """Declare what a conversation asks of a model."""
+    """Declare the model of a conversation."""
 
     def generate(
         self,
@@ -58,14 +58,13 @@ class Chat:
         Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. A turn that fails, or is
         interrupted, leaves the conversation as it was.
         """
-        shown = [{"type": "image", "image": one} for one in images] + [
-            {"type": "video", "video": one} for one in videos
-        ]
-        asked = {"role": "user", "content": [*shown, {"type": "text", "text": text}] if shown else text}
-        batch = self.processor([*self.messages, asked])
+        media = [{"type": "image", "image": image} for image in images]
+        media += [{"type": "video", "video": video} for video in videos]
+        question = {"role": "user", "content": [*media, {"type": "text", "text": text}] if media else text}
+        batch = self.processor([*self.messages, question])
         answer = self.model.generate(batch, self.max_new_tokens, on_text=on_text, **self.sampling)
         assert isinstance(answer, str), "one conversation has one answer"
-        self.turns += [asked, {"role": "assistant", "content": answer}]
+        self.turns += [question, {"role": "assistant", "content": answer}]
         return answer
 
     def undo(self) -> bool:
@@ -79,7 +78,7 @@ class Chat:
         self.turns.clear()
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """Return the conversation with media as text, for a file: what is no path is left out."""
+        """Return the conversation for a JSON file: media as paths. Media that are no paths are left out."""
         return [{**message, "content": _plain(message["content"])} for message in self.messages]
 
 

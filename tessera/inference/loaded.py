@@ -1,4 +1,4 @@
-"""Use a loaded model: ask it, generate with it, make its prompts, and write it to a folder again."""
+"""Use a loaded model: chat, generate, compute rewards, make prompts, and write it to a folder."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class LoadedModel(nn.Module):
         limits: Limits | None = None,
         trained_whole: Sequence[str] = (),
     ) -> None:
-        """Make the model. `run`: what is called instead of a module that is split over several ranks. `base`: the
-        folder of the model that adapters belong to, if it is known. `files`: the folder of tokenizer and template.
+        """Make the model. `run`: called instead of a module that is split over several ranks. `base`: the folder of the
+        model that adapters belong to, if it is known. `files`: the folder of tokenizer and template.
         `trained_whole`: parameters that were trained beside adapters."""
         super().__init__()
         self.trained_whole = trained_whole
@@ -69,9 +69,10 @@ class LoadedModel(nn.Module):
         return self._run.passes if isinstance(self._run, ModelOverRanks) else PassRanks()
 
     def forward(self, batch: Batch, logits: bool = True) -> Any:
-        # What to leave out is a question to our own language models; other classes give what they give.
-        asked = {"logits": logits} if self.spec.task in ("language", "reward") else {}
-        return self._run(batch.to(self.device), **asked)
+        """Return the outputs of the model by name."""
+        # Only the language models of Tessera can leave out logits.
+        options = {"logits": logits} if self.spec.task in ("language", "reward") else {}
+        return self._run(batch.to(self.device), **options)
 
     def generate(
         self,
@@ -89,15 +90,15 @@ class LoadedModel(nn.Module):
         `on_text` is called with each new part of a single answer.
         """
         if self.spec.gives(REWARDS):
-            raise TesseraError("a reward model writes nothing", fix="model.reward(batch) says how good answers are")
+            raise TesseraError("a reward model generates no text", fix="model.reward(batch) returns rewards of answers")
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
         stream = None if on_text is None else TextStream(processor.decode, on_text)
         if stream is not None and rows != 1:
-            raise TesseraError(f"on_text follows one answer, the batch asks for {rows}", fix="ask one at a time")
-        own = self.spec.generate
+            raise TesseraError(f"on_text follows one answer, and the batch has {rows} prompts", fix="pass one prompt")
+        generate = self.spec.generate
         answers = generate_tokens(
-            self._run if own is None else OwnGeneration(self.module, own),
+            self._run if generate is None else OwnGeneration(self.module, generate),
             batch.to(self.device),
             max_new_tokens=max_new_tokens,
             stop_tokens=processor.stop_tokens,
@@ -111,7 +112,7 @@ class LoadedModel(nn.Module):
 
     @torch.no_grad()
     def reward(self, batch: Batch) -> list[float]:
-        """Return how good each conversation of a batch is, by a reward model: higher is better."""
+        """Return the reward of each conversation of a batch, by a reward model: higher is better."""
         if not self.spec.gives(REWARDS):
             raise TesseraError("this model has no head for rewards", fix="train one: train.task=reward")
         outputs = self._run(batch.to(self.device), logits="last")
@@ -134,9 +135,9 @@ class LoadedModel(nn.Module):
         `sampling`: temperature, top_k, top_p, seed, as in `generate`. For several turns see `tessera.chat`.
         """
         processor = LoadedProcessor(self._processor, self.spec, self._limits)
-        shown = [*([] if image is None else [image]), *images]
-        talk = Chat(self, processor, system, max_new_tokens, sampling)
-        return talk.ask(text, images=shown, videos=videos, on_text=on_text)
+        all_images = [*([] if image is None else [image]), *images]
+        conversation = Chat(self, processor, system, max_new_tokens, sampling)
+        return conversation.ask(text, images=all_images, videos=videos, on_text=on_text)
 
     def save(
         self,
@@ -149,9 +150,9 @@ class LoadedModel(nn.Module):
         """Write the model with the weights it has now, and return the folder: a Hugging Face folder with tokenizer,
         template and preprocessor, which `transformers` and `tessera.load` read. Adapters are merged into the weights.
 
-        `adapters`: write them alone, as PEFT keeps them. `prove`: whether logits are compared with those of
-        transformers before the folder is published, as by `tessera.convert`. A folder that holds something else is left
-        alone unless `overwrite` says otherwise.
+        `adapters`: write them alone, in PEFT's form. `prove`: whether logits are compared with those of transformers
+        before the folder is published, as by `tessera.convert`. A folder with other files is refused unless `overwrite`
+        is on.
         """
         from tessera.inference.export import export_folder  # it proves folders by loading them, with this file
         from tessera.inference.proof import check_choice
@@ -216,11 +217,11 @@ class LoadedProcessor:
             raise TesseraError(f"the processor of {self.spec.name} makes no batches of conversations")
         above = Path(base.anchor or "/")
         read = [read_media(sample, above, self.limits, processor) for sample in samples]
-        encoded = [processor.encode(one, media, sizes) for one, (media, sizes) in zip(samples, read, strict=True)]
-        return processor.collate([encoded], sum(len(one.tokens) for one in encoded))
+        encoded = [processor.encode(sample, *media) for sample, media in zip(samples, read, strict=True)]
+        return processor.collate([encoded], sum(len(sample.tokens) for sample in encoded))
 
     def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
-        """Return a batch for samples of data sets, each with the root that its media must lie under."""
+        """Return a batch for samples of data sets, each with the root folder of its media."""
         processor = _needed(self.processor, self.spec)
         if not isinstance(processor, ChatProcessor):  # it raises the reason why it makes no prompts
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
@@ -235,7 +236,7 @@ def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
         raise TesseraError(f"{spec.name} generates images or videos, not text", fix="use `tessera generate`")
     if processor is None:
         raise TesseraError(
-            f"no processor for this {spec.name} model: words cannot be made into tokens",
+            f"no processor for this {spec.name} model: text cannot be tokenized",
             fix="put tokenizer.json and the preprocessor files beside the weights, or in the run's `processor` folder",
         )
     return processor

@@ -1,6 +1,6 @@
-"""Make samples from chat messages as a caller writes them, with media as paths, bytes or decoded objects.
+"""Make samples from chat messages of a caller, with media as paths, bytes or decoded objects.
 
-A path given here may lie anywhere. The content of the file is not trusted.
+A path may be anywhere on this machine. The content of the file is not trusted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sam
     """Return a conversation as a sample. Paths of media are made absolute: relative ones start at `base`."""
     if not messages:
         raise TesseraError("an empty conversation", where="messages")
-    found = []
+    checked = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
@@ -60,8 +60,8 @@ def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sam
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, Sequence):
             raise TesseraError("content is a text or a list of parts", where=where)
-        found.append(Message(role, tuple(_part(part, f"{where}.content[{i}]", base) for i, part in enumerate(parts))))
-    return Sample(id, tuple(found))
+        checked.append(Message(role, tuple(_part(part, f"{where}.content[{i}]", base) for i, part in enumerate(parts))))
+    return Sample(id, tuple(checked))
 
 
 def _part(part: Any, where: str, base: Path) -> Part:
@@ -87,7 +87,7 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
         return value
     if not isinstance(value, (str, Path)):
         raise TesseraError(
-            f"{kind} given as a {type(value).__name__}", where=where, allowed=["a path", its_name, "bytes"]
+            f"the {kind} is a {type(value).__name__}", where=where, allowed=["a path", its_name, "bytes"]
         )
     if isinstance(value, str) and is_data_url(value):
         return decode_data_url(value)

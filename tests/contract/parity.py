@@ -40,9 +40,9 @@ def from_foreign(spec: ModelSpec, config: Any, state: Mapping[str, Tensor]) -> n
     used: set[str] = set()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            found = table.rule_for(name)
-            assert found is not None, name
-            rule, names = found
+            match = table.rule_for(name)
+            assert match is not None, name
+            rule, names = match
             parameter.copy_(rule.op.to_native([pool[n] for n in names]))
             used.update(names)
     assert [name for name in pool if name not in used and not table.skips(name)] == []
@@ -57,11 +57,11 @@ def to_foreign(spec: ModelSpec, config: Any, tensors: Mapping[str, Tensor]) -> d
 def reference_model(config: Any, seed: int, scale: float = 0.2) -> Any:
     """Transformers' model of our configuration, with random weights."""
     hf = config.to_hf()
-    made = getattr(transformers, hf["architectures"][0])._from_config(
+    model = getattr(transformers, hf["architectures"][0])._from_config(
         transformers.AutoConfig.for_model(**hf), attn_implementation="eager", dtype=torch.float32
     )
-    randomize(made, seed, scale)
-    return made.train()
+    randomize(model, seed, scale)
+    return model.train()
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:
@@ -85,8 +85,8 @@ def spread(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def same_weights(one: nn.Module, other: nn.Module) -> None:
-    for (name, mine), (_, yours) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+def same_weights(first: nn.Module, other: nn.Module) -> None:
+    for (name, mine), (_, yours) in zip(first.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(mine, yours), name
 
 
@@ -129,9 +129,11 @@ def compare_gradients(
 ) -> None:
     """`reference`: their gradients by names in memory. Encoders that saw nothing have none there, zeros here.
     `beside`: whose size the error is measured by, of gradients that cancel."""
-    own = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert all(grad is not None for grad in own.values()), [name for name, grad in own.items() if grad is None]
-    ours = to_foreign(spec, config, {name: grad for name, grad in own.items() if grad is not None})
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in gradients.values()), [
+        name for name, grad in gradients.items() if grad is None
+    ]
+    ours = to_foreign(spec, config, {name: grad for name, grad in gradients.items() if grad is not None})
     canonical = spec.main.weight_map(config).canonical
     theirs = {canonical(name): grad for name, grad in reference.items()}
     assert len(theirs) == len(reference)

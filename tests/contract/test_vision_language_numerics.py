@@ -20,10 +20,10 @@ ALONE = [(name, number) for name, family in VISION_LANGUAGE.items() for number i
 SAMPLES = [(name, number, shown) for name, number in ALONE for shown in VISION_LANGUAGE[name].media(number)]
 
 
-def compare(name: str, number: int, seed: int, shown: list[str], padding: int) -> None:
+def compare(name: str, number: int, seed: int, media: list[str], padding: int) -> None:
     family = VISION_LANGUAGE[name]
     pair = family.pair(number, seed)
-    cases = family.cases(pair, number, shown, seed)
+    cases = family.cases(pair, number, media, seed)
     logits = [pair.reference(**family.inputs(pair, case)).logits[0] for case in cases]
     batch = family.pack(pair.config, cases, padding)
     compare_outputs(pair.model, batch, logits, [case.labels for case in cases], family.tolerance)
@@ -36,9 +36,9 @@ def test_packed_batches_of_everything(name: str, number: int) -> None:
     compare(name, number, 10 * number, sorted(VISION_LANGUAGE[name].media(number)), padding=number)
 
 
-@pytest.mark.parametrize(("name", "number", "shown"), SAMPLES)
-def test_single_samples(name: str, number: int, shown: str) -> None:
-    compare(name, number, 3, [shown], padding=5)
+@pytest.mark.parametrize(("name", "number", "media"), SAMPLES)
+def test_single_samples(name: str, number: int, media: str) -> None:
+    compare(name, number, 3, [media], padding=5)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -46,8 +46,8 @@ def test_single_samples(name: str, number: int, shown: str) -> None:
 def test_every_attention_gives_the_same_logits(name: str, implementation: str) -> None:
     family = VISION_LANGUAGE[name]
     pair = family.pair(2, 1)
-    shown = [one for one in ("mixed", "text", "one") if one in family.media(2)]
-    batch = family.pack(pair.config, family.cases(pair, 2, shown, 7), 3)
+    media = [one for one in ("mixed", "text", "one") if one in family.media(2)]
+    batch = family.pack(pair.config, family.cases(pair, 2, media, 7), 3)
     config = family.config(2, attention=implementation)
     other = from_foreign(family.spec, config, family.state(pair.reference))
     assert relative(other(batch, logits=True)["logits"], pair.model(batch, logits=True)["logits"]) < family.tolerance
@@ -58,8 +58,8 @@ def test_cached_decoding_equals_the_full_forward(name: str, number: int) -> None
     family = VISION_LANGUAGE[name]
     pair = family.pair(number, 5)
     model = pair.model.eval()
-    shown = [one for one in ("one", "text", "video", "several") if one in family.media(number)][:3]
-    cases = family.cases(pair, number, shown, 20)
+    media = [one for one in ("one", "text", "video", "several") if one in family.media(number)][:3]
+    cases = family.cases(pair, number, media, 20)
     steps = 3  # every sample ends with at least four words, none of them a picture
     prompts = [
         replace(c, tokens=c.tokens[:-steps], labels=c.labels[:-steps], positions=c.positions[..., :-steps])
@@ -108,14 +108,14 @@ def test_bf16_weights_take_fp32_pixels_and_stay_near_fp32(name: str) -> None:
     per cent, on some machines by 10."""
     family = VISION_LANGUAGE[name]
     pair = family.pair(0, 5)
-    shown = "mixed" if "mixed" in family.media(0) else "several"
-    (case,) = family.cases(pair, 0, [shown], 1)
+    media = "mixed" if "mixed" in family.media(0) else "several"
+    (case,) = family.cases(pair, 0, [media], 1)
     batch = family.pack(pair.config, [case])
     with torch.no_grad():
         wide = pair.model(batch, logits=True)["logits"]
         narrow = pair.model.bfloat16()(batch, logits=True)["logits"]
-        given = family.inputs(pair, case)
-        given = {key: x.bfloat16() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in given.items()}
-        theirs = pair.reference.bfloat16()(**given).logits[0]
+        inputs = family.inputs(pair, case)
+        inputs = {key: x.bfloat16() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
+        theirs = pair.reference.bfloat16()(**inputs).logits[0]
     assert narrow.dtype == theirs.dtype == torch.bfloat16
     assert_as_close(narrow, theirs, wide.double())

@@ -23,9 +23,9 @@ from tests.close import assert_as_close, rounding
 pytestmark = pytest.mark.gpu
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    one, other = one.detach().double(), other.detach().double()
-    return float((one - other).norm() / other.norm())
+def apart(actual: Tensor, other: Tensor) -> float:
+    actual, other = actual.detach().double(), other.detach().double()
+    return float((actual - other).norm() / other.norm())
 
 
 def test_half_products_are_added_to_single_numbers() -> None:
@@ -52,8 +52,8 @@ def test_widths_that_are_slow_are_computed_as_others(gated: bool) -> None:
         return [out.detach().cpu(), *(p.grad.cpu() for p in moved.parameters() if p.grad is not None)]
 
     ours, peers, exact = results("cuda", torch.bfloat16), results("cpu", torch.bfloat16), results("cpu", torch.float64)
-    for one, peer, right in zip(ours, peers, exact, strict=True):
-        assert_as_close(one, peer, right)
+    for actual, peer, right in zip(ours, peers, exact, strict=True):
+        assert_as_close(actual, peer, right)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "compiled"])
@@ -63,13 +63,13 @@ def test_losses_of_a_table_agree(implementation: str) -> None:
     table = (torch.randn(1000, 64, device="cuda", dtype=torch.bfloat16) * 0.1).requires_grad_()
     labels = torch.randint(0, 1000, (300,), device="cuda")
     labels[::7] = -100
-    found = linear_cross_entropy(hidden, table, labels, chunk=64, implementation=implementation)[0]
-    grads = torch.autograd.grad(found, (hidden, table))
+    total = linear_cross_entropy(hidden, table, labels, chunk=64, implementation=implementation)[0]
+    grads = torch.autograd.grad(total, (hidden, table))
     wide = [x.detach().float().requires_grad_() for x in (hidden, table)]
     expected = linear_cross_entropy(*wide, labels, implementation="eager")[0]
-    assert apart(found, expected) < 1e-2
-    for one, other in zip(grads, torch.autograd.grad(expected, wide), strict=True):
-        assert apart(one, other) < 2e-2
+    assert apart(total, expected) < 1e-2
+    for actual, other in zip(grads, torch.autograd.grad(expected, wide), strict=True):
+        assert apart(actual, other) < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,15 +82,15 @@ def test_the_update_of_all_at_once_is_torchs(dtype: torch.dtype) -> None:
     first += [torch.randn(5001, device="cuda").to(dtype)[skipped:] for skipped in (1, 2, 4)]
     first += [torch.randn(40, 60, device="cuda").to(dtype).t(), torch.empty(0, device="cuda", dtype=dtype)]
     ours, theirs = [nn.Parameter(x) for x in first], [nn.Parameter(x.clone()) for x in first]
-    mine, known = (
+    mine, exact = (
         AdamW([{"params": x, "lr": 1e-2, "weight_decay": 0.1}], (0.9, 0.95), 1e-8, together=together)
         for x, together in ((ours, True), (theirs, False))
     )
     for number in range(5):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn_like(one) * 0.1
-            other.grad = one.grad.clone()
-        for optimizer, parameters in ((mine, ours), (known, theirs)):
+        for actual, other in zip(ours, theirs, strict=True):
+            actual.grad = torch.randn_like(actual) * 0.1
+            other.grad = actual.grad.clone()
+        for optimizer, parameters in ((mine, ours), (exact, theirs)):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-2 / (number + 1)
             clip_gradients(optimizer, parameters, torch.device("cuda"), 1.0)
@@ -98,11 +98,11 @@ def test_the_update_of_all_at_once_is_torchs(dtype: torch.dtype) -> None:
             optimizer.step()
     # Four updates round each number; of many numbers the root of the mean square is compared.
     limit = rounding(4, dtype, k=2.0) if dtype is torch.bfloat16 else rounding(4, dtype, k=20.0)
-    assert all(float(mine.state[one]["step"]) == 4 for one in ours)  # the empty one's, too
-    for one, other in zip(ours[:-1], theirs[:-1], strict=True):
-        assert apart(one, other) < limit
-        for name, value in mine.state[one].items():
-            assert apart(value, known.state[other][name]) < limit, name
+    assert all(float(mine.state[actual]["step"]) == 4 for actual in ours)  # the empty one's, too
+    for actual, other in zip(ours[:-1], theirs[:-1], strict=True):
+        assert apart(actual, other) < limit
+        for name, value in mine.state[actual].items():
+            assert apart(value, exact.state[other][name]) < limit, name
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_attention_to_other_sequences_is_as_near_as_plain_products(
     exact = results("eager", "cpu", torch.float64)
     for way, dtype in (("fused", torch.bfloat16), ("sdpa", torch.float32)):
         peers = results("eager", "cpu", dtype)
-        for one, peer, right in zip(results(way, "cuda", dtype), peers, exact, strict=True):
-            assert_as_close(one, peer, right, roundings=1.0)
+        for actual, peer, right in zip(results(way, "cuda", dtype), peers, exact, strict=True):
+            assert_as_close(actual, peer, right, roundings=1.0)
 
 
 def test_the_gradient_of_one_branch_of_wider_rows_does_not_spoil_the_next() -> None:
@@ -138,14 +138,14 @@ def test_the_gradient_of_one_branch_of_wider_rows_does_not_spoil_the_next() -> N
     segments = Segments.of([tokens]).to(torch.device("cuda"))
     wide = torch.randn(tokens, 5 * heads * size, device="cuda", dtype=torch.bfloat16)
     part = wide[:, : heads * size].view(tokens, heads, size)
-    found = []
+    results = []
     for grad in (part, part.contiguous(), torch.randn_like(part)[:tokens], part.contiguous()):
         out = packed_attention(q, k, v, segments, causal=False)
-        found.append(torch.autograd.grad(out, (q, k, v), grad))
-    for one, other in zip(found[0], found[1], strict=True):
-        assert apart(one, other) < 1e-3
-    for one, other in zip(found[1], found[3], strict=True):
-        assert apart(one, other) < 1e-3
+        results.append(torch.autograd.grad(out, (q, k, v), grad))
+    for actual, other in zip(results[0], results[1], strict=True):
+        assert apart(actual, other) < 1e-3
+    for actual, other in zip(results[1], results[3], strict=True):
+        assert apart(actual, other) < 1e-3
 
 
 def _with_gradients(run: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) -> list[Tensor]:

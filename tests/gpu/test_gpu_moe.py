@@ -50,10 +50,10 @@ def results(implementation: str, dtype: torch.dtype = torch.bfloat16) -> list[to
 
 
 def test_grouped_experts_are_those_of_the_loop() -> None:
-    found, peers, exact = results("grouped"), results("eager"), results("eager", torch.float32)
-    assert len(found) == len(peers) == len(exact) == 6
-    for one, peer, right in zip(found, peers, exact, strict=True):
-        assert_as_close(one, peer, right.double())
+    ours, peers, exact = results("grouped"), results("eager"), results("eager", torch.float32)
+    assert len(ours) == len(peers) == len(exact) == 6
+    for actual, peer, right in zip(ours, peers, exact, strict=True):
+        assert_as_close(actual, peer, right.double())
 
 
 def adapted_results(implementation: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -77,11 +77,11 @@ def adapted_results(implementation: str, rank: int, dtype: torch.dtype = torch.b
 
 @pytest.mark.parametrize("rank", [1, 3, 8, 16, 20])
 def test_grouped_adapters_of_experts_are_those_of_the_loop(rank: int) -> None:
-    found, peers = adapted_results("grouped", rank), adapted_results("eager", rank)
+    ours, peers = adapted_results("grouped", rank), adapted_results("eager", rank)
     exact = adapted_results("eager", rank, torch.float32)
-    assert len(found) == len(peers) == len(exact) == 6
-    for one, peer, right in zip(found, peers, exact, strict=True):
-        assert_as_close(one, peer, right.double())
+    assert len(ours) == len(peers) == len(exact) == 6
+    for actual, peer, right in zip(ours, peers, exact, strict=True):
+        assert_as_close(actual, peer, right.double())
 
 
 @pytest.mark.usefixtures("no_waiting")

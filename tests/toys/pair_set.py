@@ -16,11 +16,11 @@ def write_pair_set(folder: Path, samples: int = 24) -> Path:
     rated: list[dict[str, Any]] = []
     for line in (folder / "train.jsonl").read_text().splitlines():
         row = json.loads(line)
-        *asked, answer = row["messages"]
+        *question, answer = row["messages"]
         worse = " ".join(reversed(answer["content"].split())) + " old"
-        rows.append({"id": row["id"], "messages": asked, "chosen": answer, "rejected": worse})
+        rows.append({"id": row["id"], "messages": question, "chosen": answer, "rejected": worse})
         said = worse if len(rated) % 3 == 0 else answer["content"]
-        rated.append({"id": row["id"], "messages": asked, "completion": said, "label": len(rated) % 3 > 0})
+        rated.append({"id": row["id"], "messages": question, "completion": said, "label": len(rated) % 3 > 0})
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
     return folder

@@ -29,9 +29,9 @@ def test_greedy_equals_transformers(number: int) -> None:
         [("image", (1, 2 * merge, 3 * merge))],
         [("image", (1, merge, 2 * merge)), ("image", (1, 3 * merge, merge))],
     ]
-    made = [family.case(pair, wanted, seed=10 + i) for i, wanted in enumerate(media)]
+    prompts = [family.case(pair, wanted, seed=10 + i) for i, wanted in enumerate(media)]
     expected = []
-    for case in made:
+    for case in prompts:
         inputs = family.inputs(pair, case)
         inputs.pop("position_ids")
         out = reference.generate(
@@ -44,9 +44,9 @@ def test_greedy_equals_transformers(number: int) -> None:
         )
         new = out[0, case.tokens.numel() :].tolist()
         expected.append(new[: new.index(1)] if 1 in new else new)
-    alone = [generate_greedy(model, family.pack(config, [case])) for case in made]
+    alone = [generate_greedy(model, family.pack(config, [case])) for case in prompts]
     assert [rows[0] for rows in alone] == expected
-    assert generate_greedy(model, family.pack(config, made)) == expected
+    assert generate_greedy(model, family.pack(config, prompts)) == expected
     assert len({tuple(row) for row in expected}) > 1, "the prompts matter"
 
 
@@ -61,13 +61,13 @@ class Counter:
     """Says (last token + 1) in each row; remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[Batch] = []
+        self.batches: list[Batch] = []
 
     def new_cache(self, blocks: int, block_size: int) -> None:
         """It has none."""
 
     def __call__(self, batch: Batch, logits: str, cache: None, step: CacheStep) -> dict[str, Tensor]:
-        self.asked.append(batch)
+        self.batches.append(batch)
         return {"logits": 10.0 * torch.nn.functional.one_hot(batch["tokens"][step.last] + 1, 20)}
 
 
@@ -89,15 +89,15 @@ def test_each_row_stops_for_itself() -> None:
     )
     assert out == [[6, 7], [11, 12, 13, 14, 15]]
     assert heard == [(0, 6), (1, 11), (0, 7), (1, 12), (1, 13), (1, 14), (1, 15)]
-    assert len(model.asked) == 5, "nothing is asked for after the last token"
-    assert model.asked[1]["positions"].tolist() == [[8, 3]] * 3
-    assert model.asked[4]["positions"].tolist() == [[6]] * 3, "a finished row leaves"
+    assert len(model.batches) == 5, "nothing is asked for after the last token"
+    assert model.batches[1]["positions"].tolist() == [[8, 3]] * 3
+    assert model.batches[4]["positions"].tolist() == [[6]] * 3, "a finished row leaves"
 
 
 def test_all_done_ends_early_and_nothing_asked_is_nothing_done() -> None:
     model = Counter()
     assert generate_tokens(model, prompt(), max_new_tokens=50, stop_tokens=(7, 12), sampling=GREEDY) == [[6], [11]]
-    assert len(model.asked) == 2
+    assert len(model.batches) == 2
     assert generate_tokens(model, prompt(), max_new_tokens=0, stop_tokens=(), sampling=GREEDY) == [[], []]
     with pytest.raises(TesseraError, match="max_new_tokens"):
         generate_tokens(model, prompt(), max_new_tokens=-1, stop_tokens=(), sampling=GREEDY)
@@ -172,11 +172,11 @@ def test_senseless_settings_are_refused(bad: dict[str, Any]) -> None:
 
 def test_a_stream_never_shows_half_a_character() -> None:
     data = "grün 😀!".encode()
-    shown: list[str] = []
-    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), shown.append)
+    texts: list[str] = []
+    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), texts.append)
     for byte in data:
         stream.add(0, byte)
     stream.close()
-    assert "".join(shown) == "grün 😀!"
-    assert "�" not in "".join(shown)
-    assert len(shown) == len("grün 😀!")
+    assert "".join(texts) == "grün 😀!"
+    assert "�" not in "".join(texts)
+    assert len(texts) == len("grün 😀!")

@@ -176,7 +176,7 @@ BAD: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "image"}]}], "names no image"),
     ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "text is a int"),
     ([{"role": "user", "content": "x"}, [{"role": "user", "content": "x"}]], "mixed"),
-    (ask(3.5), "given as a float"),
+    (ask(3.5), "is a float"),
     (ask("https://example.org/cat.png"), "URL"),
     (ask("data:image/png;base64,AAAA"), "unreadable image"),
     (ask("no-such.png"), "no such file"),

@@ -41,11 +41,11 @@ def filled(shape: MoEShape, seed: int = 0) -> MoE:
     return moe
 
 
-def close(found: Tensor | None, expected: Tensor | None, limit: float = LIMIT) -> None:
-    assert found is not None
+def close(actual: Tensor | None, expected: Tensor | None, limit: float = LIMIT) -> None:
+    assert actual is not None
     assert expected is not None
-    assert found.shape == expected.shape
-    assert float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-12)) < limit
+    assert actual.shape == expected.shape
+    assert float((actual - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-12)) < limit
 
 
 # ---------------------------------------------------------------------------------------------- operations
@@ -58,11 +58,11 @@ def test_grouped_products_are_those_of_each_expert(implementation: str, counts: 
     x = torch.randn(sum(counts), 12, requires_grad=True)
     weight = torch.randn(4, 8, 12, requires_grad=True)
     out = grouped_linear(x, weight, torch.tensor(counts).cumsum(0).int(), implementation=implementation)
-    found = torch.autograd.grad(out.square().sum(), (x, weight))
+    gradients_of = torch.autograd.grad(out.square().sum(), (x, weight))
     right = torch.cat([part @ weight[e].T for e, part in enumerate(x.split(counts))])
     expected = torch.autograd.grad(right.square().sum(), (x, weight))
     torch.testing.assert_close(out, right)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients_of, expected)
 
 
 def test_widths_that_the_grouped_kernel_cannot_take_go_another_way() -> None:
@@ -92,15 +92,15 @@ def test_grouped_experts_are_those_of_the_loop(dtype: torch.dtype) -> None:
     stacks = [torch.randn(size, dtype=dtype, requires_grad=True) for size in ((4, 24, 16), (4, 24, 16), (4, 16, 24))]
     weights = torch.rand(20, 2, dtype=dtype, requires_grad=True)
     at = ExpertOrder.of(torch.randint(0, 3, (20, 2)), 4)  # the last expert gets nothing
-    found = []
+    results = []
     for implementation in ("grouped", "eager"):
         gate, up, down = stacks
         y = expert_mlp(spread_rows(x, at, 2), at.ends, gate, up, down, implementation=implementation)
         out = weigh_choices(collect_rows(y, at), weights)
-        found.append([out, *torch.autograd.grad(out.float().square().sum(), (x, weights, *stacks))])
-    for one, other in zip(*found, strict=True):
-        close(one.float(), other.float(), LIMIT if dtype == torch.float32 else 0.02)
-    assert not found[0][3][3].any()
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), (x, weights, *stacks))])
+    for first, other in zip(*results, strict=True):
+        close(first.float(), other.float(), LIMIT if dtype == torch.float32 else 0.02)
+    assert not results[0][3][3].any()
 
 
 # ---------------------------------------------------------------------------------------------- transformers
@@ -126,14 +126,14 @@ def test_a_block_is_that_of_transformers(normalize: bool, implementation: str) -
     (out * slope).sum().backward()
     (right * slope).sum().backward()
     gate, up = theirs.experts.gate_up_proj.grad.chunk(2, dim=1)
-    for found, expected in (
+    for ours_grad, expected in (
         (x.grad, y.grad),
         (ours.router.weight.grad, theirs.gate.weight.grad),
         (ours.experts.gate.grad, gate),
         (ours.experts.up.grad, up),
         (ours.experts.down.grad, theirs.experts.down_proj.grad),
     ):
-        close(found, expected)
+        close(ours_grad, expected)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
@@ -145,20 +145,20 @@ def test_the_balance_of_one_row_is_that_of_transformers(layers: int) -> None:
     rows = RowIds(torch.zeros(30, dtype=torch.int64), counts, torch.ones(1))
     balance = Balance(MoEShape(1, 1, 6, 2, balance=1.0))
     used = torch.zeros(2, 1, 6)
-    for one in logits:
-        shares = one.softmax(-1)
+    for layer in logits:
+        shares = layer.softmax(-1)
         used = used + balance(shares, shares, shares.topk(2).indices, rows)[1]
-    found = balance_loss(used, 2, rows)
+    loss = balance_loss(used, 2, rows)
     right = load_balancing_loss_func(tuple(logits), num_experts=6, top_k=2, attention_mask=counts[None])
     assert isinstance(right, Tensor)
-    close(found, right)
+    close(loss, right)
     # Choices have no slope; the loss is linear in the shares, and so are both gradients.
-    for mine, other in zip(torch.autograd.grad(found, logits), torch.autograd.grad(right, logits), strict=True):
+    for mine, other in zip(torch.autograd.grad(loss, logits), torch.autograd.grad(right, logits), strict=True):
         close(mine, other)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_router_gradients_and_loss_are_those_of_transformers(asked: bool) -> None:
+@pytest.mark.parametrize("balanced", [True, False])
+def test_router_gradients_and_loss_are_those_of_transformers(balanced: bool) -> None:
     """Of whole models of four layers: what `output_router_logits` asks for joins loss and gradients, and nothing where
     it is left out, as folders mostly do."""
     fields = {
@@ -175,14 +175,14 @@ def test_router_gradients_and_loss_are_those_of_transformers(asked: bool) -> Non
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.5,
         "rope_theta": 1e4,
-        **({"output_router_logits": True} if asked else {}),
+        **({"output_router_logits": True} if balanced else {}),
     }
     config = Qwen3MoeConfig(**fields)
     spec = FAMILIES.get("qwen3")
     ours = spec.config.from_hf({"model_type": "qwen3_moe", **fields})
     theirs = Qwen3MoeForCausalLM(config)
     randomize(theirs, 3)
-    made = from_foreign(spec, ours, saved(theirs))
+    built = from_foreign(spec, ours, saved(theirs))
     torch.manual_seed(1)
     tokens = torch.randint(0, 50, (21,))
     labels = tokens.roll(-1)
@@ -191,18 +191,18 @@ def test_router_gradients_and_loss_are_those_of_transformers(asked: bool) -> Non
         {"tokens": tokens, "labels": labels, "positions": torch.arange(21)}, {"text": Segments.of([21])}, seeds=(0,)
     )
     task = LanguageTask()
-    outputs = made(data)
+    outputs = built(data)
     total, count = sum_and_count(task, outputs, data)
     (total / count).backward()
     right = theirs(tokens[None], labels=tokens[None])
     right.loss.backward()
     close(total / count, right.loss)
     terms = {term.name: term for term in task.losses(outputs, data).terms}
-    assert ("router_aux_loss" in terms) == asked
-    if asked:
+    assert ("router_aux_loss" in terms) == balanced
+    if balanced:
         close(terms["router_aux_loss"].sum / count, right.aux_loss)
     for layer in range(4):
-        close(made.text.layers[layer].mlp.router.weight.grad, theirs.model.layers[layer].mlp.gate.weight.grad, 1e-4)
+        close(built.text.layers[layer].mlp.router.weight.grad, theirs.model.layers[layer].mlp.gate.weight.grad, 1e-4)
 
 
 # ---------------------------------------------------------------------------------------------- balance
@@ -210,25 +210,25 @@ def test_router_gradients_and_loss_are_those_of_transformers(asked: bool) -> Non
 
 def model(**config: object) -> LanguageModel:
     spec = FAMILIES.get("tests.toys.moe_decoder")
-    made = spec.main.build(spec.config.model_validate(config))
-    assert isinstance(made, LanguageModel)
-    for name, parameter in made.named_parameters():
-        made.initialize(name, parameter, generator("cpu", "test", name))
-    return made
+    built = spec.main.build(spec.config.model_validate(config))
+    assert isinstance(built, LanguageModel)
+    for name, parameter in built.named_parameters():
+        built.initialize(name, parameter, generator("cpu", "test", name))
+    return built
 
 
 def batch(rows: Sequence[int], length: int = 32) -> Batch:
     return token_rows.TokenRows(length, 64, seed=3).batch(rows)
 
 
-def direct_balance(made: LanguageModel, data: Batch) -> Tensor:
+def direct_balance(decoder: LanguageModel, data: Batch) -> Tensor:
     """The formula, row by row, from what goes into the routers of all layers."""
     seen: list[Tensor] = []
     handles = [
         layer.mlp.router.register_forward_pre_hook(lambda module, args: seen.append((args[0], module.weight)))
-        for layer in made.text.layers
+        for layer in decoder.text.layers
     ]
-    made(data)
+    decoder(data)
     for handle in handles:
         handle.remove()
     shares = torch.stack([(x.float() @ weight.T).softmax(-1) for x, weight in seen])  # [layers, tokens, experts]
@@ -240,20 +240,20 @@ def direct_balance(made: LanguageModel, data: Batch) -> Tensor:
     for start in range(0, len(data["tokens"]), length):
         here = [t for t in range(start, start + length) if t not in padding]
         trained = int((data["labels"][start : start + length] != IGNORE).sum())
-        own = shares[:, here].flatten(0, 1)
-        chosen = torch.nn.functional.one_hot(own.topk(2).indices, own.shape[1]).sum(1).float().mean(0)
-        total = total + trained * own.shape[1] * (chosen * own.mean(0)).sum()
+        of_row = shares[:, here].flatten(0, 1)
+        chosen = torch.nn.functional.one_hot(of_row.topk(2).indices, of_row.shape[1]).sum(1).float().mean(0)
+        total = total + trained * of_row.shape[1] * (chosen * of_row.mean(0)).sum()
     return total
 
 
-def gradients(made: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
-    made.zero_grad()
+def gradients(decoder: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
+    decoder.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
 
 
-def task_loss(made: LanguageModel, data: Batch) -> Tensor:
-    out = made(data)
+def task_loss(decoder: LanguageModel, data: Batch) -> Tensor:
+    out = decoder(data)
     assert isinstance(out, dict)
     return sum_and_count(LanguageTask(), out, data)[0]
 
@@ -261,23 +261,23 @@ def task_loss(made: LanguageModel, data: Batch) -> Tensor:
 def test_the_balance_loss_is_the_formula_over_rows_without_padding() -> None:
     data = batch([0, 1, 2])
     with_balance, without = model(layers=2, balance=0.7), model(layers=2, balance=0.0)
-    found = gradients(with_balance, task_loss(with_balance, data))
+    balanced = gradients(with_balance, task_loss(with_balance, data))
     right = gradients(without, task_loss(without, data) + 0.7 * direct_balance(without, data))
     for name, gradient in right.items():
-        close(found[name], gradient)
+        close(balanced[name], gradient)
     alone = gradients(without, task_loss(without, data))
     router = "text.layers.0.mlp.router.weight"
-    assert (found[router] - alone[router]).abs().max() > 0.1 * alone[router].abs().max()
+    assert (balanced[router] - alone[router]).abs().max() > 0.1 * alone[router].abs().max()
     close(task_loss(with_balance, data), task_loss(without, data) + 0.7 * direct_balance(without, data))
 
 
 def test_any_split_of_a_batch_balances_alike() -> None:
-    made = model(balance=0.7)
-    whole = gradients(made, task_loss(made, batch([0, 1, 2, 3])))
-    made.zero_grad()
+    decoder = model(balance=0.7)
+    whole = gradients(decoder, task_loss(decoder, batch([0, 1, 2, 3])))
+    decoder.zero_grad()
     for rows in ([0], [1, 2], [3]):
-        task_loss(made, batch(rows)).backward()
-    for name, parameter in made.named_parameters():
+        task_loss(decoder, batch(rows)).backward()
+    for name, parameter in decoder.named_parameters():
         close(parameter.grad, whole[name])
 
 
@@ -285,23 +285,23 @@ def test_a_part_of_the_tokens_knows_their_rows() -> None:
     data = batch([0, 1, 2])
     whole = TokenRows()(data)
     assert whole.trained.tolist() == [int((row != IGNORE).sum()) for row in data["labels"].chunk(3)]
-    own = torch.tensor([40, 3, 95, 0])
-    part = data.with_tensors(token_index=own, labels=data["labels"][own])
-    found = TokenRows()(part)
-    assert found.row.tolist() == whole.row[own].tolist() == [1, 0, 2, 0]
+    index = torch.tensor([40, 3, 95, 0])
+    part = data.with_tensors(token_index=index, labels=data["labels"][index])
+    rows = TokenRows()(part)
+    assert rows.row.tolist() == whole.row[index].tolist() == [1, 0, 2, 0]
 
 
 def test_nothing_is_balanced_where_nothing_is_trained() -> None:
-    made = model(balance=0.7, bias_rate=0.1)
+    decoder = model(balance=0.7, bias_rate=0.1)
     data = batch([0])
     unlabelled = Batch({k: v for k, v in data.tensors.items() if k != "labels"}, data.segments)
-    out = made(unlabelled)
+    out = decoder(unlabelled)
     assert isinstance(out, dict)
     projection(out, LOGITS).hidden.sum().backward()
-    assert not any(b.any() for name, b in made.named_buffers() if name.endswith("loads"))
+    assert not any(b.any() for name, b in decoder.named_buffers() if name.endswith("loads"))
     with torch.no_grad():
-        made(data)
-    assert not any(b.any() for name, b in made.named_buffers() if name.endswith("loads"))
+        decoder(data)
+    assert not any(b.any() for name, b in decoder.named_buffers() if name.endswith("loads"))
 
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:
@@ -314,26 +314,26 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 
 
 def test_loads_are_counted_once_per_backward_pass_and_biases_are_kept() -> None:
-    made, data = model(layers=1, bias_rate=0.1), batch([0, 1])
+    decoder, data = model(layers=1, bias_rate=0.1), batch([0, 1])
     for _ in range(2):
-        task_loss(made, data).backward()
-    balance = made.text.layers[0].mlp.balance
+        task_loss(decoder, data).backward()
+    balance = decoder.text.layers[0].mlp.balance
     counted = TokenRows()(data).counts.sum()
     assert float(balance.loads.sum()) == 2 * 2 * int(counted)
-    names = model_tensors(made)
+    names = model_tensors(decoder)
     assert "text.layers.0.mlp.balance.bias" in names
     assert "text.layers.0.mlp.balance.loads" not in names
 
 
 def test_reading_token_by_token_gives_what_reading_at_once_gives() -> None:
-    made = model(dense_layers=1, tied=True)
+    decoder = model(dense_layers=1, tied=True)
     data = token_rows.TokenRows(16, 64, seed=1).batch([0])
     single = Batch({"tokens": data["tokens"], "positions": torch.arange(16)}, {"text": data.segments["text"].of([16])})
-    whole = made(single, logits=True)["logits"]
-    cache = made.new_cache(1, 16)
+    whole = decoder(single, logits=True)["logits"]
+    cache = decoder.new_cache(1, 16)
     logits = []
     for cached, end in ((0, 9), *((at, at + 1) for at in range(9, 16))):
         part = Batch({name: single[name][cached:end] for name in ("tokens", "positions")})
         step = CacheStep.of([CacheRow([0], cached, end - cached)], 16, "cpu")
-        logits.append(made(part, logits="last", cache=cache, step=step)["logits"])
+        logits.append(decoder(part, logits="last", cache=cache, step=step)["logits"])
     torch.testing.assert_close(torch.cat(logits), whole[8:], rtol=1e-4, atol=1e-5)

@@ -70,8 +70,8 @@ def test_neighbouring_dimensions_rotate_by_positions_on_several_axes() -> None:
     ]
     cos, sin = (torch.cat(kind, dim=-1).unsqueeze(1) for kind in zip(*tables, strict=True))
     turned = torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
-    found = rotate(x, axes_angles(positions, sizes, 1e4), pairs=True)
-    assert torch.allclose(found, x * cos + turned * sin, atol=1e-6)
+    rotated = rotate(x, axes_angles(positions, sizes, 1e4), pairs=True)
+    assert torch.allclose(rotated, x * cos + turned * sin, atol=1e-6)
 
 
 def test_a_norm_over_all_heads_is_the_same_when_features_are_summed_in_parts() -> None:

@@ -121,10 +121,10 @@ def test_weights_behind_the_last_text_are_frozen_and_have_no_effect() -> None:
 
 
 def test_latents_alone_attend_inside_their_own_sample() -> None:
-    found = segments_by_kind(Segments.of([10, 4, 7]), Segments.of([3, 0, 5]))
-    assert found.bounds.tolist() == [0, 3, 10, 10, 14, 19, 21]
-    assert found.lengths == (3, 7, 0, 4, 5, 2)
-    assert found.longest == 7
+    kinds = segments_by_kind(Segments.of([10, 4, 7]), Segments.of([3, 0, 5]))
+    assert kinds.bounds.tolist() == [0, 3, 10, 10, 14, 19, 21]
+    assert kinds.lengths == (3, 7, 0, 4, 5, 2)
+    assert kinds.longest == 7
 
 
 def test_a_table_of_positions_is_frozen_and_begins_with_sines() -> None:
@@ -166,7 +166,7 @@ def test_published_adapters_for_layers_that_nobody_reads_are_passed_over(tmp_pat
     save_file(sides, tmp_path / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": layers}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
-    found = read_adapters(tmp_path, paths, spec.main.weight_map(config))
-    assert sorted(found) == ["blocks.2.attn.text_out", "blocks.2.text_mlp.down"]
+    adapters = read_adapters(tmp_path, paths, spec.main.weight_map(config))
+    assert sorted(adapters) == ["blocks.2.attn.text_out", "blocks.2.text_mlp.down"]
     frozen = {name.rpartition(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
     assert set(spec.main.weight_map(config).idle) == frozen  # type: ignore[union-attr]

@@ -43,8 +43,8 @@ def no_further_than_plain_products(
     is no further from float64 than those are."""
     ours, peers, exact = run(way, dtype), run(plain, dtype), run(plain, torch.float64)
     few = 4.0 if dtype is torch.float32 else 0.5  # several sums in a row; half precision adds in fp32 and rounds once
-    for name, one, peer, right in zip(("out", "q", "k", "v"), ours, peers, exact, strict=True):
-        assert_as_close(one, peer, right, roundings=few, what=name)
+    for name, actual, peer, right in zip(("out", "q", "k", "v"), ours, peers, exact, strict=True):
+        assert_as_close(actual, peer, right, roundings=few, what=name)
 
 
 def with_gradients(run: Callable[..., Tensor], qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
@@ -75,8 +75,8 @@ def test_sdpa_equals_eager(lengths: list[int], causal: bool, window: tuple[int, 
 @pytest.mark.parametrize(("causal", "window"), WINDOWS, ids=str)
 def test_every_path_of_sdpa_equals_eager(path: str, causal: bool, window: tuple[int, int] | None) -> None:
     """Which path runs depends on lengths and device; all of them must be right for all lengths."""
-    left, right = window or (-1, -1)
-    bounds = (left, 0 if causal else right)
+    earlier, later = window or (-1, -1)
+    bounds = (earlier, 0 if causal else later)
     for lengths in LENGTHS:
         segments, qkv = Segments.of(lengths), inputs(sum(lengths))
 
@@ -86,8 +86,8 @@ def test_every_path_of_sdpa_equals_eager(path: str, causal: bool, window: tuple[
             segments: Segments = segments,
             qkv: tuple[Tensor, ...] = qkv,
         ) -> list[Tensor]:
-            given = tuple(x.detach().to(dtype).requires_grad_() for x in qkv)
-            return with_gradients(lambda q, k, v: function(q, k, v, segments, bounds, 0.3), given)
+            leaves = tuple(x.detach().to(dtype).requires_grad_() for x in qkv)
+            return with_gradients(lambda q, k, v: function(q, k, v, segments, bounds, 0.3), leaves)
 
         no_further_than_plain_products(run, getattr(attention, path), torch.float32, attention._packed_eager)
 
@@ -117,8 +117,8 @@ def test_fused_is_compiled_once_for_batches_of_every_kind() -> None:
     for segments in kinds:
         ours = with_gradients(lambda q, k, v, segments=segments: compiled(q, k, v, segments), inputs(24))
         reference = with_gradients(lambda q, k, v, segments=segments: around(q, k, v, segments), inputs(24))
-        for one, other in zip(ours, reference, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for actual, other in zip(ours, reference, strict=True):
+            torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-6)
         assert counter.frame_count == 1
     torch._dynamo.reset()
 
@@ -273,8 +273,8 @@ def test_every_way_of_fused_equals_eager(kind: str, compiled: bool) -> None:
         pytest.skip("has no kernels for it")
     _, segments, causal, size, kv_heads, padding = KINDS[kind]
     length = sum(segments.lengths)
-    made = inputs(length, kv_heads=kv_heads, dim=size)
-    narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in made)
+    qkv = inputs(length, kv_heads=kv_heads, dim=size)
+    narrow = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in qkv)
     read = torch.ones(length, dtype=torch.bool, device=device)
     read[padding] = False
 

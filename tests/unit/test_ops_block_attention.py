@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tessera.core.batch import Segments
 from tessera.errors import TesseraError
-from tessera.ops.attention import _attend_explicitly, _packed_eager, packed_attention
+from tessera.ops.attention import _packed_eager, attend_explicitly, packed_attention
 from tessera.ops.block_attention import block_attention, block_attention_backward, join
 from tests.close import distance, rounding
 
@@ -28,8 +28,8 @@ def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, segments: Segments, cau
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
+def close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -46,11 +46,11 @@ def test_pieces_equal_packed_attention(lengths: list[int], causal: bool, kv_head
 
 def test_lengths_may_be_known_on_the_device_alone() -> None:
     q, k, v, _ = inputs(18, 2)
-    known = Segments.of([7, 5, 6])
-    unknown = Segments(known.bounds, known.longest)
+    segments = Segments.of([7, 5, 6])
+    unknown = Segments(segments.bounds, segments.longest)
     for ours, theirs in zip(
         block_attention(q, k, v, segments=unknown, causal=True, scale=0.3),
-        block_attention(q, k, v, segments=known, causal=True, scale=0.3),
+        block_attention(q, k, v, segments=segments, causal=True, scale=0.3),
         strict=True,
     ):
         assert torch.equal(ours, theirs)
@@ -65,13 +65,13 @@ def test_rectangles_join_to_the_whole(kv_heads: int) -> None:
     out, lse = block_attention(q[rows], k[keys], v[keys], segments=None, causal=False, scale=0.3)
     for rows, keys in parts[1:]:
         join(out, lse, rows, *block_attention(q[rows], k[keys], v[keys], segments=None, causal=False, scale=0.3))
-    found = [out, *(torch.zeros_like(x) for x in (q, k, v))]
+    sums = [out, *(torch.zeros_like(x) for x in (q, k, v))]
     for rows, keys in parts:
-        given = (grad[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows])
-        dq, dk, dv = block_attention_backward(*given, segments=None, causal=False, scale=0.3)
-        found[1][rows] += dq
-        found[2][keys] += dk
-        found[3][keys] += dv
+        arguments = (grad[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+        dq, dk, dv = block_attention_backward(*arguments, segments=None, causal=False, scale=0.3)
+        sums[1][rows] += dq
+        sums[2][keys] += dk
+        sums[3][keys] += dv
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     seen = torch.ones(18, 18, dtype=torch.bool)
     seen[:, 12:] = False
@@ -79,7 +79,7 @@ def test_rectangles_join_to_the_whole(kv_heads: int) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=seen, scale=0.3, enable_gqa=True
     ).transpose(0, 1)
-    close(found, [expected.detach(), *torch.autograd.grad(expected, (q, k, v), grad)])
+    close(sums, [expected.detach(), *torch.autograd.grad(expected, (q, k, v), grad)])
 
 
 def test_half_precision_adds_up_in_full() -> None:
@@ -114,12 +114,12 @@ def test_flash_equals_eager(kind: str, dim: int) -> None:
 
     def plain(dtype: torch.dtype) -> list[Tensor]:
         """Products and a softmax in `dtype`, whose rounding is that of kernels of this type."""
-        own = [x.detach().to(dtype).requires_grad_() for x in block]
+        leaves = [x.detach().to(dtype).requires_grad_() for x in block]
         if segments is None:
-            out = _attend_explicitly(*own, None, how["scale"])
+            out = attend_explicitly(*leaves, None, how["scale"])
         else:
-            out = _packed_eager(*own, segments, (-1, 0 if kind == "causal" else -1), how["scale"])
-        return [out.detach(), *torch.autograd.grad(out, own, grad.to(dtype))]
+            out = _packed_eager(*leaves, segments, (-1, 0 if kind == "causal" else -1), how["scale"])
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
     limits = [3 * distance(*pair) for pair in zip(plain(torch.bfloat16), plain(torch.float64), strict=True)]
     out, lse = block_attention(*block, **how, implementation="flash")
@@ -129,8 +129,8 @@ def test_flash_equals_eager(kind: str, dim: int) -> None:
     # Joined with more keys in float64, which changes nobody's rounding.
     more = block_attention(*(x.double() for x in (q[50:200], k, v)), segments=None, causal=False, scale=0.1)
     join(wide_out, wide_lse, slice(50, 200), *more)
-    given = (grad, *block, wide_out.to(q.dtype), wide_lse.float())
-    ours = block_attention_backward(*given, **how, implementation="flash")
-    exact = block_attention_backward(*(x.double() for x in given), **how, implementation="eager")
-    for what, one, right, limit in zip("qkv", ours, exact, limits[1:], strict=True):
-        assert distance(one, right) <= limit, what
+    arguments = (grad, *block, wide_out.to(q.dtype), wide_lse.float())
+    ours = block_attention_backward(*arguments, **how, implementation="flash")
+    exact = block_attention_backward(*(x.double() for x in arguments), **how, implementation="eager")
+    for what, actual, right, limit in zip("qkv", ours, exact, limits[1:], strict=True):
+        assert distance(actual, right) <= limit, what

@@ -50,9 +50,9 @@ def test_sdpa_equals_eager(path: str, lengths: tuple[list[int], list[int]]) -> N
             return packed_cross_attention(*args, scale=0.3, implementation="sdpa")
         return getattr(cross_attention, path)(*args, 0.3)
 
-    found = (results(ours, lengths, torch.float32), results(eager, lengths, torch.float32))
-    for one, peer, exact in zip(*found, results(eager, lengths, torch.float64), strict=True):
-        assert_as_close(one, peer, exact, roundings=4.0)
+    results_of = (results(ours, lengths, torch.float32), results(eager, lengths, torch.float32))
+    for actual, peer, exact in zip(*results_of, results(eager, lengths, torch.float64), strict=True):
+        assert_as_close(actual, peer, exact, roundings=4.0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -126,8 +126,8 @@ def test_a_long_first_segment_and_the_rest_equal_eager(
     def run(function: Callable[..., Tensor]) -> list[Tensor]:
         return results(lambda *args: function(*args, 0.3), lengths, torch.float64)
 
-    for one, expected in zip(run(cross_attention._fused), run(cross_attention._eager), strict=True):
-        torch.testing.assert_close(one, expected, rtol=1e-10, atol=1e-10)
+    for actual, expected in zip(run(cross_attention._fused), run(cross_attention._eager), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.gpu
@@ -137,6 +137,6 @@ def test_fused_equals_eager_on_the_device(lengths: tuple[list[int], list[int]]) 
     def run(name: str, dtype: torch.dtype) -> list[Tensor]:
         return results(lambda *args: packed_cross_attention(*args, implementation=name), lengths, dtype, "cuda")
 
-    found = (run("fused", torch.bfloat16), run("eager", torch.bfloat16), run("eager", torch.float64))
-    for one, peer, exact in zip(*found, strict=True):
-        assert_as_close(one, peer, exact, roundings=4.0)
+    results = (run("fused", torch.bfloat16), run("eager", torch.bfloat16), run("eager", torch.float64))
+    for actual, peer, exact in zip(*results, strict=True):
+        assert_as_close(actual, peer, exact, roundings=4.0)

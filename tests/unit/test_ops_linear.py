@@ -25,12 +25,12 @@ def test_zeros_behind_change_nothing(gated: bool, bias: bool) -> None:
     plain, aligned = layer(x), layer._aligned(x, 20)
     torch.testing.assert_close(aligned, plain, rtol=1e-5, atol=1e-6)
     weights = torch.randn_like(plain)
-    for one, other in zip(
+    for actual, other in zip(
         torch.autograd.grad((aligned * weights).sum(), wanted),
         torch.autograd.grad((plain * weights).sum(), wanted),
         strict=True,
     ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-6)
 
 
 def test_only_what_is_slow_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,10 @@ def test_frequencies_are_those_of_transformers(kind: str, rope: dict[str, Any], 
     theirs = CONFIG_MAPPING[kind](**TEXT, **{name: dict(v) if isinstance(v, dict) else v for name, v in told.items()})
     expected, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"))
     config = ours_of(kind, told)
-    made = text_shape(config.text, "auto").rope
+    ours = text_shape(config.text, "auto").rope
     eps = torch.finfo(torch.float32).eps
-    torch.testing.assert_close(made.frequencies(torch.device("cpu")), expected, rtol=8 * eps, atol=0)
-    angles = made.angles(torch.arange(3))
+    torch.testing.assert_close(ours.frequencies(torch.device("cpu")), expected, rtol=8 * eps, atol=0)
+    angles = ours.angles(torch.arange(3))
     torch.testing.assert_close(
         angles.cos, (torch.arange(3)[:, None] * expected).cos() * attention, rtol=0, atol=16 * eps
     )
@@ -76,10 +76,10 @@ def test_yarn_goes_with_positions_of_three_axes() -> None:
     )
     theirs = CONFIG_MAPPING["qwen2_5_vl"](**plain, rope_scaling=dict(sections), vision_config=dict(vision))
     expected, attention = ROPE_INIT_FUNCTIONS["yarn"](theirs.text_config, torch.device("cpu"))
-    rope = text_shape(config.text, "auto").rope
-    torch.testing.assert_close(rope.frequencies(torch.device("cpu")), expected, rtol=1e-6, atol=0)
-    assert rope.scaling is not None
-    assert rope.scaling.attention == attention
+    ours = text_shape(config.text, "auto").rope
+    torch.testing.assert_close(ours.frequencies(torch.device("cpu")), expected, rtol=1e-6, atol=0)
+    assert ours.scaling is not None
+    assert ours.scaling.attention == attention
 
 
 def test_what_dynamic_would_stretch_is_refused() -> None:

@@ -24,8 +24,8 @@ def test_rows_and_their_gradients() -> None:
         weights = torch.randn(len(rows), 3)
         ours, theirs = take_rows(x, rows), x[rows]
         assert torch.equal(ours, theirs)
-        (found,), (expected,) = (torch.autograd.grad((y * weights).sum(), x) for y in (ours, theirs))
-        assert torch.equal(found, expected)
+        (actual,), (expected,) = (torch.autograd.grad((y * weights).sum(), x) for y in (ours, theirs))
+        assert torch.equal(actual, expected)
 
 
 def test_trained_positions() -> None:

@@ -149,10 +149,10 @@ def test_a_row_without_its_pair_or_label_is_a_bad_row_among_others_and_a_wrong_s
     plain: dict[str, Any] = {"messages": [*ASK, {"role": "assistant", "content": "I."}]}
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in (plain, plain | beside)))
-    found = [one for _, one in open_source(SourceSection(path=path, format=format)).scan(range(2))]
-    assert isinstance(found[0], RecordError)
-    assert told in found[0].reason
-    assert isinstance(found[1], Sample)
+    samples = [one for _, one in open_source(SourceSection(path=path, format=format)).scan(range(2))]
+    assert isinstance(samples[0], RecordError)
+    assert told in samples[0].reason
+    assert isinstance(samples[1], Sample)
     path.write_text(json.dumps(plain))
     with pytest.raises(TesseraError, match="has the format 'messages'"):
         open_source(SourceSection(path=path, format=format)).read(0)
@@ -194,9 +194,9 @@ def test_log_probabilities_and_their_gradients(chunk: int) -> None:
     plain = torch.gather(F.linear(hidden, weight).log_softmax(-1), 1, labels.clamp(min=0)[:, None])[:, 0]
     plain = plain.where(labels != IGNORE, 0.0)
     expected = torch.autograd.grad((plain * scales).sum(), [hidden, weight])
-    found = token_log_probs(hidden, weight, labels, chunk=chunk)
-    torch.testing.assert_close(found, plain)
-    for ours, theirs in zip(torch.autograd.grad((found * scales).sum(), [hidden, weight]), expected, strict=True):
+    log_probs = token_log_probs(hidden, weight, labels, chunk=chunk)
+    torch.testing.assert_close(log_probs, plain)
+    for ours, theirs in zip(torch.autograd.grad((log_probs * scales).sum(), [hidden, weight]), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -218,9 +218,9 @@ def batches(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, 
 
 
 def test_pairs_lie_side_by_side(data: Path, batches: tuple[Any, list[Batch], Any]) -> None:
-    _, found, processor = batches
+    _, microbatches, processor = batches
     rows = {row["id"]: row for row in map(json.loads, (data / "pairs.jsonl").read_text().splitlines())}
-    for batch in found:
+    for batch in microbatches:
         pairs = batch["pair_ids"].shape[0]
         assert pairs == batch.counts["pairs"] == len(batch.sample_ids) > 0
         assert set(batch["pair"].tolist()) == {-1, *range(2 * pairs)}
@@ -245,9 +245,9 @@ def model_with_adapters(setup: Any) -> torch.nn.Module:
 def plain_log_probs(module: torch.nn.Module, batch: Batch) -> Tensor:
     """[pairs, 2] from whole logits, answer by answer."""
     logits = module(batch, logits=True)["logits"].float().log_softmax(-1)
-    found = logits.gather(1, batch["labels"].clamp(min=0)[:, None])[:, 0].where(batch["labels"] != IGNORE, 0.0)
+    log_probs = logits.gather(1, batch["labels"].clamp(min=0)[:, None])[:, 0].where(batch["labels"] != IGNORE, 0.0)
     sides = range(2 * batch["pair_ids"].shape[0])
-    return torch.stack([found[batch["pair"] == side].sum() for side in sides]).view(-1, 2)
+    return torch.stack([log_probs[batch["pair"] == side].sum() for side in sides]).view(-1, 2)
 
 
 def plain_loss(module: torch.nn.Module, batch: Batch, beta: float, smoothing: float, free: bool) -> Tensor:
@@ -266,23 +266,25 @@ def plain_loss(module: torch.nn.Module, batch: Batch, beta: float, smoothing: fl
 def test_loss_and_gradients_are_those_of_the_formula(
     beta: float, smoothing: float, free: bool, batches: tuple[Any, list[Batch], Any]
 ) -> None:
-    setup, found, _ = batches
+    setup, microbatches, _ = batches
     module = model_with_adapters(setup)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    pairs = sum(batch["pair_ids"].shape[0] for batch in found)
+    pairs = sum(batch["pair_ids"].shape[0] for batch in microbatches)
 
     def plain() -> dict[str, Tensor]:
-        total = sum((plain_loss(module, batch, beta, smoothing, free) for batch in found), torch.zeros(())) / pairs
+        total = (
+            sum((plain_loss(module, batch, beta, smoothing, free) for batch in microbatches), torch.zeros(())) / pairs
+        )
         return {"loss": total.detach(), **dict(zip(trained, torch.autograd.grad(total, trained.values()), strict=True))}
 
     expected = with_moved_weights(module.parameters(), plain)
-    out = SimpleEngine(module).step(DpoTask(beta=beta, label_smoothing=smoothing, reference_free=free), found)
+    out = SimpleEngine(module).step(DpoTask(beta=beta, label_smoothing=smoothing, reference_free=free), microbatches)
     assert float(out.counts["pairs"]) == pairs
     assert float(out.metrics()["margin"]) != 0
     ours = {"loss": out.loss(), **{name: p.grad for name, p in trained.items() if p.grad is not None}}
     # The margin is a small difference of four large sums: a rounding of each is so many of the slope of the loss.
     with torch.no_grad():
-        size = max(float(plain_log_probs(module, batch).abs().max()) for batch in found)
+        size = max(float(plain_log_probs(module, batch).abs().max()) for batch in microbatches)
     assert_within_rounding(ours, *expected, roundings=1 + 4 * beta * size)
 
 
@@ -313,7 +315,7 @@ class KeepGradients(Callback):
     """`move`: begins from weights that are one rounding away, which shows how far apart two right results may be."""
 
     def __init__(self, move: bool = False) -> None:
-        self.found: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
         self.move = move
 
     def on_start(self, trainer: Any) -> None:
@@ -322,18 +324,18 @@ class KeepGradients(Callback):
 
     def on_before_optim(self, trainer: Any) -> None:
         if trainer.step == 1:  # the first step has moved B, so both factors have a gradient
-            self.found = {n: p.grad.clone() for n, p in trainer.module.named_parameters() if p.grad is not None}
+            self.gradients = {n: p.grad.clone() for n, p in trainer.module.named_parameters() if p.grad is not None}
 
 
 def test_any_split_gives_the_same_gradient_and_it_learns(data: Path, tmp_path: Path) -> None:
-    found = {}
+    records = {}
     for name, micro, steps in (("plain", 1, 2), ("moved", 1, 2), ("twos", 2, 2), ("fours", 4, 20)):
         keep = KeepGradients(move=name == "moved")
         settings = {"train.micro_batch": micro, "train.steps": steps, "optim.lr": 1e-2, "name": name}
         run = train(pair_recipe(data, tmp_path), settings, callbacks=[keep])
-        found[name] = keep.found
+        records[name] = keep.gradients
     for name in ("twos", "fours"):
-        assert_within_rounding(found[name], found["plain"], found["moved"])
+        assert_within_rounding(records[name], records["plain"], records["moved"])
     steps = [row for row in run.metrics if row["kind"] == "train"]
     assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1]["loss"] < 0.5
@@ -363,11 +365,11 @@ def test_a_whole_model_is_compared_with_a_frozen_copy_of_its_initial_weights(dat
 
 
 def saved_names(checkpoint: Path) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for path in checkpoint.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= set(file.keys())
-    return found
+            names |= set(file.keys())
+    return names
 
 
 def test_without_a_reference_there_is_no_copy_and_a_pipeline_refuses_one(data: Path, tmp_path: Path) -> None:
@@ -403,7 +405,7 @@ def test_batches_without_pairs_are_refused() -> None:
 def test_the_step_line_shows_what_the_page_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(pair_recipe(write_pair_set(tmp_path / "data"), tmp_path / "runs", steps=1))
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("step 1/1"))
-    for name, shown in (("margin", "margin"), ("accuracy", "acc")):
-        assert f"  {shown} {run.metrics[0][name]:.3g}  " in line
+    for name, label in (("margin", "margin"), ("accuracy", "acc")):
+        assert f"  {label} {run.metrics[0][name]:.3g}  " in line
     assert {"reward_chosen", "reward_rejected"} <= set(run.metrics[0])
     assert len(line) <= 100

@@ -64,16 +64,16 @@ def rated(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Batches:
 def log_probs(module: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [samples, 2] of answers and their lengths, token by token from whole logits."""
     logits = module(batch, logits=True)["logits"].log_softmax(-1)
-    known = batch["labels"] != IGNORE
-    found = logits.gather(1, batch["labels"].clamp(min=0)[:, None])[:, 0].where(known, 0.0)
+    labelled = batch["labels"] != IGNORE
+    log_probs = logits.gather(1, batch["labels"].clamp(min=0)[:, None])[:, 0].where(labelled, 0.0)
     answers = [batch["pair"] == side for side in range(2 * batch["pair_ids"].shape[0])]
-    sums = torch.stack([found[answer].sum() for answer in answers]).view(-1, 2)
-    return sums, torch.stack([(known & answer).sum() for answer in answers]).view(-1, 2)
+    sums = torch.stack([log_probs[answer].sum() for answer in answers]).view(-1, 2)
+    return sums, torch.stack([(labelled & answer).sum() for answer in answers]).view(-1, 2)
 
 
-def simpo(module: torch.nn.Module, found: list[Batch]) -> Tensor:
+def simpo(module: torch.nn.Module, microbatches: list[Batch]) -> Tensor:
     losses = []
-    for batch in found:
+    for batch in microbatches:
         sums, lengths = log_probs(module, batch)
         for (better, worse), (n, m) in zip(sums, lengths, strict=True):
             margin = 1.5 * (better / n - worse / m) - 0.7
@@ -81,9 +81,9 @@ def simpo(module: torch.nn.Module, found: list[Batch]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def orpo(module: torch.nn.Module, found: list[Batch]) -> Tensor:
+def orpo(module: torch.nn.Module, microbatches: list[Batch]) -> Tensor:
     language, odds, tokens = [], [], 0
-    for batch in found:
+    for batch in microbatches:
         sums, lengths = log_probs(module, batch)
         for (better, worse), (n, m) in zip(sums, lengths, strict=True):
             p, q = (better / n).exp(), (worse / m).exp()
@@ -93,9 +93,9 @@ def orpo(module: torch.nn.Module, found: list[Batch]) -> Tensor:
     return torch.stack(language).sum() / tokens + 0.3 * torch.stack(odds).mean()
 
 
-def kto(module: torch.nn.Module, found: list[Batch]) -> Tensor:
+def kto(module: torch.nn.Module, microbatches: list[Batch]) -> Tensor:
     losses = []
-    for batch in found:
+    for batch in microbatches:
         now, _ = log_probs(module, batch)
         with torch.no_grad(), without_adapters(module):
             before, _ = log_probs(module, batch)
@@ -120,18 +120,18 @@ CASES: dict[str, tuple[Callable[[], Task], Callable[[torch.nn.Module, list[Batch
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_those_of_the_formula_in_float64(name: str, pairs: Batches, rated: Batches) -> None:
     make, formula = CASES[name]
-    setup, found, _ = rated if name == "kto" else pairs
+    setup, microbatches, _ = rated if name == "kto" else pairs
 
     def plain(dtype: torch.dtype) -> dict[str, Tensor]:
         module = model_with_adapters(setup).to(dtype)
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        wide = [batch.with_tensors(**floats(batch, dtype)) for batch in found]
+        wide = [batch.with_tensors(**floats(batch, dtype)) for batch in microbatches]
         total = formula(module, wide)
         return {"loss": total, **dict(zip(trained, torch.autograd.grad(total, trained.values()), strict=True))}
 
     exact, peer = plain(torch.float64), plain(torch.float32)
     module = model_with_adapters(setup)
-    out = SimpleEngine(module).step(make(), found)
+    out = SimpleEngine(module).step(make(), microbatches)
     ours = {"loss": out.loss(), **{n: p.grad for n, p in module.named_parameters() if p.grad is not None}}
     assert ours.keys() == exact.keys()
     for key, tensor in ours.items():
@@ -146,13 +146,13 @@ def floats(batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_any_split_gives_the_same_gradient(name: str, pairs: Batches, rated: Batches) -> None:
     make, _ = CASES[name]
-    setup, (one, two), _ = rated if name == "kto" else pairs
-    found = []
-    for parts in ([one, two], [two, one]):
+    setup, (first, second), _ = rated if name == "kto" else pairs
+    results = []
+    for parts in ([first, second], [second, first]):
         module = model_with_adapters(setup)
         SimpleEngine(module).step(make(), parts)
-        found.append([p.grad for p in module.parameters() if p.grad is not None])
-    for first, second in zip(*found, strict=True):
+        results.append([p.grad for p in module.parameters() if p.grad is not None])
+    for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second)
 
 
@@ -160,9 +160,9 @@ def test_any_split_gives_the_same_gradient(name: str, pairs: Batches, rated: Bat
 
 
 def test_rated_rows_hold_each_answer_once_more_behind_another_question(data: Path, rated: Batches) -> None:
-    _, found, processor = rated
+    _, microbatches, processor = rated
     rows = {row["id"]: row for row in map(json.loads, (data / "rated.jsonl").read_text().splitlines())}
-    for batch in found:
+    for batch in microbatches:
         names = batch.sample_ids
         assert batch["desirable"].tolist() == [rows[name]["label"] for name in names]
         said = []
@@ -241,8 +241,8 @@ def test_it_learns_reports_its_metrics_and_resumes_bitwise(task: str, data: Path
     run = train(recipe, settings)
     rows = [row for row in run.metrics if row["kind"] == "train"]
     assert rows[-1]["loss"] < rows[0]["loss"]
-    shown = ("reward_good", "reward_bad", "kl") if task == "kto" else ("margin", "accuracy", "reward_chosen")
-    assert all(name in rows[-1] for name in shown)
+    names = ("reward_good", "reward_bad", "kl") if task == "kto" else ("margin", "accuracy", "reward_chosen")
+    assert all(name in rows[-1] for name in names)
     if task == "kto":
         assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-5)  # the model still equals its reference
     stopped = train({**recipe, "name": "stopped"}, settings, callbacks=[StopAt(4)])

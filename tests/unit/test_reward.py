@@ -34,9 +34,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, out: Path, **train: Any) -> dict[str, Any]:
-    made = pair_recipe(data, out, **{"task_options": {"center": 0.1}, **train})
-    made["train"]["task"] = "reward"
-    return made
+    rewarded = pair_recipe(data, out, **{"task_options": {"center": 0.1}, **train})
+    rewarded["train"]["task"] = "reward"
+    return rewarded
 
 
 def formula(module: torch.nn.Module, batch: Batch, center: float) -> Tensor:
@@ -59,18 +59,18 @@ def test_loss_and_gradients_are_those_of_the_formula_in_float64(data: Path, tmp_
     assert batch["pair_ids"].shape[0] > 1
 
     def model(dtype: torch.dtype) -> torch.nn.Module:
-        made, chance = setup.spec.main.build(setup.config), torch.Generator().manual_seed(2)
+        built, chance = setup.spec.main.build(setup.config), torch.Generator().manual_seed(2)
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in built.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=chance) * 0.1)
-        return made.to(dtype)
+        return built.to(dtype)
 
     def plain(dtype: torch.dtype) -> dict[str, Tensor]:
         module = model(dtype)
         floats = {name: t.to(dtype) for name, t in batch.tensors.items() if t.is_floating_point()}
         total = formula(module, batch.with_tensors(**floats), 0.1)
-        found = torch.autograd.grad(total, list(module.parameters()), allow_unused=True)
-        grads = dict(zip(dict(module.named_parameters()), found, strict=True))
+        gradients = torch.autograd.grad(total, list(module.parameters()), allow_unused=True)
+        grads = dict(zip(dict(module.named_parameters()), gradients, strict=True))
         return {"loss": total, **{name: grad for name, grad in grads.items() if grad is not None}}
 
     exact, peer = plain(torch.float64), plain(torch.float32)
@@ -85,9 +85,9 @@ def test_loss_and_gradients_are_those_of_the_formula_in_float64(data: Path, tmp_
 
 @pytest.mark.slow
 def test_a_vision_language_model_learns_rewards_with_adapters_and_is_asked_for_them(data: Path, tmp_path: Path) -> None:
-    made = recipe(data, tmp_path, steps=10, eval_every=0)
-    made["checkpoint"]["export"] = True
-    run = tessera.train(made, {"optim.lr": 1e-2})
+    trained = recipe(data, tmp_path, steps=10, eval_every=0)
+    trained["checkpoint"]["export"] = True
+    run = tessera.train(trained, {"optim.lr": 1e-2})
     rows = [row for row in run.metrics if row["kind"] == "train"]
     assert rows[-1]["reward_loss"] < rows[0]["reward_loss"]
     assert rows[-1]["accuracy"] > 0.8
@@ -95,17 +95,17 @@ def test_a_vision_language_model_learns_rewards_with_adapters_and_is_asked_for_t
     assert told["task_type"] == "SEQ_CLS"
     assert told["modules_to_save"] == ["score"]
     model, processor = tessera.load(run.folder, device="cpu")
-    asked = [json.loads(line) for line in (data / "pairs.jsonl").read_text().splitlines()[:2]]
-    talks = [row["messages"] for row in asked]
-    with pytest.raises(TesseraError, match="writes nothing"):
+    questions = [json.loads(line) for line in (data / "pairs.jsonl").read_text().splitlines()[:2]]
+    talks = [row["messages"] for row in questions]
+    with pytest.raises(TesseraError, match="generates no text"):
         model.generate(processor(talks[0], root=data))
     better, worse = (
-        [[*row["messages"], {"role": "assistant", "content": side(row)}] for row in asked]
+        [[*row["messages"], {"role": "assistant", "content": side(row)}] for row in questions]
         for side in (lambda row: row["chosen"]["content"], lambda row: row["rejected"])
     )
-    found = model.reward(processor.whole([*better, *worse], root=data))
-    assert all(high > low for high, low in zip(found[:2], found[2:], strict=True))
-    assert found[:1] == pytest.approx(model.reward(processor.whole(better[0], root=data)), rel=1e-3)
+    rewards = model.reward(processor.whole([*better, *worse], root=data))
+    assert all(high > low for high, low in zip(rewards[:2], rewards[2:], strict=True))
+    assert rewards[:1] == pytest.approx(model.reward(processor.whole(better[0], root=data)), rel=1e-3)
 
 
 def text_folder(root: Path) -> Path:
@@ -140,25 +140,25 @@ def reward_of(place: Path, theirs: Any, **options: Any) -> float:
     """Return the reward of an answer, after comparing it with that of a model of transformers."""
     model, processor = tessera.load(place, device="cpu", **options)
     batch = processor.whole(ANSWERED)
-    (found,) = model.reward(batch)
+    (reward,) = model.reward(batch)
     with torch.no_grad():
-        assert found == pytest.approx(float(theirs(input_ids=batch["tokens"][None]).logits), rel=1e-4, abs=1e-6)
-    return found
+        assert reward == pytest.approx(float(theirs(input_ids=batch["tokens"][None]).logits), rel=1e-4, abs=1e-6)
+    return reward
 
 
 @pytest.mark.slow
 def test_transformers_reads_the_exported_folder_and_gives_the_same_rewards(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    made = text_recipe(tmp_path)
-    run = tessera.train(made)
+    plain = text_recipe(tmp_path)
+    run = tessera.train(plain)
     theirs = AutoModelForSequenceClassification.from_pretrained(run.folder / "hf")
     assert type(theirs).__name__ == "Qwen2ForSequenceClassification"
     converted = tessera.convert(run.folder, tmp_path / "converted")
     first, *others = (reward_of(place, theirs) for place in (run.folder, run.folder / "hf", converted))
     assert others == pytest.approx([first, first], rel=1e-4)
     # A run that begins from a reward model goes on with its head.
-    again = tessera.train(made, {"model.path": str(run.folder / "hf"), "name": "again", "optim.lr": 1e-12})
+    again = tessera.train(plain, {"model.path": str(run.folder / "hf"), "name": "again", "optim.lr": 1e-12})
     assert reward_of(again.folder, theirs) == pytest.approx(first, rel=1e-4)
 
 
@@ -167,11 +167,11 @@ def test_peft_reads_the_exported_adapters_and_head(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification
 
-    made = text_recipe(tmp_path)
-    run = tessera.train(made, {"model.lora": {"rank": 4}, "optim.lr": 1e-2})
+    plain = text_recipe(tmp_path)
+    run = tessera.train(plain, {"model.lora": {"rank": 4}, "optim.lr": 1e-2})
     resumed = tessera.resume(run.folder, {"train.steps": 4})
     assert resumed.checkpoint != run.checkpoint
-    base = AutoModelForSequenceClassification.from_pretrained(made["model"]["path"], num_labels=1)
+    base = AutoModelForSequenceClassification.from_pretrained(plain["model"]["path"], num_labels=1)
     theirs = peft.PeftModel.from_pretrained(base, run.folder / "adapter").eval()
     first = reward_of(run.folder, theirs)
     assert reward_of(run.folder / "adapter", theirs) == pytest.approx(first, rel=1e-4)
@@ -179,7 +179,7 @@ def test_peft_reads_the_exported_adapters_and_head(tmp_path: Path) -> None:
 
 
 def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tmp_path: Path) -> None:
-    made = recipe(data, tmp_path)
+    plain = recipe(data, tmp_path)
     whole = {"model.lora": None, "checkpoint.export": True}
     for changes, said in (
         (whole, "transformers has no class that gives a Qwen2VLForConditionalGeneration a head of one number"),
@@ -189,7 +189,7 @@ def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tm
         ({"train.task_options": {"centre": 1}}, "centre"),
     ):
         with pytest.raises(TesseraError) as caught:
-            build_meta_model(load_config(made, changes), 2 if "parallel.tp" in changes else 1)
+            build_meta_model(load_config(plain, changes), 2 if "parallel.tp" in changes else 1)
         assert said in str(caught.value)
     with pytest.raises(TesseraError, match="no text decoder"):
         build_meta_model(
