@@ -17,17 +17,17 @@ EMBEDDING_NOISE = "embedding_noise"  # the tensor of a batch that training adds 
 @dataclass(frozen=True)
 class Segments:
     """Hold the bounds of segments of a packed sequence: segment i is [bounds[i], bounds[i+1]). `longest` and `lengths`
-    stay on the host, so that nobody waits for a device to learn them."""
+    stay on the host, so that reading them needs no synchronisation with a device."""
 
     bounds: Tensor  # [S + 1] int32
     longest: int
-    lengths: tuple[int, ...] = ()  # of the segments; empty where they were not known on the host
-    # If not 0: these are so many rows of one length, each with one segment and then padding, whose results nobody
-    # reads. Causal attention over whole rows is then as good, and has the same shape in every step.
+    lengths: tuple[int, ...] = ()  # of the segments; empty where the host does not know them
+    # If not 0: the sequence is this many rows of one length, each with one segment and then padding, whose outputs are
+    # not used. Causal attention over full rows then gives the same outputs, and has the same shape in every step.
     rows: int = 0
-    # [3] int64, on the host: `longest`, `rows` and the first length (0: unknown) for an operation that is to be
-    # compiled once for all batches; a compiler takes plain numbers for constants. Always computed; it can be passed,
-    # because torch copies dataclasses field by field when it casts what enters a module.
+    # [3] int64, on the host: `longest`, `rows` and the first length (0: unknown) for operations that are compiled once
+    # for all batches; a compiler takes plain numbers for constants. It is always computed; it is a field because torch
+    # copies dataclasses field by field when it casts the inputs of a module.
     extent: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,15 +57,15 @@ def trained_positions(labels: Tensor) -> Tensor:
 class Batch:
     """Hold one micro-batch: named tensors, bounds of segments, and what the trainer may read (ids, counts, seeds).
 
-    Language batches have `tokens`, `labels` (already shifted), `positions` and segments "text"; those that are trained
-    on also `trained`, the positions that have a label: their number is a shape, which the host has to know. With media,
-    they have tensors of their family. The trainer reads no tensor.
+    Language batches have `tokens`, `labels` (already shifted), `positions` and segments "text". Training batches also
+    have `trained`, the positions that have a label: their number is a shape, which the host has to know. Batches with
+    media have tensors of the family. The trainer reads no tensor.
     """
 
     tensors: dict[str, Tensor]
     segments: dict[str, Segments] = field(default_factory=dict)
-    # By name of a packed tensor: the shape of each sample in it, as (frames, rows, columns). It stays on the host and
-    # is that of whole samples also where a rank has a part of their tokens.
+    # By name of a packed tensor: the shape of each sample in it, as (frames, rows, columns). It stays on the host, and
+    # is that of full samples also where a rank has a part of their tokens.
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     sample_ids: tuple[str, ...] = ()
     rows: tuple[tuple[int, int], ...] = ()  # (row number, how many of `sample_ids` it holds): a ledger's order

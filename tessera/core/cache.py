@@ -1,4 +1,4 @@
-"""Define what one call of a model does with a KV cache. The caller decides it; a model never asks its cache.
+"""Define what one call of a model does with a KV cache. The caller decides it; a model never inspects its cache.
 
 The memory of a cache is a pool of blocks, each with room for `block_size` tokens (`nn.cache.KVCache`). A row, one
 sequence that is being generated, has a list of blocks. With one large block for each row the cache is slotted; with
@@ -47,7 +47,7 @@ class CacheStep:
     slots: Tensor  # [tokens] int64: where new keys and values are stored: block x block size + offset
     last: Tensor  # [sampled rows] int64: the tokens whose logits are needed
     block_size: int
-    # On the host, so that nobody waits for a device to learn them. A caller may set them too high.
+    # On the host, so that reading them needs no synchronisation. `longest` may be larger than the maximum.
     longest: int  # the maximum of `lengths`
     single: int  # how many rows at the beginning have one new token
     prefill: bool  # no row has cached tokens: new tokens attend to one another alone

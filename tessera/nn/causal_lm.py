@@ -1,4 +1,4 @@
-"""Text-only language models, and what they share with multimodal ones. The text decoder comes as a module."""
+"""Text-only language models, and their base class, which multimodal models share. The text decoder is passed in."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class CausalLMBase(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor of parameter `name` with initial weights."""
+        """Fill the unsharded tensor of parameter `name` with initial weights."""
         *path, kind = name.split(".")
         if kind == "bias":
             tensor.zero_()

@@ -16,8 +16,8 @@ from tessera.nn.vit import gelu_tanh
 from tessera.ops.pointwise import Angles, rotate
 from tessera.ops.registry import AUTO
 
-# What a double block does with text behind its attention: compute it; nothing, because nobody reads it, with frozen
-# weights that are kept for folders; nothing, and there are no weights for it.
+# How a double block continues with text behind its attention: "computed"; "kept": not computed, with frozen weights for
+# exports; "absent": not computed, and there are no weights for it.
 TextRest = Literal["computed", "kept", "absent"]
 
 
@@ -39,11 +39,11 @@ class JointShape:
 
 @dataclass(frozen=True)
 class JointLayout:
-    """Say where text and latents are in the main sequence, of which sample they are, and how they are rotated.
+    """Hold the positions of text and latents in the main sequence, their samples, and their rotations.
 
-    Blocks keep the two kinds apart; attention needs them as they lie in the sequence. `order` says which element of the
-    sequence comes when all text precedes all latents, `inverse` the other way round. None: the sequence has that order,
-    or is one segment, in which any order is as good.
+    Blocks hold text and latents as two tensors; attention needs them in the order of the sequence. `order` [T] lists
+    the elements of the sequence with all text before all latents; `inverse` is the inverse permutation. None: the
+    sequence has that order, or is one segment, in which any order is as good.
     """
 
     segments: Segments  # of the main sequence
@@ -59,7 +59,7 @@ class JointLayout:
     kinds: Segments | None = None
 
     def join(self, text: Tensor, latents: Tensor) -> Tensor:
-        """Return text and latents as they lie in the sequence."""
+        """Return text and latents in the order of the sequence."""
         both = torch.cat([text, latents])
         return both if self.order is None or self.inverse is None else _permuted(both, self.inverse, self.order)
 

@@ -50,7 +50,7 @@ class TransformerShape:
     dual_blocks: tuple[int, ...] = ()  # double blocks in which latents attend among themselves, too
     last_rest: TextRest = "kept"  # for text behind the last attention, where no single block follows
     reference_time: bool = False  # whether latents of reference images have the time 0
-    sample_kinds: int = 0  # kinds of samples, which `additional_t_cond` tells apart; 0: none
+    sample_kinds: int = 0  # kinds of samples, which `additional_t_cond` names; 0: none
 
     def rest(self, block: int) -> TextRest:
         """Return what a double block does with text behind its attention."""
@@ -70,7 +70,7 @@ class PositionTable(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Embed latents, text, and what holds for a whole sample: time, scale of guidance, pooled text, kind."""
+    """Embed latents, text, and conditions of a sample: time, guidance scale, pooled text, kind."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class JointTransformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor of parameter `name` with initial weights: modulations and prediction begin at zero."""
+        """Fill the unsharded tensor of parameter `name` with initial weights. Modulations and prediction begin at 0."""
         *path, kind = name.split(".")
         if name == "embed.table.weight":
             tensor.copy_(self._position_table())

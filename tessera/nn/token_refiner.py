@@ -1,4 +1,4 @@
-"""A small transformer over the text of each sample, which depends on the time and on the text as a whole."""
+"""A small transformer over the text of each sample, which depends on the time and on the mean of the text."""
 
 from __future__ import annotations
 

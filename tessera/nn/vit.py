@@ -253,12 +253,12 @@ class VisionEncoder(nn.Module):
         angles = None
         if shape.rope_theta is not None:
             angles = axial_angles(batch["patch_positions"], shape.head_dim, shape.rope_theta)
-        whole = batch.segments["vision"]
-        windows = batch.segments["vision.windows"] if shape.windows else whole
+        images = batch.segments["vision"]
+        windows = batch.segments["vision.windows"] if shape.windows else images
         for index, block in enumerate(self.blocks):
             if block is None or (shape.num_blocks_used is not None and index >= shape.num_blocks_used):
                 continue
-            x = block(x, angles, whole if index in shape.full_attn_blocks else windows)
+            x = block(x, angles, images if index in shape.full_attn_blocks else windows)
             if index in shape.deepstack_blocks:
                 at = shape.deepstack_blocks.index(index)
                 deepstack = [*deepstack[:at], x, *deepstack[at + 1 :]]

@@ -37,8 +37,8 @@ def packed_attention(
 ) -> Tensor:
     """Return attention [T, Hq, D] of `q` [T, Hq, D] to `k`, `v` [T, Hkv, D] inside each segment.
 
-    Hq is a multiple of Hkv, and `segments` cover all T tokens. With `causal`, no token attends to later ones, whatever
-    `window` says.
+    Hq is a multiple of Hkv, and `segments` cover all T tokens. With `causal`, no token attends to later ones, also
+    inside of `window`.
     """
     if q.shape[0] == 0:
         return q

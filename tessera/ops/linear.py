@@ -1,4 +1,4 @@
-"""Linear layers: padded for tensor cores, with a low-rank adapter, and with weights in four or eight bits."""
+"""Linear layers: padded for tensor cores, with a low-rank adapter, and with quantized weights (four or eight bits)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tessera.runtime import device as devices
 from tessera.runtime.modules import local_shard
 
 _HALF = (torch.bfloat16, torch.float16)
-# Rows that begin at multiples of 16 bytes are fetched whole; others cost products two thirds of their speed. Kernels
+# Rows that begin at multiples of 16 bytes are fetched at once; others cost products two thirds of their speed. Kernels
 # work on tiles of 64 and more, so there is nothing to win by stopping earlier.
 _EIGHT, _TILE = 8, 64
 

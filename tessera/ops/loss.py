@@ -93,14 +93,14 @@ def _loss_and_grad(
 def _fusible_loss_and_grad(
     logits: Tensor, labels: Tensor, part: VocabPart | None, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as `_loss_and_grad` over a whole vocabulary, in operations that the compiler fuses: logits are
-    read only twice, and their gradient has their own type."""
+    """Return the same as `_loss_and_grad` over an unsharded vocabulary, in operations that the compiler fuses. Logits
+    are read only twice, and their gradient has their type."""
     targets = labels.clamp(min=0).unsqueeze(1)
     wide = logits.float()
-    whole = wide.logsumexp(-1, keepdim=True)
-    loss = whole - wide.gather(1, targets)
+    lse = wide.logsumexp(-1, keepdim=True)
+    loss = lse - wide.gather(1, targets)
     hit = torch.arange(logits.shape[1], device=logits.device) == targets
-    return loss, ((wide - whole).exp() - hit.to(torch.float32)).to(logits.dtype)
+    return loss, ((wide - lse).exp() - hit.to(torch.float32)).to(logits.dtype)
 
 
 @functools.cache  # made at first use: importing the compiler takes seconds

@@ -158,7 +158,7 @@ class YarnScaling:
     """Scale frequencies as YaRN does.
 
     As `FrequencyScaling`, but between frequencies of `slow` and `fast` rotations it interpolates by their index, and
-    queries and keys are multiplied by `attention`. `whole`: interpolation begins and ends at whole indices.
+    queries and keys are multiplied by `attention`. `whole`: interpolation begins and ends at integer indices.
     """
 
     factor: float

@@ -1,7 +1,7 @@
 """Embedding and output projection with a vocabulary that may be sharded over tensor-parallel ranks.
 
-A whole table is a plain tensor; a sharded one is a `DTensor` with `Shard(0)`. Inputs and outputs are plain tensors in
-both cases, the same on all ranks.
+An unsharded table is a plain tensor; a sharded one is a `DTensor` with `Shard(0)`. Inputs and outputs are plain
+tensors in both cases, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TENSOR_AXES = frozenset({"tp", "tp_outer", "tensor"})
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Hold this rank's rows [V / ranks, D] of a table; the first is row `start` of the whole."""
+    """Hold this rank's rows [V / ranks, D] of a table; the first is row `start` of the unsharded table."""
 
     rows: Tensor
     start: int
@@ -43,7 +43,7 @@ class VocabPart:
 
 
 def vocab_part(weight: Tensor) -> VocabPart | None:
-    """Return the local rows of a sharded table, or None for a whole one. Gradients flow back into `weight`."""
+    """Return the local rows of a sharded table, or None for an unsharded one. Gradients flow back into `weight`."""
     if not isinstance(weight, DTensor):
         return None
     mesh = weight.device_mesh
@@ -60,7 +60,7 @@ def vocab_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return the rows [..., D] of `weight` [V, D] for `tokens` [...].
 
     Each rank looks up its own rows, and the results are summed. DTensor's own embedding would make a gradient of the
-    size of the whole table.
+    size of the unsharded table.
     """
     part = vocab_part(weight)
     if part is None:

@@ -4,7 +4,8 @@ worse, compared with a reference.
     loss of a pair = -(1 - e) log s(m) - e log s(-m),   s: the logistic function, e: label_smoothing
     m = beta ((log p(better) - log p(worse)) - (the same of the reference))
 
-Losses add up over pairs and are divided once, by the pairs of the global batch: any split of it trains alike.
+Losses are summed over pairs and divided once, by the pairs of the global batch. Any split of it gives the same
+gradient.
 """
 
 from __future__ import annotations

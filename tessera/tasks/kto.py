@@ -5,7 +5,7 @@
 
 z estimates how far the model is from the reference: the mean of r over answers that do not belong to their questions,
 at least 0 and without a gradient. These are the answers of the same packed row, each moved to the next question. A row
-is in one micro-batch under every layout, so any split of a global batch trains alike. In a row with one sample there is
+is in one micro-batch under every layout, so any split of a global batch gives the same gradient. In a row with one sample there is
 no other answer, and z is 0. Losses are divided once, by the samples of the global batch.
 """
 
@@ -33,7 +33,10 @@ class KtoOptions(Section):
     beta: float = Field(0.1, gt=0, le=1e6)
     desirable_weight: float = Field(1.0, ge=0, le=1e6, description="weight of the losses of good answers")
     undesirable_weight: float = Field(
-        1.0, ge=0, le=1e6, description="of bad ones; weight x number should be alike for both, within a factor of 4/3"
+        1.0,
+        ge=0,
+        le=1e6,
+        description="the same of bad answers; weight x number should be equal for both, within a factor of 4/3",
     )
 
 

@@ -4,7 +4,7 @@ those of the worse one. There is no reference model.
     loss = mean over tokens of better answers of -log p(token)  +  beta  mean over pairs of -log s(r)
     r = log odds(better) - log odds(worse),   log odds = l - log(1 - exp l),   l: mean log-probability of a token
 
-The two means have counts of their own, summed over the global batch: any split of it trains alike.
+The two means have counts of their own, summed over the global batch: any split of it gives the same gradient.
 """
 
 from __future__ import annotations

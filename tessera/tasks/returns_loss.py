@@ -2,7 +2,7 @@
 
 A model may return a scalar; a mapping with `loss` and perhaps `count`; or an object with such attributes (outputs of
 `transformers` are both). Gradients of micro-batches and ranks are added and divided once, by the global count, so
-that any split of a batch trains alike. For that a mean has to become a sum again:
+that any split of a batch gives the same gradient. For that a mean has to become a sum again:
 
     reduction: mean (default)   the loss is a mean over `count` things; it is multiplied by `count`
     reduction: sum              the loss is a sum already
