@@ -19,11 +19,11 @@ from tessera.lora.peft import CONFIG, WEIGHTS, is_adapter_folder
 from tessera.models import FAMILIES, is_original, resolve
 from tessera.tools.conversion import Form, check_apart
 from tessera.tools.convert import convert
-from tessera.tools.resplit import resplit
 from tessera.tools.shard_layout import parse_layout
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.megatron_form import COLUMNS, ROWS, MegatronForm, megatron_form_of
 from tessera.weights.rows import TensorRows
+from tessera_compat.mindspeed_mm.resplit import resplit
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TEXT = "text_decoder.decoder.layers.{i}."

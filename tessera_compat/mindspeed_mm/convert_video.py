@@ -21,13 +21,13 @@ from tessera.errors import TesseraError, first_line, nearest
 from tessera.models import resolve
 from tessera.tools.conversion import check_apart
 from tessera.tools.convert import convert
-from tessera.tools.resplit import resplit
 from tessera.tools.shard_layout import parse_layout
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap
 from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 from tessera.weights.rows import TensorRows
 from tessera_compat.mindspeed_mm.convert_shards import is_run
+from tessera_compat.mindspeed_mm.resplit import resplit
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TARGET = "target_parallel_config."

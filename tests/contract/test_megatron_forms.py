@@ -17,8 +17,8 @@ from tessera.checkpoint import writer
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.writer import PlannedFolder
 from tessera.errors import TesseraError
-from tessera.tools.resplit import resplit
 from tessera.weights.megatron_form import EvenSplit
+from tessera_compat.mindspeed_mm.resplit import resplit
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.
 CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]

@@ -31,10 +31,10 @@ def resplit(
     *,
     like: Path | None = None,
 ) -> Path:
-    """Divide Megatron-style shards of a family anew, as `after` says, and return the folder.
+    """Divide Megatron-style shards of a family anew, by the layout `after`, and return the folder.
 
-    No configuration is needed where names and lists of layers say how tensors are divided. `like` gives one where they
-    do not.
+    No configuration is needed where names and lists of layers determine how tensors are divided. `like` gives one where
+    they do not.
     """
     check_apart(Path(target), Path(source), like)
     spec = FAMILIES.get(family)
@@ -58,10 +58,10 @@ def resplit(
         shapes = {name: planned.shape for name, planned in stored.tensors().items()}
         return NativeTensors(stored, whole.weights, shapes, {})
 
-    found = MegatronFolder(Path(source), whole, old)
-    found.check_copies(whole.weights)
+    stored = MegatronFolder(Path(source), whole, old)
+    stored.check_copies(whole.weights)
     if like is None:
-        form = replace(form, tied=_is_tied(found, form))
+        form = replace(form, tied=_is_tied(stored, form))
         whole = replace(whole, tied=form.tied)
     with reopen(Path(source), old) as native:
         plan = plan_megatron(form, new, native.plans, str(target))
