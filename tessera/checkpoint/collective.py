@@ -34,8 +34,8 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException, rank: int) -> Failure:
-        kept = error if isinstance(error, (TesseraError, OSError)) else None
-        return Failure(rank, kept, "".join(traceback.format_exception(error)))
+        portable = error if isinstance(error, (TesseraError, OSError)) else None
+        return Failure(rank, portable, "".join(traceback.format_exception(error)))
 
 
 class CollectiveError(RuntimeError):
@@ -121,9 +121,9 @@ class Ranks:
         answers: list[Any] = [None] * self.world
         if self.rank == 0:
             failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-            made = failures if failures else _attempt(lambda: answer(outcomes), 0)
-            failed = [made] if isinstance(made, Failure) else failures
-            answers = [_Failures(failed)] * self.world if failed else cast(list[Any], made)
+            result = failures if failures else _attempt(lambda: answer(outcomes), 0)
+            failed = [result] if isinstance(result, Failure) else failures
+            answers = [_Failures(failed)] * self.world if failed else cast(list[Any], result)
         box = [answers[0]]
         if self.world > 1:
             dist.scatter_object_list(box, answers, src=0, group=self.group)

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from tessera.errors import TesseraError
 from tessera.runtime.files import check_regular, refuse_pickle
-from tessera.weights.file_plan import FilePlan, FolderPlan, Place
 
 Fault = Callable[[str], None]
 CHUNK_BYTES = 16 << 20
@@ -184,20 +183,16 @@ class RecordedFile:
 
 def hash_file(path: Path) -> FileRecord:
     """Read a file and return its record."""
-    digest = hashlib.sha256()
-    size = 0
     with path.open("rb") as file:
-        while block := file.read(CHUNK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(path.name, size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(path.name, file.tell(), digest.hexdigest())
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, or what lies in its place, as far as possible; the next start removes the rest."""
+    """Remove a folder, a file or a link as far as possible; the next start removes the rest."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
-    else:  # rmtree would wait for whoever writes to a pipe
+    else:  # rmtree would wait for the writer of a pipe
         with contextlib.suppress(OSError):
             folder.unlink()
 
@@ -388,27 +383,11 @@ def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | N
     return struct.pack("<Q", len(text)) + text
 
 
-def plan_safetensors(
-    files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, Mapping[str, str]] | None = None
-) -> FolderPlan:
-    """Plan safetensors files of these tensors, by the name of the file. `metadata`: notes in the headers of files."""
-    plans, places = dict[str, FilePlan](), dict[str, list[Place]]()
-    for name, entries in files.items():
-        ordered = storage_order(entries)
-        header = safetensors_header(ordered, (metadata or {}).get(name))
-        at = len(header)
-        for entry in ordered:
-            places[entry.key] = [Place(name, at)]
-            at += entry.nbytes
-        plans[name] = FilePlan(at, ((0, header),))
-    return FolderPlan(plans, places)
-
-
 def code_of(dtype: torch.dtype, name: str) -> str:
     """Return how safetensors names a type. `name`: of the tensor, for the error."""
     if dtype not in CODES:
-        known = [str(known).removeprefix("torch.") for known in CODES]
-        raise TesseraError(f"{name}: safetensors cannot hold {dtype}", allowed=known)
+        allowed = [str(allowed).removeprefix("torch.") for allowed in CODES]
+        raise TesseraError(f"{name}: safetensors cannot hold {dtype}", allowed=allowed)
     return CODES[dtype]
 
 
@@ -447,8 +426,8 @@ def data_positions(path: Path) -> dict[str, int]:
 
 def read_box(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return a box of a tensor, reading no more than that."""
-    whole = stored_shape(file, key) == tuple(sizes)
-    tensor: Tensor = file.get_tensor(key) if whole else file.get_slice(key)[box_slices(offsets, sizes)]
+    complete = stored_shape(file, key) == tuple(sizes)
+    tensor: Tensor = file.get_tensor(key) if complete else file.get_slice(key)[box_slices(offsets, sizes)]
     return tensor
 
 

@@ -1,7 +1,7 @@
 """The tensors of a published folder: names, shapes and types from headers, and any box of any tensor.
 
-Weights that the folder keeps in fewer bits (`checkpoint.quantized`) appear under their usual names in the type that
-config.json names; each is computed when it is read, and the last one is kept for the next box of it.
+Quantized weights (`checkpoint.quantized`) appear under their usual names in the type that config.json names. Each is
+dequantized when it is read, and the last one is cached for the next box of it.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ class FolderTensors:
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
         weight, last = self._quantized.get(name), self._last
         if weight is None:
-            return self._whole(name, all_soon)[box_slices(offsets, sizes)]
-        if last is None or last[0] != name:  # several threads may read: each uses what it has made itself
-            last = name, weight.dequantize([self._whole(part) for part in weight.parts]).to(self._dtype)
+            return self._mapped(name, all_soon)[box_slices(offsets, sizes)]
+        if last is None or last[0] != name:  # several threads may read: each uses the tensor that it has dequantized
+            last = name, weight.dequantize([self._mapped(part) for part in weight.parts]).to(self._dtype)
             self._last = last
         return last[1][box_slices(offsets, sizes)]
 
     def extent(self, name: str) -> Extent | None:
-        """Return where a tensor lies that is stored as it is, also a part of one in fewer bits; None for others."""
+        """Return where a stored tensor is, also a part of a quantized one; None for types that torch does not have."""
         if name not in self._places:
             return None
         path, position, kind, shape = self._places[name]
         return Extent(path, position, PlannedTensor(DTYPES[kind], shape)) if kind in DTYPES else None
 
-    def _whole(self, name: str, all_soon: bool = False) -> Tensor:
-        """Return a stored tensor over its pages, which leave memory with it: those of a whole file would stay."""
+    def _mapped(self, name: str, all_soon: bool = False) -> Tensor:
+        """Return a stored tensor as mapped pages, which are freed with it: pages of a mapped file would stay."""
         path, position, kind, shape = self._places[name]
         if kind not in DTYPES:
             tensor: Tensor = self._files[name].get_tensor(name)
@@ -104,12 +104,12 @@ class FolderTensors:
             for name, shape in self.shapes.items()
             if ".quant_state." in name and len(shape) == 1 and shape[0] <= _STATE_BYTES
         }
-        found, used = find_quantized(
+        quantized, used = find_quantized(
             self.shapes, self.kinds, states, settings if isinstance(settings, dict) else {}, self.where
         )
         for name in used:
             self.shapes.pop(name, None)
             self.kinds.pop(name, None)
-        for name, weight in found.items():
+        for name, weight in quantized.items():
             self._quantized[name] = weight
             self.shapes[name], self.kinds[name] = weight.shape, CODES[self._dtype]

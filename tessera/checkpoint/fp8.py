@@ -1,6 +1,6 @@
-"""Write folders whose projections are kept in eight bits, in the two forms that vLLM serves.
+"""Write folders with quantized projections (fp8), in the two forms that vLLM serves.
 
-`fp8`: one scale for each output, as compressed-tensors keeps them (`weight_scale`). `fp8-block`: one scale for each
+`fp8`: one scale for each output, as compressed-tensors stores them (`weight_scale`). `fp8-block`: one scale for each
 block of 128 x 128, as DeepSeek and Qwen publish them (`weight_scale_inv`). Activations are scaled when a model is
 served. `checkpoint.quantized` reads both.
 """
@@ -38,7 +38,7 @@ class Fp8Map(WeightMap):
 
     kind: Quantization = "fp8"
     quantized: frozenset[str] = frozenset()  # native names
-    kept: tuple[str, ...] = ()  # foreign modules with a matrix that stays as it is
+    unquantized: tuple[str, ...] = ()  # foreign modules whose matrix is not quantized
     dtype: torch.dtype = torch.bfloat16  # that the projections had, and are computed in
 
     @classmethod
@@ -47,20 +47,20 @@ class Fp8Map(WeightMap):
     ) -> Fp8Map:
         """Return the map for a model. `tensors`: all native ones, maybe without data. `projections`: patterns."""
         if kind not in get_args(Quantization):
-            known = get_args(Quantization)
+            allowed = get_args(Quantization)
             raise TesseraError(
-                f"no such quantization: {kind!r}", where="--quantize", allowed=known, nearest=nearest(kind, known)
+                f"no such quantization: {kind!r}", where="--quantize", allowed=allowed, nearest=nearest(kind, allowed)
             )
-        found = [name for name in tensors if any(matches(pattern, name) for pattern in projections)]
-        if not found:
+        chosen = [name for name in tensors if any(matches(pattern, name) for pattern in projections)]
+        if not chosen:
             raise TesseraError(
                 "this family has no text decoder whose projections are known by name", where=where, fix="no --quantize"
             )
         if kind == "fp8":
-            _check_single(weights, tensors, found)
-        quantized = _whole(kind, tensors, found)
+            _check_single(weights, tensors, chosen)
+        quantized = _divisible(kind, tensors, chosen)
         matrices = [name for name, tensor in tensors.items() if name not in quantized and tensor.dim() > 1]
-        kept = [_module(foreign) for name in matrices for foreign in _foreign(weights, tensors, name)]
+        unquantized = [_module(foreign) for name in matrices for foreign in _foreign(weights, tensors, name)]
         sizes: dict[torch.dtype, int] = {}
         for name in quantized:
             sizes[tensors[name].dtype] = sizes.get(tensors[name].dtype, 0) + tensors[name].numel()
@@ -68,17 +68,17 @@ class Fp8Map(WeightMap):
             **vars(weights),
             kind="fp8" if kind == "fp8" else "fp8-block",
             quantized=quantized,
-            kept=tuple(name for name in dict.fromkeys([_HEAD, *kept]) if name),
+            unquantized=tuple(name for name in dict.fromkeys([_HEAD, *unquantized]) if name),
             dtype=max(sizes, key=lambda dtype: sizes[dtype]),
         )
 
     def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
-        made = super().to_foreign_rows(native)
+        foreign = super().to_foreign_rows(native)
         if self.quantized.isdisjoint(native):
-            return made
-        # Scales stand before what they scale: in a file, wide numbers must not lie behind an odd number of bytes.
+            return foreign
+        # Scales come before their weights: in a file, wide numbers must not follow an odd number of bytes.
         quantize = _quantize_rows if self.kind == "fp8" else _quantize_blocks
-        parts = [part for name, rows in made.items() for part in quantize(name, rows.whole()).items()]
+        parts = [part for name, rows in foreign.items() for part in quantize(name, rows.whole()).items()]
         return {name: TensorRows.of(tensor) for name, tensor in parts}
 
     def scales_of(self, foreign: str) -> tuple[str, ...]:
@@ -86,14 +86,14 @@ class Fp8Map(WeightMap):
         return (f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv",)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with what readers need to know."""
+        """Return config.json with the settings that readers need."""
         named = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-        settings = _rows_settings(self.kept) if self.kind == "fp8" else _blocks_settings(self.kept)
+        settings = _rows_settings(self.unquantized) if self.kind == "fp8" else _blocks_settings(self.unquantized)
         return {**config, named: str(self.dtype).removeprefix("torch."), "quantization_config": settings}
 
 
-def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], found: Iterable[str]) -> None:
-    for name in found:
+def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], projections: Iterable[str]) -> None:
+    for name in projections:
         for foreign, blank in _foreign(weights, tensors, name).items():
             if blank.dim() != 2:
                 raise TesseraError(
@@ -103,11 +103,11 @@ def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], found: Iter
                 )
 
 
-def _whole(kind: str, tensors: Mapping[str, Tensor], found: Sequence[str]) -> frozenset[str]:
-    """Return the projections that are made of whole units. vLLM joins those of one module, so all of it is or none."""
+def _divisible(kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str]) -> frozenset[str]:
+    """Return the projections whose sides are multiples of a unit: all of a module or none, since vLLM joins them."""
     unit = _UNITS[kind]
-    odd = {_parent(name): name for name in found if any(size % unit for size in tensors[name].shape[-2:])}
-    chosen = frozenset(name for name in found if _parent(name) not in odd)
+    odd = {_parent(name): name for name in projections if any(size % unit for size in tensors[name].shape[-2:])}
+    chosen = frozenset(name for name in projections if _parent(name) not in odd)
     example = next((f"{name} {list(tensors[name].shape)}" for name in odd.values()), "")
     if not chosen:
         raise TesseraError(
@@ -155,7 +155,7 @@ def _quantize(name: str, weight: Tensor, dims: tuple[int, ...]) -> tuple[Tensor,
     return (weight / scale).to(torch.float8_e4m3fn), scale
 
 
-def _rows_settings(kept: Sequence[str]) -> dict[str, Any]:
+def _rows_settings(unquantized: Sequence[str]) -> dict[str, Any]:
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -168,18 +168,18 @@ def _rows_settings(kept: Sequence[str]) -> dict[str, Any]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": list(kept),
+        "ignore": list(unquantized),
         "kv_cache_scheme": None,
     }
 
 
-def _blocks_settings(kept: Sequence[str]) -> dict[str, Any]:
+def _blocks_settings(unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": list(kept),
+        "modules_to_not_convert": list(unquantized),
     }
 
 

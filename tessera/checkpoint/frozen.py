@@ -25,7 +25,7 @@ STATE_KEY = "frozen"  # in the state of a checkpoint
 
 @dataclass(frozen=True)
 class FrozenSource:
-    """Say where this run, or whoever loads it, finds frozen weights.
+    """Locate the frozen weights of a run.
 
     `folder`: where they are now; None: where they were when the run began. `read` fills tensors, by the names of the
     model, from a folder. `names`: the parameters that this run keeps frozen and filled from the folder.
@@ -46,7 +46,7 @@ class FrozenWeights:
 
     @staticmethod
     def of_source(ranks: Ranks, source: FrozenSource) -> FrozenWeights | None:
-        """Return what a run that begins leaves out of its checkpoints. The files are divided among the ranks."""
+        """Return the weights that checkpoints of a new run leave out. Ranks share the hashing of files."""
         folder = source.folder
         if folder is None or not source.names:
             return None
@@ -61,13 +61,13 @@ class FrozenWeights:
 
     @staticmethod
     def of_state(state: Mapping[str, Any], where: Path) -> FrozenWeights | None:
-        """Return what the state of a checkpoint names; None if the checkpoint stores all tensors."""
+        """Return the weights that a checkpoint does not store, by its state; None if it stores all tensors."""
         if STATE_KEY not in state:
             return None
         try:
-            kept = state[STATE_KEY]
-            files = [FileRecord(name, int(f["size"]), str(f["sha256"])) for name, f in kept["files"].items()]
-            return FrozenWeights(Path(kept["folder"]), tuple(files), frozenset(map(str, kept["names"])))
+            entry = state[STATE_KEY]
+            files = [FileRecord(name, int(f["size"]), str(f["sha256"])) for name, f in entry["files"].items()]
+            return FrozenWeights(Path(entry["folder"]), tuple(files), frozenset(map(str, entry["names"])))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TesseraError(
                 f"the entry {STATE_KEY!r} of the state is damaged: {error!r}", where=str(where)
@@ -80,8 +80,8 @@ class FrozenWeights:
 
     def still_frozen(self, names: frozenset[str]) -> FrozenWeights | None:
         """Return the same with those parameters alone that are frozen now, too: others will be stored."""
-        kept = self.names & {f"{MODEL}{name}" for name in names}
-        return replace(self, names=kept) if kept else None
+        frozen = self.names & {f"{MODEL}{name}" for name in names}
+        return replace(self, names=frozen) if frozen else None
 
     def fill(self, ranks: Ranks, source: FrozenSource, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
         """Fill tensors that the checkpoint does not store, after checking the files. Every rank calls this."""
@@ -91,15 +91,15 @@ class FrozenWeights:
     def checked_folder(self, ranks: Ranks, folder: Path | None, checkpoint: Path) -> Path:
         """Return the folder of the weights after checking its files; `folder`: where it is now, if it was moved."""
         folder = folder or self.folder
-        found = ranks.on_all(lambda: problems_in(folder, self.files[ranks.rank :: ranks.world]))
-        problems = [problem for of_rank in found for problem in of_rank]
+        by_rank = ranks.on_all(lambda: problems_in(folder, self.files[ranks.rank :: ranks.world]))
+        problems = [problem for of_rank in by_rank for problem in of_rank]
         if problems:
             what = f"{folder} does not exist" if not folder.is_dir() else f"in {folder} " + "; ".join(problems[:5])
             more = f" and {len(problems) - 5} more" if folder.is_dir() and len(problems) > 5 else ""
             raise TesseraError(
                 f"the frozen weights are not in the checkpoint but in the folder that the run began from: {what}{more}",
                 where=str(checkpoint),
-                fix=f"put the weights of {self.folder} back, or say where they are now: `tessera resume RUN "
+                fix=f"put the weights of {self.folder} back, or name their folder: `tessera resume RUN "
                 "model.path=FOLDER`, or model.path in RUN/config.yaml for everything else "
                 "(checkpoint.store_frozen=true stores them in every checkpoint)",
             )

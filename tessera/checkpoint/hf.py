@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.files import DTYPES, Entry, box_slices, plan_safetensors
+from tessera.checkpoint.files import DTYPES, Entry, box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.publish import pretty_json
@@ -31,7 +31,7 @@ from tessera.checkpoint.weights import (
     non_finite,
     plan_reading,
 )
-from tessera.checkpoint.writer import WriteJob, write_weights
+from tessera.checkpoint.writer import WriteJob, plan_safetensors, write_weights
 from tessera.runtime.modules import local_shard, whole_tensor
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.file_plan import FilePlan, FolderPlan, PlannedTensor
@@ -68,7 +68,7 @@ def load_folder(
         return [name for name, (_, nan, infinite) in counts.items() if nan or infinite]
 
     suspects = {name for found in ranks.on_all(work) for name in found}
-    if suspects:  # a shard may be ruined where the whole is not: all ranks add up what they have read
+    if suspects:  # a shard may be ruined where the tensor is not: ranks add up their counts
         warnings = judge_non_finite(
             ranks.on_all(lambda: {n: c for n, c in counts.items() if n in suspects}), str(folder)
         )
@@ -145,11 +145,11 @@ def save_folder(
         write_weights(folder, WriteJob(native, weight_map, plan, reopen, **options))
 
 
-_Shard = dict[tuple[str, ...], list[Entry]]  # native names that go together -> what they become in the file, in order
+_Shard = dict[tuple[str, ...], list[Entry]]  # native names that go together -> their foreign tensors, in order
 
 
 def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[_Shard]:
-    """Return the contents of the files. What one native tensor becomes stays together, so that it is gathered once."""
+    """Return the contents of the files. The foreign tensors of one native tensor stay together."""
     shards: list[_Shard] = [{}]
     space = shard_bytes
     for names in dict.fromkeys(weight_map.group_of(name) for name in tensors):

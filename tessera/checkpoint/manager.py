@@ -33,7 +33,7 @@ _log = logging.getLogger("tessera")
 
 @dataclass(frozen=True)
 class SaveReport:
-    """State what a save wrote and how long it took."""
+    """Report the path, the size and the duration of a save."""
 
     path: Path
     bytes: int
@@ -47,7 +47,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class _Request:
-    """Describe one save: what is written, and when it began."""
+    """Describe one save."""
 
     step: int
     tensors: TensorSave
@@ -97,7 +97,7 @@ class CheckpointManager:
         self._layout = plan_save(Ranks.current(), self._stored(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str) -> Path:
-        """Write and publish a checkpoint, then remove what is beyond `keep`. `state` and `config_text`: of rank 0.
+        """Write and publish a checkpoint, then remove those beyond `keep`. `state` and `config_text`: of rank 0.
 
         Where the disk space is not enough, older checkpoints are removed before the new one is written; the newest good
         one never.
@@ -194,8 +194,8 @@ class CheckpointManager:
         assert layout is not None
         self._layout = layout
         # As JSON now: training changes the state while a thread writes.
-        own = {TABLE: layout.table or b""}
-        ranks.on_rank0(lambda: files.update({**own, STATE: state_to_json(state), CONFIG: config_text.encode()}))
+        table = {TABLE: layout.table or b""}
+        ranks.on_rank0(lambda: files.update({**table, STATE: state_to_json(state), CONFIG: config_text.encode()}))
         return _Request(step, layout.save_of(tensors), total_bytes(tensors), files, started)
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -243,7 +243,7 @@ class CheckpointManager:
     def leave_out_frozen(self) -> None:
         """Hash the files that frozen weights were filled from: checkpoints of this run will not store these weights.
 
-        A run that begins calls this when its weights are filled; a resumed run goes on as its checkpoint says.
+        A run that begins calls this when its weights are filled; a resumed run does as its checkpoint.
         """
         if self._frozen_source is not None:
             self._frozen = FrozenWeights.of_source(Ranks.current(), self._frozen_source)
@@ -274,7 +274,10 @@ class CheckpointManager:
         Unlike `resume` it removes nothing: the run may be another user's and active.
         """
         stored = self._fill_newest(Ranks.current(), lambda stored: tensors)
-        return None if stored is None else stored.state
+        if stored is None:
+            return None
+        self.newest = stored.path
+        return stored.state
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fill `tensors` in place from one checkpoint and return its state. A damaged one is refused."""

@@ -1,7 +1,7 @@
-"""Weights that a folder keeps in fewer bits, as the tensors they stand for: fp8, bitsandbytes NF4 and FP4, GPTQ, AWQ.
+"""Dequantize the weights of a folder: fp8, bitsandbytes NF4 and FP4, GPTQ, AWQ.
 
-Each layout stores one weight in several tensors. `find_quantized` recognises them by their names and says how a weight
-is computed; whoever reads a folder then sees weights under their usual names, in the type that config.json names.
+Each layout stores one weight in several tensors. `find_quantized` recognises them by their names and describes each
+weight. Readers of a folder see weights under their usual names, in the type that config.json names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FP8 = ("F8_E4M3", "F8_E5M2")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _STATE = ".quant_state.bitsandbytes__"
 _LARGEST_BLOCK = 1 << 16  # values that share a scale in a tensor of bitsandbytes, which knows 64 to 4096
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight values of a word lie in it
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the eight values of a word
 
 
 @dataclass(frozen=True)
@@ -126,20 +126,20 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 def find_quantized(
     shapes: Shapes, kinds: Mapping[str, str], states: Mapping[str, Tensor], config: Mapping[str, Any], where: str
 ) -> tuple[dict[str, QuantizedWeight], set[str]]:
-    """Return the weights that are kept in fewer bits, by their usual names, and all names that belong to them.
+    """Return the quantized weights by their usual names, and the names of all tensors that belong to them.
 
     `kinds`: types as safetensors spell them. `states`: the small tensors in which bitsandbytes describes a weight.
     `config`: the `quantization_config` of config.json, which may be empty.
     """
-    found: dict[str, QuantizedWeight] = {}
+    weights: dict[str, QuantizedWeight] = {}
     for name in shapes:
         if name.endswith("_scale_inv") and kinds.get(name.removesuffix("_scale_inv")) in _FP8:
             weight = name.removesuffix("_scale_inv")
-            found[weight] = _blocks(weight, name, shapes, config, where)
+            weights[weight] = _blocks(weight, name, shapes, config, where)
             _check_kinds(kinds, {name: _FLOATS}, where)
         elif name.endswith("_scale") and kinds.get(name.removesuffix("_scale")) in _FP8:
             weight = name.removesuffix("_scale")
-            found[weight] = _one_scale(weight, name, shapes, where)
+            weights[weight] = _one_scale(weight, name, shapes, where)
             _check_kinds(kinds, {name: _FLOATS}, where)
         elif _STATE in name:
             weight, _, kind = name.partition(_STATE)
@@ -147,21 +147,21 @@ def find_quantized(
             scales: tuple[str, ...] = ("U8",) if four.nested_blocksize else _FLOATS
             wanted: list[tuple[str, ...]] = [("U8",), scales, *[_FLOATS] * 3]
             _check_kinds(kinds, dict(zip(four.parts, wanted, strict=False)), where)
-            found[weight] = four
+            weights[weight] = four
         elif name.endswith(".qweight"):
             prefix = name.removesuffix("qweight")
             layer = _integers(prefix, shapes, config, where)
             wanted = [("I32",), ("I32",), _FLOATS, ("I32", "I64")]
             _check_kinds(kinds, dict(zip(layer.parts, wanted, strict=False)), where)
-            found[prefix + "weight"] = layer
-    used = {part for weight in found.values() for part in weight.parts}
-    used |= {name for name in shapes if _STATE in name and name.partition(_STATE)[0] in found}
+            weights[prefix + "weight"] = layer
+    used = {part for weight in weights.values() for part in weight.parts}
+    used |= {name for name in shapes if _STATE in name and name.partition(_STATE)[0] in weights}
     # Scales of activations, which are computed anew in every forward pass.
     used |= {name for name in shapes if name.endswith((".input_scale", ".activation_scale", ".input_scale_inv"))}
     alone = [name for name in shapes if kinds[name] in _FP8 and name not in used]
     if alone:
         raise TesseraError(f"{alone[0]} is stored in fp8 without its scales", where=where)
-    return found, used
+    return weights, used
 
 
 def _check_kinds(kinds: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]], where: str) -> None:
@@ -244,8 +244,8 @@ def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str
         fits = scales[1] == packed[1] and zeros == (scales[0], -(-scales[1] // per_word)) and scales[0] <= inputs
         fits = fits and shapes.get(index, (inputs,)) == (inputs,)
     if not fits:
-        shown = ", ".join(f"{name} {list(shapes[name])}" for name in [*names, index] if name in shapes)
-        raise TesseraError(f"these do not make one weight of {bits} bits: {shown}", where=where)
+        tensors = ", ".join(f"{name} {list(shapes[name])}" for name in [*names, index] if name in shapes)
+        raise TesseraError(f"these do not make one weight of {bits} bits: {tensors}", where=where)
     if method == "awq":
         return AwqWeight((scales[1], packed[0]), tuple(names))
     names += [index] * (index in shapes)

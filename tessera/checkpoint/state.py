@@ -1,4 +1,4 @@
-"""Name what a checkpoint contains: tensors of model and optimizer, and everything else as JSON.
+"""The content of a checkpoint: tensors of model and optimizer by name, and everything else as JSON.
 
 Names of tensors do not depend on wrappers, layout or device. The JSON of `state.json` must come back as it went in, so
 only true JSON is accepted.
@@ -28,14 +28,14 @@ def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
     appears (the engine keeps the other equal).
     """
     reshard(parts)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in parts.named_parameters():
-        found.setdefault(clean_name(name), parameter)
+        tensors.setdefault(clean_name(name), parameter)
     persistent = {clean_name(name) for name in parts.state_dict(keep_vars=True)}
     for name, buffer in parts.named_buffers():
         if clean_name(name) in persistent:
-            found[clean_name(name)] = buffer
-    return found
+            tensors[clean_name(name)] = buffer
+    return tensors
 
 
 def reshard(parts: nn.Module) -> None:
@@ -53,9 +53,9 @@ def tied_names(parts: nn.Module) -> dict[str, str]:
     first: dict[Tensor, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in parts.named_parameters(remove_duplicate=False):
-        known = first.setdefault(tensor, clean_name(name))
-        if known != clean_name(name):
-            aliases[clean_name(name)] = known
+        first_name = first.setdefault(tensor, clean_name(name))
+        if first_name != clean_name(name):
+            aliases[clean_name(name)] = first_name
     return aliases
 
 
@@ -72,7 +72,7 @@ def training_tensors(parts: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     """Return the optimizer's tensors, created now if it has not stepped yet, so that loading can be in place."""
     _create_state(optimizer)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for parameter in _trained(optimizer):
         if parameter not in names:
             continue  # a copy of one that has a name
@@ -84,8 +84,8 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
                     f"{type(optimizer).__name__} keeps {key!r} of {names[parameter]} as a {type(value).__name__}",
                     fix="a checkpoint holds tensors: use an optimizer that keeps its state in them",
                 )
-            found[f"optim.{names[parameter]}.{key}"] = value
-    return found
+            tensors[f"optim.{names[parameter]}.{key}"] = value
+    return tensors
 
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:

@@ -7,12 +7,10 @@ so nothing is ever pickled.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,9 @@ from tessera.checkpoint.files import (
     Fault,
     FileRecord,
     SafetensorsFile,
-    open_safetensors,
-    read_box,
     storage_order,
-    stored_shape,
 )
-from tessera.checkpoint.legacy.dcp import TensorInParts, TensorPart, check_cover
+from tessera.checkpoint.parts import KeyedPart, SplitTensor, check_cover
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.torch_internals import foreach_copy_
@@ -82,7 +77,7 @@ class TensorSave:
         return sum(chunk.nbytes for chunk in self.chunks.values())
 
     def write(self, folder: Path, fault: Fault) -> list[FileRecord]:
-        """Write this rank's file, if it has chunks; return what was written."""
+        """Write this rank's file, if it has chunks; return its record."""
         if not self.chunks:
             return []
         entries = storage_order([Entry(key, chunk.dtype, tuple(chunk.shape)) for key, chunk in self.chunks.items()])
@@ -112,8 +107,7 @@ def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
 
 
 class SaveLayout:
-    """Say which chunks of which tensors this rank writes. All ranks ask each other for it, which takes time, and it is
-    the same for every save of a run."""
+    """Hold the chunks that this rank writes. Ranks agree on them once: they are the same for every save of a run."""
 
     def __init__(
         self,
@@ -132,7 +126,7 @@ class SaveLayout:
         return self._described == _described(tensors)
 
     def save_of(self, tensors: Mapping[str, Tensor]) -> TensorSave:
-        """Return what this rank writes of tensors that fit. Nothing is copied or written yet."""
+        """Return this rank's chunks of tensors that fit. Nothing is copied or written yet."""
         self._planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=self._ranks.rank == 0)
         chunks: dict[str, Tensor] = {}
         for item in self._plan.items:
@@ -147,7 +141,7 @@ def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, tor
 
 
 def plan_save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> SaveLayout:
-    """Return what this rank writes of such tensors, now and later. Every rank calls this."""
+    """Return which chunks of such tensors this rank writes, now and later. Every rank calls this."""
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values()), "only tensors are stored"
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -193,7 +187,7 @@ def _key(item: WriteItem) -> str:
 
 
 def total_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the size of the whole tensors, not of this rank's shards."""
+    """Return the size of the unsharded tensors."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 
@@ -234,39 +228,10 @@ def parse_table(data: bytes, where: str) -> Metadata:
     return Metadata(tensors, storage_data=locations)
 
 
-@dataclass(frozen=True)
-class KeyedPart(TensorPart):
-    """Hold the place of a part of a tensor, and its key in a safetensors file."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class SplitTensor(TensorInParts[KeyedPart]):
-    """Describe a tensor that lies in one safetensors file or several."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[KeyedPart, ...]
-
-    def open_part(self, part: KeyedPart) -> Callable[[Sequence[int], Sequence[int]], Tensor]:
-        with open_safetensors(part.file) as file:
-            if stored_shape(file, part.key) != part.sizes or file.get_slice(part.key).get_dtype() != CODES[self.dtype]:
-                raise TesseraError(
-                    f"{part.key} in it is not as large, or of the type, as is said", where=str(part.file)
-                )
-        return functools.partial(_read_part, part)
-
-
-def _read_part(part: KeyedPart, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    with open_safetensors(part.file) as file:
-        return read_box(file, part.key, offsets, sizes)
-
-
 def split_tensors(folder: Path) -> dict[str, SplitTensor]:
     """Return the tensors of a checkpoint by the names that it gives them. Nothing is read but the table."""
     table = read_table(folder)
-    found: dict[str, SplitTensor] = {}
+    tensors: dict[str, SplitTensor] = {}
     for name, stored in table.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
         parts = []
@@ -275,5 +240,5 @@ def split_tensors(folder: Path) -> dict[str, SplitTensor]:
             parts.append(KeyedPart(tuple(chunk.offsets), tuple(chunk.sizes), folder / file, key))
         chunks = [(part.offsets, part.sizes) for part in parts]
         check_cover(name, tuple(stored.size), chunks, str(folder / TABLE))
-        found[name] = SplitTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
-    return found
+        tensors[name] = SplitTensor(stored.properties.dtype, tuple(stored.size), tuple(parts))
+    return tensors

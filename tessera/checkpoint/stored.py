@@ -1,8 +1,8 @@
 """Read a checkpoint and verify its hashes in the same pass.
 
 The manifest has the SHA-256 of each file. For every file of tensors one rank, the one that needs most of it, reads all
-bytes in order, hashes them and copies what it needs on the way. Other ranks read the slices that they need. So no rank
-reads a byte twice, and a tensor that is filled counts only once all hashes are compared.
+bytes in order, hashes them and copies its part on the way. Other ranks read the slices that they need. So no rank reads
+a byte twice. Filled tensors are valid only after all hashes are compared.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class StoredCheckpoint:
         return {*self.table.state_dict_metadata}
 
     def fill(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Fill tensors of any layout in place and verify all files; return what is damaged, in words.
+        """Fill tensors of any layout in place and verify all files; return descriptions of the damage.
 
-        Every rank calls this. Where the list is not empty, what the tensors hold means nothing.
+        Every rank calls this. If there is damage, the tensors hold arbitrary numbers.
         """
         ranks.on_all(lambda: self._check_fit(tensors))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -73,7 +73,8 @@ class StoredCheckpoint:
             planner.set_up_planner(dict(tensors), self.table)
             for item in planner.create_local_plan().items:
                 items[self.table.storage_data[item.storage_index][0]].append(item)
-            return {name: sum(map(self._bytes_of, of_file)) for name, of_file in items.items()}
+            sizes = {name: [prod(i.lengths) * self._chunk(i)[0].itemsize for i in items[name]] for name in items}
+            return {name: sum(of_file) for name, of_file in sizes.items()}
 
         needs = ranks.on_all(plan)
         records = {record.name: record for record in self.manifest.files}
@@ -109,10 +110,12 @@ class StoredCheckpoint:
                     raise failure
         return list(dict.fromkeys(problems))
 
-    def _bytes_of(self, item: ReadItem) -> int:
+    def _chunk(self, item: ReadItem) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the type and the shape of the stored chunk that an item is a box of."""
         stored = self.table.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
-        return prod(item.lengths) * stored.properties.dtype.itemsize
+        shape = next(tuple(c.sizes) for c in stored.chunks if c.offsets == item.storage_index.offset)
+        return stored.properties.dtype, shape
 
     def _read_boxes(self, name: str, items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> None:
         """Read the boxes that this rank needs of a file that another rank hashes."""
@@ -129,33 +132,23 @@ class StoredCheckpoint:
         for item in items:
             boxes[self.table.storage_data[item.storage_index][1]].append(item)
         with RecordedFile(path, record) as file:
-            positions = {}
-            if boxes:
-                with open_safetensors(path) as header:
-                    keys = {*header.keys()}
-                    self._check_header(header, keys, boxes, path)
-                positions = data_positions(path)
+            positions = self._checked_positions(path, boxes) if boxes else {}
             for key in sorted(boxes, key=lambda key: positions[key]):
                 file.skip(positions[key] - file.position)
-                stored = self.table.state_dict_metadata[boxes[key][0].storage_index.fqn]
-                assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
                 targets = [(i.storage_offsets, i.lengths, planner.resolve_tensor(i).detach()) for i in boxes[key]]
-                _copy_rows(file, stored.properties.dtype, self._chunk_shape(boxes[key][0]), targets)
+                _copy_rows(file, *self._chunk(boxes[key][0]), targets)
             file.finish()
 
-    def _check_header(self, header: Any, keys: set[str], boxes: Mapping[str, list[ReadItem]], path: Path) -> None:
-        """Raise unless a file has the chunks that the table lists, with their types and shapes."""
-        for key, items in boxes.items():
-            stored = self.table.state_dict_metadata[items[0].storage_index.fqn]
-            assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
-            expected = CODES.get(stored.properties.dtype), self._chunk_shape(items[0])
-            if key not in keys or (header.get_slice(key).get_dtype(), stored_shape(header, key)) != expected:
-                raise TesseraError(f"{key} in it is not the chunk that {TABLE} lists", where=str(path))
-
-    def _chunk_shape(self, item: ReadItem) -> tuple[int, ...]:
-        stored = self.table.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
-        return next(tuple(c.sizes) for c in stored.chunks if c.offsets == item.storage_index.offset)
+    def _checked_positions(self, path: Path, boxes: Mapping[str, list[ReadItem]]) -> dict[str, int]:
+        """Return the positions of tensors in a file; raise unless it has the chunks that the table lists."""
+        with open_safetensors(path) as header:
+            names = {*header.keys()}
+            for key, items in boxes.items():
+                dtype, shape = self._chunk(items[0])
+                wrong = key not in names or header.get_slice(key).get_dtype() != CODES.get(dtype)
+                if wrong or stored_shape(header, key) != shape:
+                    raise TesseraError(f"{key} in it is not the chunk that {TABLE} lists", where=str(path))
+        return data_positions(path)
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise unless every tensor is in the checkpoint, complete and in its shape."""
@@ -183,7 +176,7 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[StoredCheckpoint | None, list[str]]:
-    """Read and verify the small files of a checkpoint; return it, or None and what is damaged, in words.
+    """Read and verify the small files of a checkpoint; return it, or None and descriptions of the damage.
 
     Every rank calls this. `step`: the one in the name of the folder, which the manifest must have, too.
     """

@@ -1,7 +1,7 @@
-"""Fill a model's tensors by a `core.weightmap`, and check that files hold what they claim.
+"""Fill a model's tensors by a weight map, and check a folder before memory is allocated.
 
-The first part finds which foreign tensors make a native one, what is missing and what is left over. The second compares
-the config.json of a folder with the headers of its weight files, before layers are built and before memory is taken.
+The first part finds the foreign tensors that make a native one, and those that are missing or unused. The second part
+compares the config.json of a folder with the headers of its weight files, before layers are built.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ def plan_reading(
     used: set[str] = set()
     for name in dict.fromkeys([*native, *expected]):
         # A tied tensor may be stored under either of its names, or under both.
-        found = None
+        source = None
         for candidate in (name, *twins.get(name, ())):
             match = weight_map.rule_for(candidate)
             if match is None:
                 continue
             rule, foreign = match
             used.update(foreign)
-            if found is None and all(f in stored_names for f in foreign):
-                found = TensorSource(name, tuple(stored_names[f] for f in foreign), rule.op)
-        if found is None:
+            if source is None and all(f in stored_names for f in foreign):
+                source = TensorSource(name, tuple(stored_names[f] for f in foreign), rule.op)
+        if source is None:
             missing.append(name)
         elif name in native:
-            sources.append(found)
+            sources.append(source)
     left_over = [stored_names[f] for f in stored_names if f not in used and not weight_map.skips(f)]
     if missing or left_over:
         raise _misfit(missing, left_over, weight_map, where)
@@ -93,7 +93,7 @@ def _misfit(missing: list[str], left_over: list[str], weight_map: WeightMap, whe
 
 @torch.no_grad()
 def fill(target: Tensor, source: TensorSource, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Make one native tensor. Where the operation can, a rank reads only the bytes of what it holds."""
+    """Make one native tensor. Where the operation can, a rank reads only the bytes of its shard."""
     shapes_fit(source, tuple(target.shape), shapes, where)
     foreign_shapes = [shapes[name] for name in source.foreign]
     boxes = local_chunks(target)
@@ -108,40 +108,40 @@ def fill(target: Tensor, source: TensorSource, shapes: Mapping[str, Shape], read
         return
     if not boxes:
         return
-    made = source.op.to_native([read(name, [0] * len(shapes[name]), shapes[name]) for name in source.foreign])
+    tensor = source.op.to_native([read(name, [0] * len(shapes[name]), shapes[name]) for name in source.foreign])
     for box in boxes:
-        tensor_of_chunk(target, box.offsets).copy_(made[box_slices(box.offsets, box.sizes)])
+        tensor_of_chunk(target, box.offsets).copy_(tensor[box_slices(box.offsets, box.sizes)])
 
 
 def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape], where: str) -> None:
     """Raise, before any data is read, if foreign tensors do not make one of this shape."""
     try:
-        made = shape_of(source.op, [shapes[name] for name in source.foreign])
+        shape = shape_of(source.op, [shapes[name] for name in source.foreign])
     except RuntimeError as error:
-        shown = ", ".join(f"{name} {list(shapes[name])}" for name in source.foreign)
-        raise TesseraError(f"{source.native} cannot be made from {shown}: {error}", where=where) from error
-    if native != made:
+        sources = ", ".join(f"{name} {list(shapes[name])}" for name in source.foreign)
+        raise TesseraError(f"{source.native} cannot be made from {sources}: {error}", where=where) from error
+    if native != shape:
         raise TesseraError(
-            f"{source.native} has shape {list(native)}, {' + '.join(source.foreign)} gives {list(made)}",
+            f"{source.native} has shape {list(native)}, {' + '.join(source.foreign)} gives {list(shape)}",
             where=where,
             fix="check that config.json belongs to these weights",
         )
 
 
 @torch.no_grad()
-def add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """Add `scale` * left @ right, both whole, to a tensor that may be sharded. Each rank computes its own shard.
+def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """Add `scale` * b @ a, both unsharded, to a tensor that may be sharded. Each rank computes its own shard.
 
-    Of stacked matrices, one after another: a product of all of them would be as large as the weights of all experts.
+    Products of stacked matrices are computed one by one: all of them would be as large as the weights of all experts.
     """
     for box in local_chunks(target):
         *stacked, rows, columns = box_slices(box.offsets, box.sizes)
         shard = tensor_of_chunk(target, box.offsets)
         if not stacked:
-            shard.copy_(shard.float() + scale * (left[rows].float() @ right[:, columns].float()))
+            shard.copy_(shard.float() + scale * (b[rows].float() @ a[:, columns].float()))
             continue
-        for part, b, a in zip(shard, left[stacked[0]], right[stacked[0]], strict=True):
-            part.copy_(part.float() + scale * (b[rows].float() @ a[:, columns].float()))
+        for part, part_b, part_a in zip(shard, b[stacked[0]], a[stacked[0]], strict=True):
+            part.copy_(part.float() + scale * (part_b[rows].float() @ part_a[:, columns].float()))
     return target
 
 
@@ -179,8 +179,8 @@ def judge_non_finite(counts: Iterable[Mapping[str, tuple[int, int, int]]], where
     """
     sums: dict[str, list[int]] = {}
     for table in counts:
-        for name, found in table.items():
-            sums[name] = [a + b for a, b in zip(sums.get(name, [0, 0, 0]), found, strict=True)]
+        for name, numbers in table.items():
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0, 0, 0]), numbers, strict=True)]
     ruined = [name for name, (read, nan, _) in sums.items() if nan == read]
     if ruined:
         raise TesseraError(
@@ -199,33 +199,33 @@ def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadB
     """Raise if config.json ties two tables and the folder stores both with different numbers."""
     stored_names = {weight_map.canonical(name): name for name in shapes}
     for copied, native in weight_map.copies:
-        found = weight_map.rule_for(native)
-        if found is None or copied not in stored_names or found[1][0] not in stored_names:
+        match = weight_map.rule_for(native)
+        if match is None or copied not in stored_names or match[1][0] not in stored_names:
             continue
-        one, other = stored_names[copied], stored_names[found[1][0]]
-        check_copy(one, other, shapes, read, where)
+        copy, other = stored_names[copied], stored_names[match[1][0]]
+        check_copy(copy, other, shapes, read, where)
 
 
-def check_copy(one: str, other: str, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Raise if `one`, which is to be a copy of `other`, has different numbers."""
-    if not same_numbers(one, other, shapes, read):
+def check_copy(copy: str, other: str, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
+    """Raise if `copy`, which must equal `other`, has different numbers."""
+    if not same_numbers(copy, other, shapes, read):
         raise TesseraError(
-            f"config.json ties the head to the embeddings, and {one} differs from {other}",
+            f"config.json ties the head to the embeddings, and {copy} differs from {other}",
             where=where,
             fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
             "folder holds a head of its own",
         )
 
 
-def same_numbers(one: str, other: str, shapes: Mapping[str, Shape], read: ReadBox) -> bool:
+def same_numbers(name: str, other: str, shapes: Mapping[str, Shape], read: ReadBox) -> bool:
     """Return whether two stored tensors are equal. They are read a few rows at a time."""
-    shape = shapes[one]
+    shape = shapes[name]
     if shape != shapes[other]:
         return False
     rows = max(1, _COMPARED // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], rows):
         box = ((start, *[0] * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
-        if not torch.equal(read(one, *box), read(other, *box)):
+        if not torch.equal(read(name, *box), read(other, *box)):
             return False
     return True
 

@@ -1,6 +1,6 @@
 """Write weights in another form: the only writer of folders, for conversions and for exports of a model in memory.
 
-A group of native tensors is read from the source, made into what the target form stores, and written to its places.
+A group of native tensors is read from the source, translated to the target form, and written to its places.
 Each chunk is read again behind its write, while it is in a processor's cache, and must be the same bit for bit. The
 reader of the target form must find the tensors at these places, and for one group of each kind (the layers of a model
 are of one kind) make the source of them again. The folder appears by one rename. A process that is killed publishes
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from tessera.checkpoint.collective import Failure, Ranks, raise_together
-from tessera.checkpoint.files import Fault, free_bytes, no_fault, sync_folder
+from tessera.checkpoint.files import Entry, Fault, free_bytes, no_fault, safetensors_header, storage_order, sync_folder
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
 from tessera.checkpoint.publish import Origin, staged
 from tessera.errors import TesseraError
@@ -36,7 +36,7 @@ from tessera.runtime.crc32 import crc32
 from tessera.runtime.libc import begin_write_back, same_bytes
 from tessera.runtime.process import open_files, usable_cpus
 from tessera.runtime.progress import WorkProgress, human_bytes
-from tessera.weights.file_plan import Extent, FolderPlan, PlannedTensor
+from tessera.weights.file_plan import Extent, FilePlan, FolderPlan, Place, PlannedTensor
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import Bytes, TensorRows
 
@@ -95,9 +95,9 @@ def write_weights(target: Path, job: WriteJob) -> None:
 def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
     jobs = min(_MAX_JOBS, round(usable_cpus()) + _EXTRA_JOBS) if job.jobs is None else job.jobs
     before = _statuses(job.sources)
-    _check_space(target, job.plan.nbytes)
     try:
         with open_files(len(job.plan.files)), staged(target, job.origin, job.overwrite, job.fault) as staging:
+            _check_space(target, job.plan.nbytes)
             with _one_thread_each():
                 _Writer(job, groups, staging).run(jobs)
             for path, status in before.items():
@@ -189,7 +189,7 @@ class _Writer:
 
     def _check_places(self, name: str, rows: TensorRows, group: TensorGroup, written: NativeTensors) -> None:
         """Raise unless the reader of the target form looks for a tensor where it is written."""
-        if (rows.dtype, rows.shape) != (group.made[name].dtype, group.made[name].shape):
+        if (rows.dtype, rows.shape) != (group.foreign[name].dtype, group.foreign[name].shape):
             raise TesseraError(f"the sources of {name} are stored in different types", where=self._job.native.where)
         assert rows.dtype is not None
         plan, staging = self._job.plan, self._staging
@@ -244,6 +244,22 @@ def _status(path: Path) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------------------- files
+
+
+def plan_safetensors(
+    files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, Mapping[str, str]] | None = None
+) -> FolderPlan:
+    """Plan safetensors files of these tensors, by the name of the file. `metadata`: notes in the headers of files."""
+    plans, places = dict[str, FilePlan](), dict[str, list[Place]]()
+    for name, entries in files.items():
+        ordered = storage_order(entries)
+        header = safetensors_header(ordered, (metadata or {}).get(name))
+        at = len(header)
+        for entry in ordered:
+            places[entry.key] = [Place(name, at)]
+            at += entry.nbytes
+        plans[name] = FilePlan(at, ((0, header),))
+    return FolderPlan(plans, places)
 
 
 class _Scratch(threading.local):

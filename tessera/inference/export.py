@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm
 from tessera.checkpoint.fp8 import Fp8Map
@@ -27,6 +26,7 @@ from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec, Processor
 from tessera.errors import TesseraError
+from tessera.inference.export_record import write_record
 from tessera.inference.proof import Prove, prove_folder
 from tessera.lora.factors import merge_adapter
 from tessera.lora.select import Adapters, factor_names, is_factor, weight_names

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from tessera.checkpoint.forms import fill_from_form, native_shapes
+from tessera.checkpoint.forms import native_shapes
 from tessera.checkpoint.hf import stored_dtype
+from tessera.checkpoint.legacy.forms import fill_from_form
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
 from tessera.config.pattern import matches
@@ -22,6 +23,7 @@ from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust, check_trusted, model_code
 from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import ModelSpec
 from tessera.data.media.files import Limits, limits_of
 from tessera.diffusion.family import GenerationFamily, family_of
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
@@ -30,10 +32,10 @@ from tessera.hub.config import local_model
 from tessera.hub.download import downloaded
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.weight_source import Origin, fill_from, newest_names, origin_of, saved_config
-from tessera.lora.files import is_adapters
-from tessera.lora.modules import add_adapters, find_adapters, trained_whole, with_adapters
+from tessera.lora.exchange import is_adapters
+from tessera.lora.load import fill_adapters, merge_into, part_of, settled, targets_origin
+from tessera.lora.modules import add_adapters, find_adapters, trained_in_full, with_adapters
 from tessera.lora.peft import base_of, is_adapter_folder, read_config
-from tessera.lora.reading import fill_adapters, merge_into, part_of, settled, targets_origin
 from tessera.lora.select import Adapter, is_factor
 from tessera.models import build_on_meta, for_family, fresh_names, resolve
 from tessera.models.files.side_files import side_folder
@@ -50,6 +52,7 @@ from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, rank_on_machine
 from tessera.runtime.modules import computed_buffers, put_back_buffers
 from tessera.weights.layouts import detect_layout, folder_layout, pipeline_folder
+from tessera.weights.map import WeightMap
 from tessera.weights.megatron_form import megatron_form_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,7 +62,7 @@ AdapterPaths = str | Path | Sequence[str | Path] | Mapping[str, float] | Mapping
 
 @dataclass(frozen=True)
 class FoundModel:
-    """Say which model lies at a path, before anything of it is read."""
+    """Describe the model at a path, before its weights are read."""
 
     origin: Origin
     section: ModelSection  # as in a recipe; for adapters, with the folder of their model
@@ -71,7 +74,7 @@ class FoundModel:
 
 
 def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base: Path | None = None) -> FoundModel:
-    """Return what a Hugging Face folder, a run, a checkpoint or adapters hold. `dtype` None: as stored.
+    """Describe the model of a Hugging Face folder, a run, a checkpoint or adapters. `dtype` None: as stored.
 
     `base`: the folder of the model that adapters belong to; None: the one that they name.
     """
@@ -84,8 +87,8 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
         section = build(ModelSection, {"path": base, "lora": lora, "head": "reward" if scores else None}, str(folder))
         check_config_numbers(folder_layout(base).config(), base)
         return FoundModel(origin, section, kind or stored_dtype(base), base, {}, Limits())
-    kept = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
-    settings = load_config(kept or read_saved(folder / RUN_CONFIG))
+    recipe = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
+    settings = load_config(recipe or read_saved(folder / RUN_CONFIG))
     check_trusted(folder, model_code(settings.model), trust)
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
     limits = limits_of(settings.data)
@@ -101,7 +104,8 @@ def parts_folder(settings: RunConfig) -> Path | None:
     preview, encoders = settings.train.preview, settings.train.task_options.get("encoders")
     named = encoders.get("folder") if isinstance(encoders, dict) else None
     places = (None if preview is None else preview.folder, named, settings.model.path)
-    return next((found for place in places if place and (found := pipeline_folder(Path(str(place)))) is not None), None)
+    folders = (pipeline_folder(Path(str(place))) for place in places if place)
+    return next((folder for folder in folders if folder is not None), None)
 
 
 def load(
@@ -122,7 +126,7 @@ def load(
     `device` "auto": an accelerator if there is one. `dtype` None: as stored.
 
     `model`: a module of your own, of the class that the run was given as an object (`tessera.train(..., model=net)`).
-    The trained weights are put into it, on its device and in its type, and it is `module` of what is returned.
+    The trained weights are put into it, on its device and in its type, and it is `module` of the returned model.
 
     `adapters`: LoRA files or PEFT folders that are merged into the weights: a path, several, or {path: strength}.
 
@@ -147,61 +151,104 @@ def load(
         return _filled(folder, model)
     check_class_known(folder)
     where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
-    found = find_model(folder, dtype, trust, None if base is None else local_model(base, "base"))
-    origin, section, kind, files = found.origin, found.section, found.dtype, found.files
+    source = find_model(folder, dtype, trust, None if base is None else local_model(base, "base"))
+    section, files = source.section, source.files
     merged = adapter_strengths(adapters)
     if merged and section.lora is not None and section.lora.quantize is not None:
         raise TesseraError(
-            "weights in fewer bits are not what adapters are merged into",
+            "adapters are merged into full weights, and those of this run are quantized",
             where=str(folder),
             fix="give the model's folder, and the adapters of this run beside the others",
         )
-    spec, config = resolve(section)
-    whole = build_on_meta(spec, config)
-    weights, part = spec.main.weight_map(config), part_of(section.path)
-    own: dict[str, Adapter] = {}
-    saved: Sequence[str] = ()
-    names, shapes, tied = list(model_tensors(whole)), native_shapes(model_tensors(whole)), tied_names(whole)
-    # What was trained whole beside adapters, and the folder of their model does not have.
-    fresh = fresh_names(section, spec) if origin != "folder" else frozenset()
-    if origin in ("folder", "adapters") and weights is not None and shards is None:
+    meta = _MetaModel.of(source)
+    if source.origin in ("folder", "adapters") and meta.weights is not None and shards is None:
         assert section.path is not None
-        stored = {name: tensor for name, tensor in model_tensors(whole).items() if name not in fresh}
-        check_folder_fit(section.path, stored, weights, tied=tied)
+        stored = {name: tensor for name, tensor in model_tensors(meta.module).items() if name not in meta.fresh}
+        check_folder_fit(section.path, stored, meta.weights, tied=meta.tied)
+    trained, saved = chosen_adapters(section, meta.spec, meta.config, meta.module)
     if section.lora is not None:
-        with for_family(spec):
-            lora = settled(section.lora, names, weights, part)
-            own = find_adapters(lora, whole, spec.main.plan(config), targets_origin(section.lora))
-            saved = trained_whole(lora, whole, own)
-        add_adapters(whole, own, quantize=section.lora.quantize)
+        add_adapters(meta.module, trained, quantize=section.lora.quantize)
+    spec, plan = meta.spec, meta.spec.main.plan(meta.config)
     run: Callable[..., Any] | None = None
     if parallel is None:
-        module = allocated(whole, where, kind, spec.main.plan(config).float32)
+        module = allocated(meta.module, where, source.dtype, plan.float32)
     else:
-        plan = spec.main.plan(config)
-        family = family_of(spec, config)
-        module, run = _over_ranks(whole, with_adapters(plan) if own else plan, parallel, where, kind, family)
+        plan, family = with_adapters(plan) if trained else plan, family_of(spec, meta.config)
+        module, run = _over_ranks(meta.module, plan, parallel, where, source.dtype, family)
     tensors = model_tensors(module)
-    if origin == "adapters":
-        assert section.path is not None
-        inside = {n: t for n, t in tensors.items() if not is_factor(n) and n not in fresh}
-        fill_from(section.path, inside, weights, tied, [name for name in names if name not in fresh])
-        fill_adapters(folder, tensors, own, names, weights, part)
-    elif shards is not None:
-        if origin != "folder" or weights is None:
-            raise TesseraError("shards belong to a Hugging Face folder", where=str(folder), fix="name that folder")
-        fill_from_form(Path(shards), tensors, weights, megatron_form_of(spec.name, config), shapes, tied)
-    else:
-        fill_from(folder, tensors, weights, tied, [name for name in names if name not in fresh], base=section.path)
+    _fill_weights(folder, source, meta, tensors, trained, None if shards is None else Path(shards))
     for path_of_adapters, strength in merged.items():
         with for_family(spec):
-            merge_into(path_of_adapters, strength, tensors, names, weights, part)
-    options = {**found.options, **(processor or {})}
-    prepare = None if spec.processor is None or files is None else spec.processor(config, files, **options)
-    if found.origin not in ("run", "checkpoint"):  # these were trained with the template that is written here
+            merge_into(path_of_adapters, strength, tensors, meta.names, meta.weights, part_of(section.path))
+    options = {**source.options, **(processor or {})}
+    prepare = None if spec.processor is None or files is None else spec.processor(meta.config, files, **options)
+    if source.origin not in ("run", "checkpoint"):  # these were trained with the template that is written here
         warn_of_another_template(prepare, files)
-    loaded = LoadedModel(module, spec, config, prepare, run, own, section.path, files, found.limits, saved)
-    return loaded, LoadedProcessor(prepare, spec, found.limits)
+    loaded = LoadedModel(module, spec, meta.config, prepare, run, trained, section.path, files, source.limits, saved)
+    return loaded, LoadedProcessor(prepare, spec, source.limits)
+
+
+@dataclass(frozen=True)
+class _MetaModel:
+    """Hold a model on the meta device, and the names of its tensors without adapters."""
+
+    spec: ModelSpec
+    config: Any
+    module: nn.Module
+    weights: WeightMap | None
+    names: list[str]
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    fresh: frozenset[str]  # trained in full beside adapters, and not in the folder of their model
+
+    @staticmethod
+    def of(source: FoundModel) -> _MetaModel:
+        spec, config = resolve(source.section)
+        module = build_on_meta(spec, config)
+        tensors, weights = model_tensors(module), spec.main.weight_map(config)
+        fresh = fresh_names(source.section, spec) if source.origin != "folder" else frozenset()
+        shapes = native_shapes(tensors)
+        return _MetaModel(spec, config, module, weights, list(tensors), shapes, tied_names(module), fresh)
+
+
+def chosen_adapters(
+    section: ModelSection, spec: ModelSpec, config: Any, module: nn.Module
+) -> tuple[dict[str, Adapter], list[str]]:
+    """Return the adapters that a model section selects, and the parameters that are trained in full beside them.
+
+    `module`: the model on the meta device, without adapters.
+    """
+    if section.lora is None:
+        return {}, []
+    with for_family(spec):
+        part = part_of(section.path)
+        lora = settled(section.lora, list(model_tensors(module)), spec.main.weight_map(config), part)
+        adapters = find_adapters(lora, module, spec.main.plan(config), targets_origin(section.lora))
+        return adapters, trained_in_full(lora, module, adapters)
+
+
+def _fill_weights(
+    folder: Path,
+    source: FoundModel,
+    meta: _MetaModel,
+    tensors: Mapping[str, Tensor],
+    adapters: Mapping[str, Adapter],
+    shards: Path | None,
+) -> None:
+    """Fill this rank's tensors from a Hugging Face folder, a run, a checkpoint, adapters or shards."""
+    section, expected = source.section, [name for name in meta.names if name not in meta.fresh]
+    if source.origin == "adapters":
+        assert section.path is not None
+        inside = {n: t for n, t in tensors.items() if not is_factor(n) and n not in meta.fresh}
+        fill_from(section.path, inside, meta.weights, meta.tied, expected)
+        fill_adapters(folder, tensors, adapters, meta.names, meta.weights, part_of(section.path))
+    elif shards is not None:
+        if source.origin != "folder" or meta.weights is None:
+            raise TesseraError("shards belong to a Hugging Face folder", where=str(folder), fix="name that folder")
+        megatron = megatron_form_of(meta.spec.name, meta.config)
+        fill_from_form(shards, tensors, meta.weights, megatron, meta.shapes, meta.tied)
+    else:
+        fill_from(folder, tensors, meta.weights, meta.tied, expected, base=section.path)
 
 
 def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcessor]:
@@ -255,18 +302,18 @@ def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
         return {}
     if isinstance(adapters, (str, Path)):
         adapters = [adapters]
-    given = adapters if isinstance(adapters, Mapping) else dict.fromkeys(adapters, 1.0)
-    found = {Path(path): float(strength) for path, strength in given.items()}
-    for path in found:
+    strengths = adapters if isinstance(adapters, Mapping) else dict.fromkeys(adapters, 1.0)
+    by_path = {Path(path): float(strength) for path, strength in strengths.items()}
+    for path in by_path:
         if not is_adapters(path):
-            origin_of(path)  # says what is wrong with a path that leads nowhere
+            origin_of(path)  # raises if nothing is there
             raise TesseraError(
-                "a whole model lies here, and no adapters",
+                "this is a model, not adapters",
                 where=str(path),
                 allowed=["a LoRA file (.safetensors)", "a PEFT folder"],
                 fix=f"a run that trained adapters gives them with: tessera convert {path} ADAPTERS --adapters",
             )
-    return found
+    return by_path
 
 
 def generate(
@@ -316,8 +363,10 @@ def _over_ranks(
     dtype: torch.dtype,
     family: GenerationFamily | None,
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return this rank's part of a model, allocated and not yet filled, and what is called instead of it. `family`: of
-    a model that generates images or videos."""
+    """Return this rank's part of a model, allocated and not yet filled, and the callable that runs it on all ranks.
+
+    `family`: of a model that generates images or videos.
+    """
     if not dist.is_initialized():
         raise TesseraError(
             "a layout over several ranks needs a process group",
@@ -359,8 +408,8 @@ def _own_device(name: str, with_others: bool) -> torch.device:
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
     """Return the folder of the processor's files: the run's copy, or where they came from if there is no copy."""
-    kept = run / "processor"
-    return kept if kept.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
+    copy = run / "processor"
+    return copy if copy.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
 
 
 def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: Sequence[str] = ()) -> nn.Module:

@@ -1,5 +1,4 @@
-"""Load what samples with a generation model: the model of a folder, a run, a checkpoint or adapters, and a pipeline's
-other parts; and write what it makes."""
+"""Load a pipeline for a generation model of a folder, a run, a checkpoint or adapters, and write its samples."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from tessera.diffusion.sampling.request import Request
 from tessera.errors import TesseraError
 from tessera.hub.config import local_model
 from tessera.inference.load import AdapterPaths, FoundModel, adapter_strengths, find_model, load
-from tessera.lora.files import FIRST, SECOND, parts_in
-from tessera.lora.reading import part_of
+from tessera.lora.exchange import FIRST, SECOND, parts_in
+from tessera.lora.load import part_of
 from tessera.models import resolve
 from tessera.weights.layouts import DiffusersFolder, pipeline_folder
 
@@ -57,34 +56,34 @@ def load_pipeline(
     a model with two experts they are for the one for much noise, `adapters_2` for the one for little noise; a file
     that names both experts is for both.
 
-    `parts`: the diffusers folder whose VAE and text encoders are used, where the model does not lie in one. The other
+    `parts`: the diffusers folder whose VAE and text encoders are used, where the model is not in one. The other
     arguments are those of `load`. With `parallel`, all ranks call everything together, and all get the samples.
     """
     folder = local_model(path)
-    found = find_model(folder, dtype, trust, None if base is None else Path(base))
-    spec, config = resolve(found.section)
+    source = find_model(folder, dtype, trust, None if base is None else Path(base))
+    spec, config = resolve(source.section)
     family = family_of(spec, config)
     if family is None:
         raise TesseraError(
             f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
         )
-    home = _home(found, None if parts is None else Path(parts))
+    home = _home(source, None if parts is None else Path(parts))
     how: dict[str, Any] = {"base": base, "shards": shards, "parallel": parallel, "trust": trust}
     boundary = DiffusersFolder(home).index.get("boundary_ratio")
     if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
         if adapters_2 is not None:
             raise TesseraError("this model has one expert", where="adapters_2", fix="give them as adapters")
-        model, _ = load(folder, device, found.dtype, adapters=adapters, **how)
-        return Pipeline([(model, 0.0)], family, home, model.device, found.dtype, model.passes)
-    second = part_of(found.section.path) == SECOND
+        model, _ = load(folder, device, source.dtype, adapters=adapters, **how)
+        return Pipeline([(model, 0.0)], family, home, model.device, source.dtype, model.passes)
+    second = part_of(source.section.path) == SECOND
     first_merged, second_merged = _by_expert(adapter_strengths(adapters), adapter_strengths(adapters_2))
-    own, others = (second_merged, first_merged) if second else (first_merged, second_merged)
-    model, _ = load(folder, device, found.dtype, adapters=own, **how)
+    strengths, others = (second_merged, first_merged) if second else (first_merged, second_merged)
+    model, _ = load(folder, device, source.dtype, adapters=strengths, **how)
     other, _ = load(
-        home / (FIRST if second else SECOND), device, found.dtype, adapters=others, parallel=parallel, trust=trust
+        home / (FIRST if second else SECOND), device, source.dtype, adapters=others, parallel=parallel, trust=trust
     )
     experts = [(other, 1000.0 * boundary), (model, 0.0)] if second else [(model, 1000.0 * boundary), (other, 0.0)]
-    return Pipeline(experts, family, home, model.device, found.dtype, model.passes)
+    return Pipeline(experts, family, home, model.device, source.dtype, model.passes)
 
 
 def _by_expert(
@@ -96,14 +95,14 @@ def _by_expert(
     return first, {**second, **adapters_2}
 
 
-def _home(found: FoundModel, parts: Path | None) -> Path:
+def _home(source: FoundModel, parts: Path | None) -> Path:
     """Return the diffusers folder of VAE and text encoders: the one that is named, or that the model came from."""
-    place = parts or found.parts or found.section.path
+    place = parts or source.parts or source.section.path
     home = None if place is None else pipeline_folder(place)
     if home is not None:
         return home
     raise TesseraError(
-        "a VAE and text encoders are missing: they lie in the folder of a diffusers pipeline",
+        "a VAE and text encoders are missing: they are in the folder of a diffusers pipeline",
         where="the model" if place is None else str(place),
         fix="name that folder with --parts FOLDER",
     )
@@ -111,7 +110,7 @@ def _home(found: FoundModel, parts: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class Written:
-    """Hold what was written: files of samples, and their metadata."""
+    """Name the written files: samples, and their metadata."""
 
     files: tuple[Path, ...]
     metadata: Path
@@ -170,7 +169,7 @@ def generate_again(
     path = Path(metadata)
     record = read_record(path)
     target = path.with_name(f"{path.stem}-again{record.suffix}") if out is None else Path(out)
-    made = generate_files(
+    written = generate_files(
         record.model,
         target,
         record.request,
@@ -183,4 +182,4 @@ def generate_again(
         trust=trust,
         on_step=on_step,
     )
-    return made, made.digests == record.digests
+    return written, written.digests == record.digests

@@ -54,12 +54,12 @@ _TIME = 500.0  # of 1000; a thousandth of it, as some classes of diffusers are g
 
 @dataclass(frozen=True)
 class Proof:
-    """Hold what was found."""
+    """Hold the result of a proof."""
 
-    line: str  # what was shown, or why nothing was
+    line: str  # what was compared, or why nothing was
     problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # what is not as it should be, and not the fault of the weights
-    obstacle: str | None = None  # what kept from comparing, and is no fault of the folder
+    warnings: tuple[str, ...] = ()  # faults that are not those of the weights
+    obstacle: str | None = None  # a reason for not comparing that is no fault of the folder
 
 
 def check_choice(when: str) -> None:
@@ -70,17 +70,16 @@ def check_choice(when: str) -> None:
 
 
 def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto") -> Proof:
-    """Compare config.json with `config`, what was trained; and logits, or predicted latents, of both sides. One rank
-    does it alone.
+    """Compare config.json with `config`, the trained model, and logits or predicted latents of both sides.
 
-    `when`: "auto" leaves out what the library has no class for, and models that take long or much memory. What keeps
-    it from comparing (a template that takes no such messages, a package that is missing) is then a warning, not a
-    fault of the folder; "always" raises it.
+    One rank does it alone. `when`: "auto" skips models that the library has no class for, and models that take long or
+    much memory. An obstacle (a template that takes no such messages, a missing package) is then a warning; "always"
+    raises it.
     """
     library = "diffusers" if CLASS_NAME in folder_layout(folder).config() else "transformers"
     untrue = () if when == "never" else tuple(_untrue_fields(folder, spec, config))
     if untrue:
-        return Proof("config.json compared with what was trained", untrue)
+        return Proof("config.json compared with the trained model", untrue)
     reason = "prove=never" if when == "never" else _obstacle(folder, spec, config, when)
     if reason is not None:
         if when == "always":
@@ -96,8 +95,9 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
         if when == "always":
             raise
         line = f"not compared with {library}: {first_line(error)}"
-        told = f"the export was {line}"
-        return Proof(line, warnings=(told,)) if isinstance(error, UnreadableError) else Proof(line, obstacle=told)
+        warning = f"the export was {line}"
+        unreadable = isinstance(error, UnreadableError)
+        return Proof(line, warnings=(warning,)) if unreadable else Proof(line, obstacle=warning)
 
 
 def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
@@ -114,16 +114,16 @@ def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     family = config.generation()
     batch = _generation_batch(spec, config, family)
     latents = from_tokens(batch["latents"], family.patch, config.proof_grid())
-    found, moved = _Ours(folder, spec, config).results(batch)
+    ours, moved = _Ours(folder, spec, config).results(batch)
     stock = DiffusersModel(folder)
     if stock.missing:  # diffusers leaves them on the meta device
         return Proof("compared with diffusers", (f"diffusers finds no tensor for {few_names(stock.missing)}",))
     expected = config.diffusers_tokens(stock.predict(config.diffusers_inputs(batch, latents)))
-    return _judged("diffusers", "latents", stock, (found, moved, expected), f"{len(found)} tokens")
+    return _judged("diffusers", "latents", stock, (ours, moved, expected), f"{len(ours)} tokens")
 
 
 def _generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> Batch:
-    """Return one sample of random numbers, as large as what the family reads."""
+    """Return one sample of random numbers in the sizes that the family reads."""
     assert spec.example is not None
     grid = config.proof_grid()
     words = max(reader.embeddings(reader.skip + _TOKENS) for reader in family.captions)
@@ -144,14 +144,14 @@ def _generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) ->
 def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     ours = _Ours(folder, spec, config)
     images = ours.images()
-    asked = _messages(images)
+    messages = _messages(images)
     warnings: list[str] = []
-    batch = ours.example() if ours.processor is None else ours.prompt(asked)
-    found, moved = ours.results(batch)
+    batch = ours.example() if ours.processor is None else ours.prompt(messages)
+    logits, moved = ours.results(batch)
     inputs: dict[str, Any] = {"input_ids": _tokens(batch)[None]}
     stock = StockModel(folder) if ours.processor is None else TransformersReference(folder)
     if isinstance(stock, TransformersReference):
-        theirs = stock.inputs(asked, images)
+        theirs = stock.inputs(messages, images)
         difference = _other_prompt(theirs["input_ids"][0].tolist(), _tokens(batch).tolist())
         if difference is None:
             inputs = theirs
@@ -159,10 +159,12 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
             warnings.append(difference)
             batch = ours.prompt(_messages([]))
             inputs["input_ids"] = _tokens(batch)[None]
-            found, moved = _Ours(folder, spec, config).results(batch)
+            logits, moved = _Ours(folder, spec, config).results(batch)
     expected = stock.logits(inputs)
-    shown = f"{len(_tokens(batch))} tokens" + (" with an image" if any("pixel" in name for name in inputs) else "")
-    return _judged("transformers", "logits", stock, (found, moved, expected), shown, tuple(warnings))
+    inputs_text = f"{len(_tokens(batch))} tokens" + (
+        " with an image" if any("pixel" in name for name in inputs) else ""
+    )
+    return _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
 
 
 def _judged(
@@ -170,21 +172,23 @@ def _judged(
     what: str,
     stock: StockModel | DiffusersModel,
     results: tuple[Tensor, Tensor, Tensor],
-    shown: str,
+    inputs_text: str,
     warnings: tuple[str, ...] = (),
 ) -> Proof:
     """Return what three results prove: ours, ours after every weight was moved by one rounding, and the library's."""
-    found, moved, expected = results
+    ours, moved, expected = results
     problems = [f"{library} finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
     problems += [f"{library} has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
-    if found.shape != expected.shape:
-        problems.append(f"{what} are {list(found.shape)} here and {list(expected.shape)} in {library}")
+    if ours.shape != expected.shape:
+        problems.append(f"{what} are {list(ours.shape)} here and {list(expected.shape)} in {library}")
         return Proof(f"compared with {library}", tuple(problems), warnings)
-    own = torch.finfo(torch.float32).eps * float(expected.abs().max())
-    apart, limit = float((found - expected).abs().max()), _ROUNDINGS * (float((moved - found).abs().max()) + own)
+    rounding = torch.finfo(torch.float32).eps * float(expected.abs().max())
+    apart, limit = float((ours - expected).abs().max()), _ROUNDINGS * (float((moved - ours).abs().max()) + rounding)
     if not apart <= limit:
         problems.append(f"{what} differ by {apart:.3g} from those of {library}; rounding explains {limit:.3g}")
-    line = f"{library} computes the same {what} ({shown}): at most {apart:.2g} apart, rounding explains {limit:.2g}"
+    line = (
+        f"{library} computes the same {what} ({inputs_text}): at most {apart:.2g} apart, rounding explains {limit:.2g}"
+    )
     return Proof(line if not problems else f"compared with {library}", tuple(problems), warnings)
 
 
@@ -199,7 +203,7 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
     if not foreign and (str(data.get("model_type")) not in spec.hf_types or spec.example is None):
         return f"the family {spec.name} has no model of its own for this folder"
     if "quantization_config" in data:
-        return "it computes with weights in fewer bits in a way of its own"
+        return "its computation with quantized weights differs"
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed (pip install tessera-mm[hf])"
     if (kind := StockModel.class_of(folder)) is None:
@@ -229,7 +233,7 @@ def _too_large(folder: Path, when: Prove) -> str | None:
     free = devices.free_memory(torch.device("cpu"))
     if when == "auto" and size > min(AUTO_BYTES, free // _SHARE):
         return (
-            f"{human_bytes(size)} in float32, and what is proved by itself has at most {human_bytes(AUTO_BYTES)} and a "
+            f"{human_bytes(size)} in float32, and `auto` takes at most {human_bytes(AUTO_BYTES)} and a "
             f"quarter of the free memory ({human_bytes(free)}); `tessera compare FOLDER --prove always` does it"
         )
     return None
@@ -239,11 +243,11 @@ class _Ours:
     """Hold our model of a folder in float32 on the CPU, and its processor."""
 
     def __init__(self, folder: Path, spec: ModelSpec, config: Any) -> None:
-        whole = build_on_meta(spec, config)
+        meta = build_on_meta(spec, config)
         weights = spec.main.weight_map(config)
         assert weights is not None, "a family that reads folders has a weight map"
-        names, tied = list(model_tensors(whole)), tied_names(whole)
-        module = allocated(whole, torch.device("cpu"), torch.float32)
+        names, tied = list(model_tensors(meta)), tied_names(meta)
+        module = allocated(meta, torch.device("cpu"), torch.float32)
         self._module: nn.Module | None = module
         try:
             load_folder(folder, model_tensors(module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
@@ -252,8 +256,8 @@ class _Ours:
         self._spec, self._config = spec, config
         talks = spec.generate is None or module.can_generate()  # type: ignore[operator]  # of a class of transformers
         reads = talks and spec.processor is not None and (folder / "tokenizer.json").is_file()
-        made = spec.processor(config, folder) if reads and spec.processor is not None else None
-        self.processor = made if isinstance(made, ChatProcessor) else None
+        processor = spec.processor(config, folder) if reads and spec.processor is not None else None
+        self.processor = processor if isinstance(processor, ChatProcessor) else None
 
     def images(self) -> list[Any]:
         processor = self.processor
@@ -271,7 +275,7 @@ class _Ours:
         return self.processor.prompt([sample], [media], [sizes])
 
     def example(self) -> Batch:
-        """Return tokens of the whole vocabulary: without a tokenizer, none is known to be special."""
+        """Return tokens spread over the vocabulary: without a tokenizer, special ones are unknown."""
         if self._spec.generate is not None:  # a class of transformers that classifies
             words = self._module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
             return Batch({"input_ids": _spread(len(words))[None]})
@@ -288,12 +292,12 @@ class _Ours:
         """
         module, self._module = self._module, None
         assert module is not None, "it computes once"
-        found = self._forward(module, batch)
+        result = self._forward(module, batch)
         chance = torch.Generator().manual_seed(0)
         for weight in module.parameters():
             signs = torch.randint(0, 2, weight.shape, generator=chance).to(weight) * 2 - 1
             weight.addcmul_(weight, signs, value=torch.finfo(weight.dtype).eps)
-        return found, self._forward(module, batch)
+        return result, self._forward(module, batch)
 
     def _forward(self, module: nn.Module, batch: Batch) -> Tensor:
         if isinstance(self._spec, GenerationSpec):
@@ -314,11 +318,11 @@ def _tokens(batch: Batch) -> Tensor:
 
 def _no_conversations(folder: Path, spec: ModelSpec, config: Any) -> str | None:
     """Return why a class of transformers gets no prompt to be compared on."""
-    made = None if spec.processor is None else spec.processor(config, folder)
-    if not isinstance(made, ClassProcessor):
+    processor = None if spec.processor is None else spec.processor(config, folder)
+    if not isinstance(processor, ClassProcessor):
         return f"the family {spec.name} has no conversations"
     try:
-        made.library.check()
+        processor.library.check()
     except TesseraError as error:
         return error.what
     return None

@@ -47,15 +47,19 @@ class StockModel:
         import transformers
 
         named = folder_layout(folder).config().get("architectures")
-        found = getattr(transformers, str(named[0]) if isinstance(named, list) and named else "", None)
-        return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+        model_class = getattr(transformers, str(named[0]) if isinstance(named, list) and named else "", None)
+        return (
+            model_class
+            if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+            else None
+        )
 
     @torch.no_grad()
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the logits of one prompt, [tokens, vocabulary]."""
         with _their_errors(self._folder, "compute with this folder"):
-            found: Tensor = self._model(**_in_float32(inputs)).logits[0]
-        return found
+            logits: Tensor = self._model(**_in_float32(inputs)).logits[0]
+        return logits
 
 
 class DiffusersModel:
@@ -84,15 +88,15 @@ class DiffusersModel:
         """Return the class; None if diffusers has none of that name."""
         import diffusers
 
-        found = getattr(diffusers, str(folder_layout(folder).config().get(CLASS_NAME)), None)
-        return found if isinstance(found, type) and issubclass(found, diffusers.ModelMixin) else None
+        model_class = getattr(diffusers, str(folder_layout(folder).config().get(CLASS_NAME)), None)
+        return model_class if isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin) else None
 
     @torch.no_grad()
     def predict(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what it predicts for one sample: tokens [n, values], or an image or a video with channels."""
+        """Return the prediction for one sample: tokens [n, values], or an image or a video with channels."""
         with _their_errors(self._folder, "compute with this folder", "diffusers"):
-            found: Tensor = self._model(**inputs, return_dict=False)[0][0]
-        return found
+            latents: Tensor = self._model(**inputs, return_dict=False)[0][0]
+        return latents
 
 
 class TransformersReference(StockModel):
@@ -123,23 +127,23 @@ class TransformersReference(StockModel):
     @torch.no_grad()
     def answer(
         self,
-        asked: Sequence[Mapping[str, Any]],
+        prompts: Sequence[Mapping[str, Any]],
         max_new_tokens: int,
         batch: int,
         count: Callable[[int], None] = lambda done: None,
     ) -> list[str]:
         """Return the answer to each result of `inputs`. Inputs of one shape form a batch, so nothing is padded.
 
-        `count` is told how many more are answered.
+        `count` is called with the number of new answers.
         """
         alike: dict[tuple[Any, ...], list[int]] = {}
-        for number, one in enumerate(asked):
-            alike.setdefault(_shape(one), []).append(number)
-        answers = [""] * len(asked)
+        for number, prompt in enumerate(prompts):
+            alike.setdefault(_shape(prompt), []).append(number)
+        answers = [""] * len(prompts)
         for numbers in alike.values():
             for at in range(0, len(numbers), batch):
                 group = numbers[at : at + batch]
-                joined = {key: torch.cat([asked[n][key] for n in group]) for key in asked[group[0]]}
+                joined = {key: torch.cat([prompts[n][key] for n in group]) for key in prompts[group[0]]}
                 with _their_errors(self._folder, "answer these messages"):
                     out = self._model.generate(**_in_float32(joined), max_new_tokens=max_new_tokens)
                 tail = out[:, joined["input_ids"].shape[1] :]
@@ -152,7 +156,7 @@ class TransformersReference(StockModel):
         """Return the inputs of the model. `images`: those of all messages, in order."""
         chat = self._formatted(messages, iter(images))
         with _their_errors(self._folder, "prepare these messages"):
-            made = self.processor.apply_chat_template(
+            inputs = self.processor.apply_chat_template(
                 chat,
                 chat_template=self._template,
                 add_generation_prompt=True,
@@ -160,7 +164,7 @@ class TransformersReference(StockModel):
                 return_dict=True,
                 return_tensors="pt",
             )
-        return {key: value for key, value in made.items() if isinstance(value, torch.Tensor)}
+        return {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
 
     def _formatted(self, messages: Sequence[Message], images: Any) -> list[dict[str, Any]]:
         """Return the messages in the form that the template can write.
@@ -169,18 +173,18 @@ class TransformersReference(StockModel):
         text appears in the prompt.
         """
         parts = [[_part(part, images) for part in message.parts] for message in messages]
-        texts = [part["text"] for one in parts for part in one if part["type"] == "text"]
+        texts = [part["text"] for content in parts for part in content if part["type"] == "text"]
         for whole in (False, True) if self._sees else (True, False):
             chat = [
-                {"role": message.role, "content": _joined(one) if whole and _only_text(one) else one}
-                for message, one in zip(messages, parts, strict=True)
+                {"role": message.role, "content": _joined(content) if whole and _only_text(content) else content}
+                for message, content in zip(messages, parts, strict=True)
             ]
             try:  # in a process of its own before `apply_chat_template` runs it in this one
                 where = f"chat_template of {self._folder}"
                 prompt = render(self._template, chat, self._special, answer=True, where=where)
             except TemplateLimit:
                 raise
-            except TesseraError:  # a template may do anything with what it does not expect
+            except TesseraError:  # a template may do anything with unexpected messages
                 continue
             if all(text.strip() in prompt for text in texts) and "{'type'" not in prompt:
                 return chat

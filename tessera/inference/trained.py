@@ -1,46 +1,166 @@
-"""Open a run, a checkpoint or adapters to read the trained model tensor by tensor, without loading it."""
+"""Read the trained model of a run, a checkpoint or adapters tensor by tensor, without a model in memory.
+
+Frozen weights that a checkpoint does not store are read from their folder. Adapters are merged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tessera.checkpoint.forms import native_shapes
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import MANIFEST, box_slices
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, native_shapes
+from tessera.checkpoint.frozen import FrozenWeights
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.parts import SplitTensor
+from tessera.checkpoint.state import MODEL, model_tensors, tied_names
+from tessera.checkpoint.storage import split_tensors
 from tessera.config.reader import Section
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
-from tessera.inference.load import FoundModel, float32_names
+from tessera.inference.load import FoundModel, chosen_adapters, float32_names
 from tessera.inference.weight_source import find_file
-from tessera.lora.merged_form import TrainedForm
-from tessera.lora.modules import find_adapters
-from tessera.lora.reading import part_of, settled, targets_origin
-from tessera.lora.select import Adapter
-from tessera.models import for_family
+from tessera.lora.exchange import is_adapters, read_saved
+from tessera.lora.factors import merge_adapter
+from tessera.lora.load import part_of, read_adapters
+from tessera.lora.names import layer_paths
+from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, tensor_names, weight_names
+from tessera.weights.file_plan import PlannedTensor
+from tessera.weights.map import WeightMap
 
 
-def open_trained(path: Path, found: FoundModel, spec: ModelSpec, config: Section, module: nn.Module) -> TrainedForm:
-    """Open what `found` describes. `module`: the model on the meta device, without adapters."""
-    lora, hub, tensors = found.section.lora, spec.main.weight_map(config), model_tensors(module)
+def open_trained(path: Path, source: FoundModel, spec: ModelSpec, config: Section, module: nn.Module) -> TrainedForm:
+    """Open the model that `source` describes. `module`: the model on the meta device, without adapters."""
+    lora, hub, tensors = source.section.lora, spec.main.weight_map(config), model_tensors(module)
     if lora is not None and lora.quantize is not None:
         raise TesseraError(
-            "the weights of adapted layers are kept in fewer bits, which is not what adapters are merged into",
+            "the weights of adapted layers are quantized, and adapters are merged into full weights only",
             where=str(path),
             fix=f"tessera convert {path} ADAPTERS --adapters; then convert the folder ADAPTERS",
         )
-    adapters: Mapping[str, Adapter] = {}
-    if lora is not None:
-        where = targets_origin(lora)
-        with for_family(spec):
-            lora = settled(lora, list(tensors), hub, part_of(found.section.path))
-        adapters = find_adapters(lora, module, spec.main.plan(config), where)
-    if found.origin == "run":
-        newest = CheckpointManager(find_file(path, "checkpoints"), keep=1).latest()
-        if newest is None:
-            raise TesseraError("this run has no checkpoint yet", where=str(path))
-        path = newest
-    base, wide = found.section.path, float32_names(module, spec.main.plan(config).float32)
-    return TrainedForm(path, native_shapes(tensors), tied_names(module), hub, adapters, found.dtype, base, wide)
+    adapters, _ = chosen_adapters(source.section, spec, config, module)
+    wide = float32_names(module, spec.main.plan(config).float32)
+    form = TrainedForm(str(path), native_shapes(tensors), adapters, source.dtype, wide)
+    base = source.section.path
+    if is_adapters(path):
+        form.open_adapters(path, hub, base)
+    else:
+        base = form.open_checkpoint(_verified(path), base)
+    form.open_base(base, hub, tied_names(module))
+    return form
+
+
+def _verified(path: Path) -> tuple[Path, Mapping[str, object]]:
+    """Return the checkpoint at a path, or the newest good one of a run, and its state. All bytes are verified."""
+    if (path / MANIFEST).is_file():
+        return path, CheckpointManager(path.parent, keep=1).load(path, {})
+    manager = CheckpointManager(find_file(path, "checkpoints"), keep=1)
+    state = manager.load_newest({})
+    if state is None or manager.newest is None:
+        raise TesseraError("this run has no checkpoint yet", where=str(path))
+    return manager.newest, state
+
+
+class TrainedForm(StoredForm):
+    """Read a trained model in one type, with its adapters merged."""
+
+    weight_map = WeightMap((), same_names=True)  # its names are native ones
+
+    def __init__(
+        self,
+        where: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        adapters: Adapters,
+        dtype: torch.dtype,
+        wide: Collection[str],
+    ) -> None:
+        """Make the form. `shapes`: of the model's tensors, without adapters. `wide`: tensors that keep float32."""
+        self.where = where
+        self._shapes, self._adapters, self._dtype, self._wide = shapes, adapters, dtype, wide
+        self._stored: Mapping[str, SplitTensor] = {}
+        self._factors: dict[str, Tensor] = {}
+        self._saved: dict[str, Tensor] = {}  # of adapters: parameters that were trained in full beside them
+        self._base: NativeTensors | None = None
+
+    def open_adapters(self, path: Path, weight_map: WeightMap | None, base: Path | None) -> None:
+        """Read the adapters of a file or a folder."""
+        adapters = read_adapters(path, layer_paths(self._shapes), weight_map, part_of(base), expert_paths(self._shapes))
+        for layer, factors in adapters.items():
+            matrices = factors.a.to(self._dtype), factors.b.to(self._dtype)
+            self._factors |= dict(zip(factor_names(layer), matrices, strict=True))
+            if factors.m is not None:
+                self._factors[magnitude_name(layer)] = factors.m
+        self._saved = read_saved(path, list(self._shapes), weight_map)
+
+    def open_checkpoint(self, checkpoint: tuple[Path, Mapping[str, object]], base: Path | None) -> Path | None:
+        """Open a verified checkpoint, (path, state); return the folder of frozen weights that it does not store.
+
+        `base`: that folder, if it was moved.
+        """
+        path, state = checkpoint
+        self.where = str(path)
+        names = {n.removeprefix(MODEL): tensor for n, tensor in split_tensors(path).items() if n.startswith(MODEL)}
+        for layer, adapter in self._adapters.items():
+            parts, weights = tensor_names(layer, adapter), weight_names(layer, adapter)
+            if not names.keys() >= set(parts) or not {*names, *self._shapes} >= set(weights):
+                raise TesseraError(f"the checkpoint has no adapter of {layer}", where=self.where)
+            self._factors |= {factor: names[factor].read().to(self._dtype) for factor in parts}
+        self._stored = {name: names[name] for name in self._shapes if name in names}
+        frozen = FrozenWeights.of_state(state, path)
+        elsewhere = set() if frozen is None else {name.removeprefix(MODEL) for name in frozen.names}
+        missing = [name for name in self._shapes if name not in self._stored and name not in elsewhere]
+        if missing:
+            raise TesseraError(f"the checkpoint does not hold {', '.join(missing[:5])}", where=self.where)
+        return None if frozen is None else frozen.checked_folder(Ranks.current(), base, path)
+
+    def open_base(self, base: Path | None, weight_map: WeightMap | None, tied: Mapping[str, str]) -> None:
+        """Open the folder of weights that are not stored: frozen ones, or those of the model of adapters."""
+        if all(name in self._stored for name in self._shapes):
+            return
+        assert base is not None, "frozen weights, and the model of adapters, are those of a published folder"
+        assert weight_map is not None, "a family that reads folders has a weight map"
+        folder = SafetensorsForm(base)
+        inside = {weight_map.canonical(name) for name in folder.tensors()}
+        elsewhere = {*self._saved, *self._stored}  # the folder need not have these, such as a new head
+        wanted = {n: s for n, s in self._shapes.items() if n not in elsewhere or _is_in(n, weight_map, inside)}
+        self._base = NativeTensors(folder, weight_map, wanted, tied)
+
+    def __exit__(self, *_: object) -> None:
+        if self._base is not None:
+            self._base.__exit__()
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        return {name: PlannedTensor(self._type_of(name), shape) for name, shape in self._shapes.items()}
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        if name in self._saved:
+            tensor = self._saved[name]
+        elif name in self._stored:
+            tensor = self._stored[name].read()
+        else:
+            assert self._base is not None, "a tensor that is not stored is in the folder"
+            tensor = self._base.read(name)
+        merged = merge_adapter(name, tensor.to(self._type_of(name)), self._factors, self._adapters)
+        return merged if sizes is None else merged[box_slices(offsets or [0] * len(sizes), sizes)]
+
+    def _type_of(self, name: str) -> torch.dtype:
+        if name in self._stored:
+            stored = self._stored[name].dtype
+        elif name in self._saved:
+            stored = self._saved[name].dtype
+        else:
+            assert self._base is not None
+            stored = self._base.plans[name].dtype
+        if not stored.is_floating_point:
+            return stored
+        return torch.float32 if name in self._wide else self._dtype
+
+
+def _is_in(name: str, weight_map: WeightMap, names: Collection[str]) -> bool:
+    """Return whether a folder with these names has the sources of a native tensor."""
+    match = weight_map.rule_for(name)
+    return match is None or any(foreign in names for foreign in match[1])

@@ -19,7 +19,7 @@ from tessera.checkpoint.storage import read_table
 from tessera.config.run_config import load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
-from tessera.lora.files import is_adapters
+from tessera.lora.exchange import is_adapters
 from tessera.runtime.files import refuse_pickle
 from tessera.weights.layouts import detect_layout, no_such_folder
 from tessera.weights.map import WeightMap
@@ -39,7 +39,7 @@ def run_exists(folder: Path) -> bool:
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return where a file of a run lies now. It is aside if an attempt to replace the run was killed."""
+    """Return the path of a file of a run. It is aside if an attempt to replace the run was killed."""
     return next((path for aside in ASIDE if (path := folder / aside / name).exists()), folder / name)
 
 
@@ -48,29 +48,29 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
 
     It is that of the run, with the model of its newest checkpoint, which has the shapes of the stored weights.
     """
-    kept = find_file(folder, CONFIG)
+    recipe = find_file(folder, CONFIG)
     trained = CheckpointManager(find_file(folder, "checkpoints"), keep=1).newest_config()
     if trained is None:
-        return read_saved(kept) if kept.is_file() else None
-    found = read_saved(trained)
-    if not kept.is_file():
-        return found
+        return read_saved(recipe) if recipe.is_file() else None
+    newest = read_saved(trained)
+    if not recipe.is_file():
+        return newest
     try:
-        config = read_saved(kept)
+        config = read_saved(recipe)
         load_config({**config, "name": "run"})  # a folder may have been given a name that no recipe may have
     except TesseraError as error:
         raise TesseraError(
             error.what,
-            where=str(kept),
+            where=str(recipe),
             allowed=error.allowed,
             nearest=error.nearest,
-            fix=f"mend the file; `cp {shlex.quote(str(trained))} {shlex.quote(str(kept))}` takes the settings of the "
+            fix=f"mend the file; `cp {shlex.quote(str(trained))} {shlex.quote(str(recipe))}` takes the settings of the "
             "newest checkpoint",
         ) from error
-    if isinstance(found.get("model"), dict) and isinstance(config.get("model"), dict):
-        shape = {key: found["model"].get(key) for key in ("family", "preset", "config")}
+    if isinstance(newest.get("model"), dict) and isinstance(config.get("model"), dict):
+        shape = {key: newest["model"].get(key) for key in ("family", "preset", "config")}
         if any(config["model"].get(key) != value for key, value in shape.items()):
-            _log.warning("%s describes another model than %s holds: the latter is taken", kept, trained.parent)
+            _log.warning("%s describes another model than %s holds: the latter is taken", recipe, trained.parent)
         config = {**config, "model": {**config["model"], **shape}}
     return config
 
@@ -79,7 +79,7 @@ Origin = Literal["folder", "adapters", "run", "checkpoint"]
 
 
 def origin_of(path: Path) -> Origin:
-    """Return what lies at a path, by the files that mark it."""
+    """Return the kind of a path, by the files that mark it."""
     if (path / MANIFEST).is_file():
         return "checkpoint"
     if (path / "config.yaml").is_file():
@@ -140,7 +140,7 @@ def newest_names(path: Path) -> list[str]:
 def _nothing_here(path: Path) -> TesseraError:
     if path.is_file():
         refuse_pickle(path)
-        return TesseraError(f"this is a file: {path}", fix="name the folder that it lies in")
+        return TesseraError(f"this is a file: {path}", fix="name its folder")
     if not path.is_dir():
         return no_such_folder(path)
     return TesseraError(

@@ -1,8 +1,8 @@
 """Adapters of stacked experts in the files of PEFT.
 
 PEFT adapts a parameter, which it finds by its name (`target_parameters`), and wraps the module that the parameter is
-in. So its files name that module: `experts.lora_A.weight`; where both parameters of the experts are adapted, the first
-one lies one wrapper further inside: `experts.base_layer.lora_A.weight` for gate_up_proj. Both matrices are flat there:
+in. So its files name that module: `experts.lora_A.weight`. Where both parameters of the experts are adapted, the first
+one is one wrapper further inside: `experts.base_layer.lora_A.weight` for gate_up_proj. Both matrices are flat there:
 A [experts x rank, in], with the experts outside, and B [out, rank x experts], with the experts inside.
 
 Older files have a layer for each expert, `experts.0.gate_proj.lora_A.weight`. They are read, and not written.
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from tessera.errors import TesseraError, few_names
+from tessera.lora.exchange import StoredAdapters, matrices
 from tessera.lora.factors import Factors, of_rank, side_by_side
-from tessera.lora.files import StoredAdapters, matrices
+from tessera.lora.names import canonical, experts_in_memory
 from tessera.lora.peft import ranks_and_alphas, target_parameters
-from tessera.lora.select import EXPERT_WEIGHTS
+from tessera.runtime.modules import EXPERT_WEIGHTS
 from tessera.weights.map import Stack, WeightMap
 
 INNER = "base_layer"  # what PEFT calls the module inside of a wrapper
@@ -29,41 +30,25 @@ _OF_ONE = re.compile(r"(.+)\.(\d+)\.(gate|up|down)_proj")
 _MEND = "check that the adapters belong to this model, and its configuration to its weights"
 
 
-def experts_in_memory(path: str, weight_map: WeightMap, where: str) -> str:
-    """Return the name that a module of experts has in the classes of transformers, where experts lie stacked whatever
-    the folder has."""
-    found = weight_map.rule_for(f"{path}.down")
-    if found is None:
-        raise TesseraError(f"the weight map has no rule for {path}.down", where=where)
-    rule, names = found
-    # A folder has X.experts.down_proj, or a tensor for each expert: X.experts.0.down_proj.weight.
-    return weight_map.in_memory(names[0]).rsplit(".", 3 if isinstance(rule.op, Stack) else 1)[0]
-
-
 def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
     """Return adapters of experts, with flat matrices, by the names of their parameters in transformers."""
-    made: dict[str, Factors] = {}
+    flat: dict[str, Factors] = {}
     for path, factors in native.items():
         home, _, name = path.rpartition(".")
         a = factors.a.flatten(0, 1)
         b = factors.b.flatten(1, 2).permute(1, 2, 0).flatten(1)
-        made[f"{experts_in_memory(home, weight_map, where)}.{name}"] = Factors(factors.adapter, a, b)
-    return made
+        flat[f"{experts_in_memory(home, weight_map, where)}.{name}"] = Factors(factors.adapter, a, b)
+    return flat
 
 
 def wrapper_names(parameters: Mapping[str, Factors]) -> dict[str, str]:
     """Return the name of the wrapper that PEFT makes for each adapted parameter: it wraps them one after another."""
-    found: dict[str, str] = {}
+    order, wrappers = list(EXPERT_WEIGHTS), dict[str, str]()
     for parameter in parameters:
         home, _, name = parameter.rpartition(".")
-        around = [other for other in _after(name) if f"{home}.{other}" in parameters]
-        found[parameter] = ".".join([home, *([INNER] * len(around))])
-    return found
-
-
-def _after(name: str) -> list[str]:
-    names = list(EXPERT_WEIGHTS)
-    return names[names.index(name) + 1 :]
+        around = [other for other in order[order.index(name) + 1 :] if f"{home}.{other}" in parameters]
+        wrappers[parameter] = ".".join([home, *([INNER] * len(around))])
+    return wrappers
 
 
 def take_experts(
@@ -74,47 +59,48 @@ def take_experts(
     `experts`: the adapters that the experts of the model can have, with the weights of each.
     """
     homes = list(dict.fromkeys(path.rpartition(".")[0] for path in experts))
-    known = {weight_map.canonical(experts_in_memory(home, weight_map, stored.where)): home for home in homes}
-    wrapped: dict[str, dict[int, str]] = {}  # native home -> how far inside -> layer of the file
+    modules = {weight_map.canonical(experts_in_memory(home, weight_map, stored.where)): home for home in homes}
+    wrapped: dict[str, dict[int, str]] = {}  # native home -> number of wrappers around -> layer of the file
     single: dict[str, dict[tuple[str, int], str]] = {}  # native home -> weight, number of an expert -> layer
     for layer in stored.sides:
         outside = layer
         while outside.endswith(f".{INNER}"):
             outside = outside.removesuffix(f".{INNER}")
-        if (home := known.get(weight_map.canonical(outside))) is not None:
+        if (home := modules.get(weight_map.canonical(outside))) is not None:
             wrapped.setdefault(home, {})[(len(layer) - len(outside)) // (len(INNER) + 1)] = layer
-        elif (match := _OF_ONE.fullmatch(layer)) and (home := known.get(weight_map.canonical(match[1]))) is not None:
+        elif (match := _OF_ONE.fullmatch(layer)) and (home := modules.get(weight_map.canonical(match[1]))) is not None:
             single.setdefault(home, {})[match[3], int(match[2])] = layer
     if (wrapped or single) and (stored.config or {}).get("use_dora"):
         raise TesseraError("use_dora is not supported for experts", where=stored.config_where, allowed=[False])
-    found: dict[str, Factors] = {}
+    adapters: dict[str, Factors] = {}
     for home, layers in wrapped.items():
         if home in single:
-            raise TesseraError(f"{next(iter(single[home].values()))} lies beside adapters of all", where=stored.where)
-        found |= _from_wrappers(home, layers, stored, weight_map)
-    for home, of_one in single.items():
-        found |= _from_single(home, of_one, stored, weight_map)
+            layer = next(iter(single[home].values()))
+            raise TesseraError(f"{layer} is of one expert, and others are of all experts", where=stored.where)
+        adapters |= _from_wrappers(home, layers, stored, weight_map)
+    for home, of_expert in single.items():
+        adapters |= _from_single(home, of_expert, stored, weight_map)
     taken = {layer for layers in wrapped.values() for layer in layers.values()}
-    taken |= {layer for of_one in single.values() for layer in of_one.values()}
-    left = {layer: sides for layer, sides in stored.sides.items() if layer not in taken}
-    return {path: found[path] for path in experts if path in found}, replace(stored, sides=left)
+    taken |= {layer for of_expert in single.values() for layer in of_expert.values()}
+    others = {layer: sides for layer, sides in stored.sides.items() if layer not in taken}
+    return {path: adapters[path] for path in experts if path in adapters}, replace(stored, sides=others)
 
 
 def _from_wrappers(
     home: str, layers: Mapping[int, str], stored: StoredAdapters, weight_map: WeightMap
 ) -> dict[str, Factors]:
-    """Return the adapters of one module of experts. `layers`: of the file, by how far inside they lie."""
+    """Return the adapters of one module of experts. `layers`: of the file, by the number of wrappers around them."""
     there = experts_in_memory(home, weight_map, stored.where)
     named = [name for name in EXPERT_WEIGHTS if _is_target(f"{there}.{name}", stored)]
     if sorted(layers) != list(range(len(named))):
-        said = few_names(named, 2) if named else "none of its parameters"
+        targets = few_names(named, 2) if named else "none of its parameters"
         raise TesseraError(
-            f"the weights have {len(layers)} adapters for {there}, and target_parameters names {said}",
+            f"the weights have {len(layers)} adapters for {there}, and target_parameters names {targets}",
             where=stored.config_where,
             allowed=[f"{there}.{name}" for name in EXPERT_WEIGHTS],
             fix=_MEND,
         )
-    found: dict[str, Factors] = {}
+    adapters: dict[str, Factors] = {}
     for depth, name in enumerate(reversed(named)):
         layer, parameter, weights = layers[depth], f"{there}.{name}", EXPERT_WEIGHTS[name]
         a, b = matrices(layer, stored.sides[layer], stored.where)
@@ -130,8 +116,8 @@ def _from_wrappers(
         count = a.shape[0] // rank
         of_experts = b.view(b.shape[0], rank, count).permute(2, 0, 1)
         by_weight = of_experts.reshape(count, len(weights), -1, rank)
-        found[f"{home}.{name}"] = Factors(adapter, a.view(count, rank, -1), by_weight)
-    return found
+        adapters[f"{home}.{name}"] = Factors(adapter, a.view(count, rank, -1), by_weight)
+    return adapters
 
 
 def _is_target(parameter: str, stored: StoredAdapters) -> bool:
@@ -143,36 +129,39 @@ def _is_target(parameter: str, stored: StoredAdapters) -> bool:
 def _from_single(
     home: str, layers: Mapping[tuple[str, int], str], stored: StoredAdapters, weight_map: WeightMap
 ) -> dict[str, Factors]:
-    """Return the adapters of one module of experts from layers of single experts. `layers`: of the file, by weight and
-    number of the expert. Weights that share an adapter have theirs side by side in it; what is missing is zero."""
+    """Return the adapters of one module of experts from layers of single experts.
+
+    `layers`: of the file, by weight and number of the expert. Weights that share an adapter have theirs side by side in
+    it; a missing one is zero.
+    """
     match = weight_map.rule_for(f"{home}.down")
     count = len(match[1]) if match is not None and isinstance(match[0].op, Stack) else 0
     beyond = [layer for (_, number), layer in layers.items() if number >= count]
     if beyond:
         raise TesseraError(f"adapters for {few_names(beyond, 5)}, which this model does not have", where=stored.where)
-    names = {layer: weight_map.canonical(f"{layer}.weight").removesuffix(".weight") for layer in layers.values()}
+    names = {layer: canonical(layer, weight_map) for layer in layers.values()}
     read = stored.factors(names, weight_map)
-    given = {key: read[names[layer]] for key, layer in layers.items()}
-    found: dict[str, Factors] = {}
+    by_expert = {key: read[names[layer]] for key, layer in layers.items()}
+    adapters: dict[str, Factors] = {}
     for name, weights in EXPERT_WEIGHTS.items():
-        here = [[given.get((weight, number)) for weight in weights] for number in range(count)]
-        members = [one for of_expert in here for one in of_expert if one is not None]
+        here = [[by_expert.get((weight, number)) for weight in weights] for number in range(count)]
+        members = [factors for of_expert in here for factors in of_expert if factors is not None]
         if not members:
             continue
         first = members[0]
-        rank = max(sum(one.adapter.rank for one in of_expert if one is not None) for of_expert in here)
+        rank = max(sum(factors.adapter.rank for factors in of_expert if factors is not None) for of_expert in here)
         a = first.a.new_zeros(count, rank, first.a.shape[1])
         b = first.b.new_zeros(count, len(weights), first.b.shape[0], rank)
         for number, of_expert in enumerate(here):
-            if any(one is not None for one in of_expert):
+            if any(factors is not None for factors in of_expert):
                 _place(of_expert, a[number], b[number], first, stored.where)
-        found[f"{home}.{name}"] = Factors(replace(of_rank(first.adapter, rank), stacked=weights), a, b)
-    return found
+        adapters[f"{home}.{name}"] = Factors(replace(of_rank(first.adapter, rank), stacked=weights), a, b)
+    return adapters
 
 
 def _place(members: Sequence[Factors | None], a: Tensor, b: Tensor, like: Factors, where: str) -> None:
     """Put the adapters of one expert side by side into its matrices, at the scale of the adapter `like`."""
-    sizes = {(one.a.shape[1], one.b.shape[0]) for one in members if one is not None}
+    sizes = {(factors.a.shape[1], factors.b.shape[0]) for factors in members if factors is not None}
     if sizes != {(like.a.shape[1], like.b.shape[0])}:
         raise TesseraError("experts of one layer have adapters for layers of other sizes", where=where, fix=_MEND)
     adapter, joined, blocks = side_by_side(members, [b.shape[1]] * len(members))

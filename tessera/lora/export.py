@@ -14,10 +14,10 @@ from tessera.checkpoint.hf import gather_on_rank0
 from tessera.checkpoint.publish import Origin, publish
 from tessera.config.run_config import AdapterForm
 from tessera.errors import TesseraError
-from tessera.lora.experts import experts_in_memory, to_peft, wrapper_names
-from tessera.lora.factors import Factors, to_foreign
-from tessera.lora.files import DOTTED, FILES, FIRST, HEADER_KEY, UNDERSCORED
-from tessera.lora.parts import MAGNITUDE_KEY, modules_of, plain_form, saved_tensors
+from tessera.lora.exchange import DOTTED, FILES, FIRST, HEADER_KEY, MAGNITUDE_KEY, UNDERSCORED
+from tessera.lora.experts import to_peft, wrapper_names
+from tessera.lora.factors import Factors, plain_form, to_foreign
+from tessera.lora.names import all_modules, experts_in_memory, parameters_in_memory
 from tessera.lora.peft import CONFIG, PREFIX, WEIGHTS, make_config
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, tensor_names
 from tessera.weights.map import WeightMap
@@ -40,39 +40,46 @@ def save_adapters(
 ) -> None:
     """Write a folder of adapters. Every rank calls this with its part of the model and all `adapters`.
 
-    `saved`: parameters that were trained whole beside them. `forms`: which files it has. `language`: whether the model
-    is one that PEFT gives the methods of a language model; `reward`: those of a model with one number for a head.
+    `saved`: parameters that were trained in full beside them. `forms`: the files that are written. `language`: whether
+    PEFT gives the model the methods of a language model; `reward`: those of a model with one number for a head.
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"
     extra = bool(saved) or any(adapter.dora or adapter.stacked for adapter in adapters.values())
     if extra and any(form != "peft" for form in forms):
         raise TesseraError(
-            "DoRA, adapters of experts and modules that were trained whole have no such form",
+            "DoRA, adapters of experts and modules that were trained in full have no such form",
             where=str(folder),
             allowed=["peft"],
         )
     tensors, adapters = plain_form(tensors, adapters)
-    modules_to_save = modules_of(saved, weight_map)  # what has no name there is told before anything is gathered
+    in_memory = parameters_in_memory(saved, weight_map)  # a parameter without a name there is refused before gathering
+    modules_to_save = sorted({name.rpartition(".")[0] for names in in_memory.values() for name in names})
     wanted = {name for path, adapter in adapters.items() for name in tensor_names(path, adapter)} | set(saved)
-    whole = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
+    full = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
 
     def write(staging: Path) -> None:
         native = {}
         for path, adapter in adapters.items():
             a, b = factor_names(path)
-            m = whole[magnitude_name(path)].cpu() if adapter.dora else None
-            native[path] = Factors(adapter, whole[a].cpu(), whole[b].cpu(), m)
-        experts = to_peft({p: one for p, one in native.items() if one.adapter.stacked}, weight_map, str(folder))
-        native = {path: one for path, one in native.items() if not one.adapter.stacked}
-        modules, of_experts = _all_modules(tensors, weight_map), _all_experts(tensors, weight_map, str(folder))
+            m = full[magnitude_name(path)].cpu() if adapter.dora else None
+            native[path] = Factors(adapter, full[a].cpu(), full[b].cpu(), m)
+        stacked = {path: factors for path, factors in native.items() if factors.adapter.stacked}
+        experts = to_peft(stacked, weight_map, str(folder))
+        native = {path: factors for path, factors in native.items() if path not in stacked}
+        every_expert = {
+            f"{experts_in_memory(home, weight_map, str(folder))}.{name}"
+            for home, _, name in (path.rpartition(".") for path in expert_paths(tensors))
+        }
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
-                made = to_foreign(native, weight_map, str(folder))
-                kind = _task_type(language, reward)
-                config = make_config(made, modules, base, dropout, kind, modules_to_save, experts, of_experts)
+                modules = to_foreign(native, weight_map, str(folder))
+                # Modules of other stages of a pipeline have the same endings.
+                others, kind = all_modules(tensors, weight_map), _task_type(language, reward)
+                config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)
                 named = {name: experts[parameter] for parameter, name in wrapper_names(experts).items()}
-                _write_peft(staging, form, {**made, **named}, config, saved_tensors(whole, saved, weight_map))
+                saved_tensors = _saved_tensors(full, in_memory, weight_map)
+                _write_peft(staging, form, {**modules, **named}, config, saved_tensors)
             else:
                 _write_exchange(staging, form, to_foreign(native, weight_map.others["original"], str(folder)))
 
@@ -96,7 +103,7 @@ def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, lang
             )
         if form in ("comfyui", "kohya") and "original" not in weight_map.others:
             raise TesseraError(
-                f"adapters of {form} have the names of the model's makers, and those of this family are not known",
+                f"adapters of {form} have the names of the original checkpoint, which this family does not have",
                 where=where,
                 allowed=["peft", "diffusers"],
             )
@@ -105,7 +112,7 @@ def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, lang
 def _write_peft(
     staging: Path,
     form: str,
-    made: Mapping[str, Factors],
+    modules: Mapping[str, Factors],
     config: Mapping[str, object],
     saved: Mapping[str, Tensor],
 ) -> None:
@@ -115,20 +122,20 @@ def _write_peft(
     prefix = PREFIX if form == "peft" else f"{FIRST}."
     sides = {
         f"{prefix}{module}.{side}.weight": tensor
-        for module, factors in made.items()
+        for module, factors in modules.items()
         for side, tensor in (("lora_A", factors.a), ("lora_B", factors.b))
     }
-    sides |= {f"{prefix}{module}{MAGNITUDE_KEY}": f.m for module, f in made.items() if f.m is not None}
+    sides |= {f"{prefix}{module}{MAGNITUDE_KEY}": f.m for module, f in modules.items() if f.m is not None}
     sides |= {f"{prefix}{name}": tensor for name, tensor in saved.items()}
     stated = {f"{FIRST}.{key}": value for key, value in config.items() if key != "base_model_name_or_path"}
     header = None if form == "peft" else {HEADER_KEY: json.dumps(stated, indent=2, sort_keys=True)}
     _write(staging / (WEIGHTS if form == "peft" else FILES[form]), sides, header)
 
 
-def _write_exchange(staging: Path, form: str, made: Mapping[str, Factors]) -> None:
-    """Write the matrices and the alpha of each layer under the names of the model's makers."""
+def _write_exchange(staging: Path, form: str, modules: Mapping[str, Factors]) -> None:
+    """Write the matrices and the alpha of each layer under the names of the original checkpoint."""
     tensors: dict[str, Tensor] = {}
-    for module, factors in made.items():
+    for module, factors in modules.items():
         name = f"{DOTTED}{module}" if form == "comfyui" else UNDERSCORED + module.replace(".", "_")
         # Readers scale by alpha / rank, whatever the run did.
         alpha = torch.tensor(factors.adapter.scale * factors.adapter.rank)
@@ -143,13 +150,16 @@ def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] 
             file.put(entry.key, tensors[entry.key].contiguous())
 
 
-def _all_experts(tensors: Mapping[str, Tensor], weight_map: WeightMap, where: str) -> set[str]:
-    """Return the names in transformers of all parameters that adapters of experts could be for, as `_all_modules`."""
-    parts = (path.rpartition(".") for path in expert_paths(tensors))
-    return {f"{experts_in_memory(home, weight_map, where)}.{name}" for home, _, name in parts}
-
-
-def _all_modules(tensors: Mapping[str, Tensor], weight_map: WeightMap) -> set[str]:
-    """Return the modules that this rank has of the model: those of other stages have the same endings."""
-    found = [weight_map.rule_for(name) for name in tensors if name.endswith(".weight")]
-    return {weight_map.in_memory(name).removesuffix(".weight") for match in found if match for name in match[1]}
+def _saved_tensors(
+    tensors: Mapping[str, Tensor], in_memory: Mapping[str, Sequence[str]], weight_map: WeightMap
+) -> dict[str, Tensor]:
+    """Return parameters that were trained in full by their names in PEFT's files. `tensors`: unsharded ones."""
+    stored: dict[str, Tensor] = {}
+    for name, foreign in in_memory.items():
+        match = weight_map.rule_for(name)
+        assert match is not None, "checked"
+        stored |= dict(zip(foreign, match[0].op.to_foreign(tensors[name].cpu()), strict=True))
+        for copy, native in weight_map.copies:  # a tied head, which PEFT expects beside its embedding
+            if native == name:
+                stored[weight_map.in_memory(copy)] = tensors[name].cpu()
+    return stored

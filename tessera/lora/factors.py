@@ -1,7 +1,7 @@
-"""The matrices of LoRA adapters: between native layers and those of a folder or a file, and merged into weights.
+"""The matrices of LoRA adapters: translated between native layers and those of a file, and merged into weights.
 
 Where one native layer is several foreign ones, or the other way round, matrices are put side by side: their ranks add
-up, and the product is exactly the same.
+up, and the product is exactly the same. PiSSA becomes plain LoRA of twice the rank: B A less its initial value.
 """
 
 from __future__ import annotations
@@ -12,11 +12,21 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint.weights import add_product
 from tessera.errors import TesseraError
-from tessera.lora.parts import plain_form, with_lengths
-from tessera.lora.select import Adapter, Adapters, adapter_for, factor_names, magnitude_name, tensor_names, weight_names
+from tessera.lora.names import in_memory, modules_of, native_group
+from tessera.lora.select import (
+    Adapter,
+    Adapters,
+    adapter_for,
+    factor_names,
+    magnitude_name,
+    start_names,
+    tensor_names,
+    weight_names,
+)
 from tessera.runtime.modules import whole_tensor
 from tessera.weights.map import (
     ColumnsByHead,
@@ -37,59 +47,76 @@ class Factors:
     adapter: Adapter
     a: Tensor  # [rank, in]; of stacked experts [experts, rank, in]
     b: Tensor  # [out, rank]; of stacked experts [experts, weights, out, rank]
-    m: Tensor | None = None  # [out]: lengths of rows, of DoRA
+    m: Tensor | None = None  # [out]: norms of rows, of DoRA
+
+
+# ---------------------------------------------------------------------------------------------- between forms
 
 
 def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
-    """Return adapters by the names that layers have in the form of a weight map."""
-    made: dict[str, Factors] = {}
+    """Return adapters by the names in memory that their modules have in the form of a weight map."""
+    foreign: dict[str, Factors] = {}
     for path, factors in native.items():
-        match = weight_map.rule_for(f"{path}.weight")
+        match = modules_of(path, weight_map)
         if match is None:
             raise TesseraError(f"the weight map has no rule for {path}.weight", where=where)
-        rule, foreign = match
-        check_operation(rule.op, path, where)
-        modules = [weight_map.in_memory(name).removesuffix(".weight") for name in foreign]
-        if isinstance(rule.op, TensorChunk):
-            if modules[0] not in made:
-                members = [native.get(n.removesuffix(".weight")) for n in weight_map.group_of(f"{path}.weight")]
-                made[modules[0]] = _joined(rule.op, members)
+        op, modules = match[0], [in_memory(module, weight_map) for module in match[1]]
+        check_operation(op, path, where)
+        if isinstance(op, TensorChunk):
+            if modules[0] not in foreign:
+                foreign[modules[0]] = _joined(op, [native.get(name) for name in native_group(path, weight_map)])
             continue
-        if isinstance(rule.op, ColumnsByHead):
-            made[modules[0]] = Factors(factors.adapter, rule.op.to_foreign(factors.a)[0], factors.b, factors.m)
+        if isinstance(op, ColumnsByHead):
+            foreign[modules[0]] = replace(factors, a=op.to_foreign(factors.a)[0])
             continue
-        # Lengths belong to rows: whatever moves the rows of B moves them.
-        lengths = [None] * len(modules) if factors.m is None else rule.op.to_foreign(factors.m.unsqueeze(1))
-        for module, b, m in zip(modules, rule.op.to_foreign(factors.b), lengths, strict=True):
-            made[module] = Factors(factors.adapter, factors.a, b, None if m is None else m.flatten())
-    return made
+        # Norms belong to rows: an operation that moves the rows of B moves them, too.
+        norms = [None] * len(modules) if factors.m is None else op.to_foreign(factors.m.unsqueeze(1))
+        for module, b, m in zip(modules, op.to_foreign(factors.b), norms, strict=True):
+            foreign[module] = Factors(factors.adapter, factors.a, b, None if m is None else m.flatten())
+    return foreign
+
+
+def join_to_native(op: Operation, members: Sequence[Factors | None]) -> Factors:
+    """Return one native adapter from those of the foreign modules that the native layer is made of."""
+    present = [factors for factors in members if factors is not None]
+    first = present[0]
+    if isinstance(op, ColumnsByHead):
+        return replace(first, a=op.to_native([first.a]))
+    m = op.to_native(_norms(members)).flatten() if first.adapter.dora else None
+    if isinstance(op, TensorChunk):
+        return _without_idle_ranks(Factors(first.adapter, first.a, op.to_native([first.b]), m))
+    if len(present) == len(members) and _same_input(present):
+        return Factors(first.adapter, first.a, op.to_native([factors.b for factors in present]), m)
+    rows = op.sizes if isinstance(op, Concat) else [first.b.shape[0]] * len(members)
+    adapter, a, blocks = side_by_side(members, rows)
+    return Factors(adapter, a, op.to_native(blocks), m)
 
 
 def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
-    """Return the adapter of one foreign layer that is several native ones."""
-    given = [factors for factors in members if factors is not None]
-    m = op.join_chunks(_lengths(members))[0].whole().flatten() if given[0].adapter.dora else None
-    if len(given) == len(members) and _same_input(given):
-        blocks = [factors.b for factors in given]
-        return Factors(given[0].adapter, given[0].a, op.join_chunks(blocks)[0].whole(), m)
+    """Return the adapter of one foreign module that is several native layers."""
+    present = [factors for factors in members if factors is not None]
+    m = op.join_chunks(_norms(members))[0].whole().flatten() if present[0].adapter.dora else None
+    if len(present) == len(members) and _same_input(present):
+        blocks = [factors.b for factors in present]
+        return Factors(present[0].adapter, present[0].a, op.join_chunks(blocks)[0].whole(), m)
     adapter, a, blocks = side_by_side(members, _rows(op, members))
     return Factors(adapter, a, op.join_chunks(blocks)[0].whole(), m)
 
 
-def _lengths(members: Sequence[Factors | None]) -> list[Tensor]:
-    """Return the lengths of rows [out, 1] of layers that are one elsewhere; raise if one of them has no adapter."""
-    found = [one.m for one in members if one is not None and one.m is not None]
-    if len(found) != len(members):
+def _norms(members: Sequence[Factors | None]) -> list[Tensor]:
+    """Return the norms of rows [out, 1] of layers that are one elsewhere; raise if one of them has no adapter."""
+    norms = [factors.m for factors in members if factors is not None and factors.m is not None]
+    if len(norms) != len(members):
         raise TesseraError(
             "adapted layers are one layer with others in the other form, and with dora all of these need an adapter",
             where="model.lora.targets",
             fix="adapt all layers that belong together, or none of them",
         )
-    return [m.unsqueeze(1) for m in found]
+    return [m.unsqueeze(1) for m in norms]
 
 
 def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
-    """Return how many outputs each native layer has, also those without an adapter."""
+    """Return the number of outputs of each native layer, also of those without an adapter."""
     number, first = next((n, factors) for n, factors in enumerate(members) if factors is not None)
     if not isinstance(op, GroupedRows):
         return [first.b.shape[0]] * len(members)
@@ -97,27 +124,27 @@ def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
     return [groups * rows for rows in op.rows]
 
 
-def _same_input(given: Sequence[Factors]) -> bool:
-    """Return whether adapters have one matrix A, so that their blocks of B can lie below each other."""
-    first = given[0]
-    return all(one.adapter == first.adapter and torch.equal(one.a, first.a) for one in given)
+def _same_input(members: Sequence[Factors]) -> bool:
+    """Return whether adapters have one matrix A, so that their blocks of B can be stacked."""
+    first = members[0]
+    return all(factors.adapter == first.adapter and torch.equal(factors.a, first.a) for factors in members)
 
 
-def side_by_side(present: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
+def side_by_side(members: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
     """Return an adapter whose rank is the sum of all ranks, matrix A, and a block of matrix B for each layer.
 
-    `rows`: how many outputs each layer has. A layer without an adapter has a block of zeros.
+    `rows`: the number of outputs of each layer. A layer without an adapter has a block of zeros.
     """
-    given = [factors for factors in present if factors is not None]
-    like, rank = given[0].adapter, sum(factors.adapter.rank for factors in given)
+    present = [factors for factors in members if factors is not None]
+    like, rank = present[0].adapter, sum(factors.adapter.rank for factors in present)
     blocks, at = [], 0
-    for factors, outputs in zip(present, rows, strict=True):
-        block = given[0].b.new_zeros(outputs, rank)
+    for factors, outputs in zip(members, rows, strict=True):
+        block = present[0].b.new_zeros(outputs, rank)
         if factors is not None:
             block[:, at : at + factors.adapter.rank] = factors.b * (factors.adapter.scale / like.scale)
             at += factors.adapter.rank
         blocks.append(block)
-    return of_rank(like, rank), torch.cat([factors.a for factors in given]), blocks
+    return of_rank(like, rank), torch.cat([factors.a for factors in present]), blocks
 
 
 def of_rank(like: Adapter, rank: int) -> Adapter:
@@ -125,25 +152,11 @@ def of_rank(like: Adapter, rank: int) -> Adapter:
     return replace(like, rank=rank, alpha=like.scale * (math.sqrt(rank) if like.rslora else rank))
 
 
-def join_to_native(op: Operation, present: Sequence[Factors | None]) -> Factors:
-    """Return one native adapter from those of the foreign layers that the native layer is made of."""
-    given = [factors for factors in present if factors is not None]
-    first = given[0]
-    if isinstance(op, ColumnsByHead):
-        return Factors(first.adapter, op.to_native([first.a]), first.b, first.m)
-    m = op.to_native(_lengths(present)).flatten() if first.adapter.dora else None
-    if isinstance(op, TensorChunk):
-        return _without_idle_ranks(Factors(first.adapter, first.a, op.to_native([first.b]), m))
-    if len(given) == len(present) and _same_input(given):
-        return Factors(first.adapter, first.a, op.to_native([factors.b for factors in given]), m)
-    rows = op.sizes if isinstance(op, Concat) else [first.b.shape[0]] * len(present)
-    adapter, a, blocks = side_by_side(present, rows)
-    return Factors(adapter, a, op.to_native(blocks), m)
-
-
 def _without_idle_ranks(factors: Factors) -> Factors:
-    """Leave out columns of B that are zero, with the rows of A that they are for: those of the other layers, where
-    adapters of several layers lie side by side. All zeros are an adapter that was not trained, and stay."""
+    """Remove columns of B that are zero, with their rows of A: those of other layers, put side by side.
+
+    All zeros are an adapter that was not trained, and stay.
+    """
     used = factors.b.any(dim=0)
     if not used.any() or used.all():
         return factors
@@ -152,7 +165,7 @@ def _without_idle_ranks(factors: Factors) -> Factors:
 
 
 def check_operation(op: Operation, path: str, where: str) -> None:
-    """Raise if a layer is none in the form of a weight map, so that an adapter of it cannot be stored there."""
+    """Raise if the layer is not a linear layer in the target form."""
     if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # columns are reordered in matrix A
         raise TesseraError(
             f"{path} is no linear layer there ({type(op).__name__}): its adapter has no such form",
@@ -168,29 +181,63 @@ def _of_outputs(op: Operation) -> bool:
     return isinstance(op, (Identity, RowOrder)) or (isinstance(op, Concat) and op.dim == 0)
 
 
+# ---------------------------------------------------------------------------------------------- merging
+
+
+@torch.no_grad()
+def plain_form(tensors: Mapping[str, Tensor], adapters: Adapters) -> tuple[dict[str, Tensor], Adapters]:
+    """Return tensors and adapters with PiSSA as plain LoRA: twice the rank, and the same scale.
+
+    `tensors` may belong to a pipeline stage; `adapters` are those of all stages.
+    """
+    matrices, plain = dict(tensors), dict(adapters)
+    for path, adapter in adapters.items():
+        if not adapter.pissa:
+            continue
+        alpha = adapter.alpha * (2**0.5 if adapter.rslora else 2)  # the scale stays
+        plain[path] = replace(adapter, rank=2 * adapter.rank, alpha=alpha, pissa=False)
+        (a, b), (a0, b0) = factor_names(path), start_names(path)
+        if a in tensors:
+            matrices[a] = torch.cat([whole_tensor(tensors[a]), whole_tensor(tensors[a0])])
+            matrices[b] = torch.cat([whole_tensor(tensors[b]), -whole_tensor(tensors[b0])], dim=1)
+    return matrices, plain
+
+
 @torch.no_grad()
 def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adapters: Adapters) -> Tensor:
     """Return a new weight with its adapter added; the weight itself if it has none.
 
     All ranks that hold the weight call this together.
     """
-    found = adapter_for(name, adapters)
-    if found is None:
+    match = adapter_for(name, adapters)
+    if match is None:
         return weight
-    path, number = found
-    own = {factor: tensors[factor] for factor in tensor_names(path, adapters[path])}
-    plain, _ = plain_form(own, {path: adapters[path]})
+    path, number = match
+    parts = {factor: tensors[factor] for factor in tensor_names(path, adapters[path])}
+    plain, _ = plain_form(parts, {path: adapters[path]})
     a, b = (whole_tensor(plain[factor]) for factor in factor_names(path))
     if adapters[path].stacked:
         b = b[:, number]
     merged = add_product(weight.detach().clone(), b, a, adapters[path].scale)
-    return with_lengths(merged, own[magnitude_name(path)]) if adapters[path].dora else merged
+    return _with_norms(merged, parts[magnitude_name(path)]) if adapters[path].dora else merged
+
+
+def _with_norms(weight: Tensor, magnitude: Tensor) -> Tensor:
+    """Return a weight, which already has its adapter, with rows of the trained norms (DoRA)."""
+    norms = torch.linalg.vector_norm(whole_tensor(weight), dim=1, dtype=torch.float32)
+    ratio = (whole_tensor(magnitude).float() / norms.clamp(min=1e-38)).to(weight.dtype).unsqueeze(1)
+    if isinstance(weight, DTensor):
+        ratio = DTensor.from_local(ratio, weight.device_mesh, run_check=False)  # replicated
+    scaled: Tensor = weight * ratio
+    return scaled
 
 
 @torch.no_grad()
-def merge_factors(found: Mapping[str, Factors], tensors: Mapping[str, Tensor], strength: float, where: str) -> None:
+def merge_factors(adapters: Mapping[str, Factors], tensors: Mapping[str, Tensor], strength: float, where: str) -> None:
     """Add adapters, `strength` times, to the weights of a model in place. Weights may be sharded."""
-    every = ((path, factors, name) for path, factors in found.items() for name in weight_names(path, factors.adapter))
+    every = (
+        (path, factors, name) for path, factors in adapters.items() for name in weight_names(path, factors.adapter)
+    )
     for path, factors, name in every:
         weight = tensors.get(name)
         if weight is None:
@@ -211,12 +258,12 @@ def merge_factors(found: Mapping[str, Factors], tensors: Mapping[str, Tensor], s
 def check_shapes(path: str, factors: Factors, shape: Sequence[int], where: str) -> None:
     """Raise if an adapter does not fit the layer that it is for, whose weight has `shape`."""
     experts = factors.a.shape[:-2]
-    made = (*experts, factors.b.shape[-2], factors.a.shape[-1])
-    if made != tuple(shape):
-        each, has = (f"{sizes[0]} experts, each " if len(sizes) > 2 else "" for sizes in (made, shape))
+    product = (*experts, factors.b.shape[-2], factors.a.shape[-1])
+    if product != tuple(shape):
+        each, has = (f"{sizes[0]} experts, each " if len(sizes) > 2 else "" for sizes in (product, shape))
         raise TesseraError(
-            f"the adapter of {path} is for {each or 'a layer '}of {made[-1]} inputs and {made[-2]} outputs, this model "
-            f"has {has}{shape[-1]} and {shape[-2]}",
+            f"the adapter of {path} is for {each or 'a layer '}of {product[-1]} inputs and {product[-2]} outputs, this "
+            f"model has {has}{shape[-1]} and {shape[-2]}",
             where=where,
             fix="check that the adapters belong to this model: another size of the family has other layers",
         )

@@ -1,5 +1,7 @@
-"""LoRA as a transform of a module on the meta device: chosen linear layers, and experts, get an adapter; all else is
-frozen."""
+"""LoRA as a transform of a module on the meta device: chosen linear layers and experts get an adapter.
+
+All other parameters are frozen.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,6 @@ from tessera.config.run_config import LoraSection
 from tessera.core.model_plan import ModelPlan, TensorStyle
 from tessera.errors import TesseraError
 from tessera.lora.select import (
-    EXPERT_WEIGHTS,
     Adapter,
     Adapters,
     adapter_for,
@@ -28,10 +29,11 @@ from tessera.lora.select import (
     start_names,
     weight_names,
 )
+from tessera.nn.moe import ExpertAdapter
 from tessera.ops.linear import adapted_linear, dequantize, dora_linear, packed_sizes, quantized_linear
 from tessera.ops.linear import quantize as quantized
 from tessera.ops.moe import LowRank
-from tessera.runtime.modules import StackedExperts, clean_name
+from tessera.runtime.modules import EXPERT_WEIGHTS, StackedExperts, clean_name
 
 PACKED, SCALES = "packed", "scales"
 
@@ -68,14 +70,14 @@ class LoraLinear(nn.Linear):
         dropout = self.dropout if self.training else 0.0
         a, b, scale = self.lora_a.weight, self.lora_b.weight, self.adapter.scale
         if self.lora_m is not None:
-            own = self.own_weight(product.dtype)
-            return dora_linear(x, product, own, self.bias, (a, b, self.lora_m.weight), scale, dropout)
+            weight = self.base_weight(product.dtype)
+            return dora_linear(x, product, weight, self.bias, (a, b, self.lora_m.weight), scale, dropout)
         out = adapted_linear(x, product, a, b, scale, dropout)
         if self.lora_a0 is not None and self.lora_b0 is not None:
             out = adapted_linear(x, out, self.lora_a0.weight, self.lora_b0.weight, -scale)
         return out
 
-    def own_weight(self, dtype: torch.dtype) -> Tensor:
+    def base_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight of the layer without its adapter."""
         return self.weight
 
@@ -84,7 +86,7 @@ class LoraLinear(nn.Linear):
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """Store the layer's own weight in fewer bits: two buffers instead of a parameter, replicated on every rank.
+    """Store the weight of the layer quantized: two buffers instead of a parameter, replicated on every rank.
 
     Scales are fp32 values stored as int32 bits, so that a cast of the module does not change them.
     """
@@ -107,7 +109,7 @@ class QuantizedLoraLinear(LoraLinear):
         shape = (self.out_features, self.in_features)
         return quantized_linear(x, self.packed, scales, shape, self.bias, self.bits)
 
-    def own_weight(self, dtype: torch.dtype) -> Tensor:
+    def base_weight(self, dtype: torch.dtype) -> Tensor:
         scales = self.scales.view(torch.float32)
         return dequantize(self.packed, scales, self.out_features, self.in_features, dtype, self.bits)
 
@@ -119,9 +121,11 @@ class QuantizedLoraLinear(LoraLinear):
         self.scales.copy_(scales.view(torch.int32))
 
 
-class LoraExperts(nn.Module):
-    """Hold the adapter of stacked weights, a pair of matrices for each expert. It is never called: the module of
-    experts, whose child it is, takes its factors along to where tokens are multiplied by the weights."""
+class LoraExperts(ExpertAdapter):
+    """Hold the adapter of stacked weights, a pair of matrices for each expert.
+
+    It is never called. The module of experts, its parent, takes the factors to the product of tokens and weights.
+    """
 
     def __init__(self, weight: Tensor, adapter: Adapter, dropout: float = 0.0) -> None:
         """Make the adapter of stacked weights like `weight` [experts, out, in]."""
@@ -173,15 +177,15 @@ def add_adapters(
     adapters: Adapters,
     dropout: float = 0.0,
     quantize: WeightBits | None = None,
-    whole: Sequence[str] = (),
+    trained: Sequence[str] = (),
 ) -> None:
     """Add adapters to `module` in place and freeze everything else.
 
-    `quantize`: store the layers' own weights in so many bits; `QuantizedLoraLinear.keep` fills them. `whole`:
+    `quantize`: store the weights of the layers in so many bits; `QuantizedLoraLinear.keep` fills them. `trained`:
     parameters that stay trained.
     """
     module.requires_grad_(False)
-    for name in whole:
+    for name in trained:
         module.get_parameter(name).requires_grad_(True)
     for path, adapter in adapters.items():
         parent, _, name = path.rpartition(".")
@@ -191,29 +195,27 @@ def add_adapters(
             continue
         layer = module.get_submodule(path)
         assert isinstance(layer, nn.Linear)
-        adapted = (
-            LoraLinear(layer, adapter, dropout)
-            if quantize is None
-            else QuantizedLoraLinear(layer, adapter, dropout, quantize)
-        )
+        adapted = LoraLinear(layer, adapter, dropout)
+        if quantize is not None:
+            adapted = QuantizedLoraLinear(layer, adapter, dropout, quantize)
         setattr(module.get_submodule(parent), name, adapted)
 
 
-def trained_whole(section: LoraSection, module: nn.Module, adapters: Adapters) -> list[str]:
+def trained_in_full(section: LoraSection, module: nn.Module, adapters: Adapters) -> list[str]:
     """Return the parameters of the modules that `modules_to_save` names: they are trained beside the adapters."""
     if not section.modules_to_save:
         return []
     used = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    found = select_trees(section.modules_to_save, used, "model.lora.modules_to_save")
-    for name in found:
+    names = select_trees(section.modules_to_save, used, "model.lora.modules_to_save")
+    for name in names:
         if adapter_for(name, adapters) is not None:
             layer = name.removesuffix(".weight")
             raise TesseraError(
-                f"{layer} has an adapter, and model.lora.modules_to_save trains it whole",
+                f"{layer} has an adapter, and model.lora.modules_to_save trains it in full",
                 where="model.lora.modules_to_save",
                 fix="leave it out of one of them",
             )
-    return found
+    return names
 
 
 def with_adapters(plan: ModelPlan) -> ModelPlan:
@@ -235,7 +237,7 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
 
 @torch.no_grad()
 def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill the whole tensor of an adapter's parameter with initial weights: the output of the model does not change."""
+    """Fill an adapter's parameter, which is unsharded, with initial weights that do not change the model's output."""
     if name == factor_names(name.rsplit(".", 2)[0])[0]:
         bound = 1 / math.sqrt(tensor.shape[-1])  # Kaiming uniform with a = sqrt(5), as in PEFT and nn.Linear
         tensor.uniform_(-bound, bound, generator=generator)
@@ -245,14 +247,14 @@ def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 def adapters_of(module: nn.Module) -> dict[str, Adapter]:
     """Return the adapters of this module (of this pipeline stage) by the names of their layers."""
-    found = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
-    return {name: part.adapter for name, part in found if isinstance(part, LoraLinear | LoraExperts)}
+    parts = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
+    return {name: part.adapter for name, part in parts if isinstance(part, LoraLinear | LoraExperts)}
 
 
 def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
     """Return the adapted linear layers of this module by their names; experts are not among them."""
-    found = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
-    return {name: part for name, part in found if isinstance(part, LoraLinear)}
+    parts = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
+    return {name: part for name, part in parts if isinstance(part, LoraLinear)}
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
-"""What PEFT writes about adapters: read, checked and written. It stands in `adapter_config.json` of a PEFT folder, and
-in the header of the files of diffusers."""
+"""PEFT's configuration of adapters: read, checked and written.
+
+It is `adapter_config.json` of a PEFT folder, and in the header of the files of diffusers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _MAX_CONFIG_BYTES = 4 << 20
-# What changes how an adapter computes, and the values of it that mean: as plain LoRA does.
+# Settings that change the computation of an adapter, and their values for plain LoRA.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_qalora": (False, None),
@@ -41,11 +43,11 @@ def is_adapter_folder(path: Path) -> bool:
 def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id: None) -> Path:
     """Return the folder of the model that adapters belong to. Only folders of this machine are opened.
 
-    `downloaded`: returns where a model of a hub lies on this machine, without asking the hub.
+    `downloaded`: returns the folder of a model of a hub on this machine, without network access.
     """
     if not is_adapter_folder(folder):
         raise TesseraError(
-            "these adapters do not say which model they belong to",
+            "these adapters do not name the model that they belong to",
             where=str(folder),
             fix=f"name the model as well: {_with_model(folder)}",
         )
@@ -56,9 +58,9 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
         if detect_layout(candidate) is not None:
             return candidate
     id = find_hub_id(named, "model", str(folder / CONFIG))
-    kept = None if id is None else downloaded(id)
-    if kept is not None and detect_layout(kept) is not None:
-        return kept
+    cached = None if id is None else downloaded(id)
+    if cached is not None and detect_layout(cached) is not None:
+        return cached
     fetch = "" if id is None else f"`tessera download {id}` fetches it, and then this works; or "
     raise TesseraError(
         f"the adapters belong to {named!r}, which is {'no folder' if id is None else 'not'} on this machine",
@@ -76,7 +78,7 @@ def _with_model(folder: Path) -> str:
 
 
 def _without_base(folder: Path) -> TesseraError:
-    """Return what to do with adapters that name no model, such as those of a run that began from a seed."""
+    """Return the error about adapters that name no model, such as those of a run that began from a seed."""
     run = folder.absolute().parent
     of_run = (run / "config.yaml").is_file()
     return TesseraError(
@@ -147,8 +149,8 @@ def _by_pattern(
     if not _is_size(default):
         name = "r" if key == "rank_pattern" else "lora_alpha"
         raise TesseraError(f"{name} = {str(default)[:40]!r} is no number above 0", where=where)
-    found = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{where}, {key}")
-    return {module: default if number is None else numbers[number] for module, number in found.items()}
+    matched = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{where}, {key}")
+    return {module: default if number is None else numbers[number] for module, number in matched.items()}
 
 
 def _is_size(number: Any) -> bool:
@@ -157,7 +159,7 @@ def _is_size(number: Any) -> bool:
 
 
 def make_config(
-    made: Mapping[str, Factors],
+    adapted: Mapping[str, Factors],
     others: Collection[str],
     base: str,
     dropout: float,
@@ -166,11 +168,13 @@ def make_config(
     experts: Mapping[str, Factors] | None = None,
     other_experts: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the configuration of adapters by module. `others`: all modules, `task_type`: which methods
-    PEFT gives the model, `saved`: modules that were trained whole, `experts`: adapters by stacked parameter, and
-    `other_experts`: all such parameters."""
+    """Return the configuration of adapters by module.
+
+    `others`: all modules. `task_type`: which methods PEFT gives the model. `saved`: modules that were trained in full.
+    `experts`: adapters by stacked parameter; `other_experts`: all such parameters.
+    """
     experts = experts or {}
-    every = {**made, **experts}
+    every = {**adapted, **experts}
     ranks = Counter(factors.adapter.rank for factors in every.values())
     alphas = Counter(factors.adapter.alpha for factors in every.values())
     rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
@@ -188,7 +192,7 @@ def make_config(
         "init_lora_weights": True,
         "modules_to_save": list(saved) or None,
         "ensure_weight_tying": bool(saved),  # a head that shares the weight of an embedding goes with it
-        "target_modules": _targets(made, others),
+        "target_modules": _targets(adapted, others),
         "target_parameters": _targets(experts, other_experts, parts=2) if experts else None,
         "rank_pattern": {m: f.adapter.rank for m, f in every.items() if f.adapter.rank != rank},
         "alpha_pattern": {m: _plain(f.adapter.alpha) for m, f in every.items() if f.adapter.alpha != alpha},
@@ -196,12 +200,14 @@ def make_config(
     }
 
 
-def _targets(made: Collection[str], others: Collection[str], parts: int = 1) -> list[str]:
-    """Return the endings of names, of so many parts, by which PEFT finds what is adapted; whole names if others end
-    alike."""
-    ends = {_ending(name, parts) for name in made}
-    ambiguous = any(name not in made and _ending(name, parts) in ends for name in others)
-    return sorted(made) if ambiguous or any(end.isdigit() for end in ends) else sorted(ends)
+def _targets(adapted: Collection[str], others: Collection[str], parts: int = 1) -> list[str]:
+    """Return the endings of names, of so many parts, by which PEFT finds adapted modules.
+
+    Return full names if other modules have the same endings.
+    """
+    ends = {_ending(name, parts) for name in adapted}
+    ambiguous = any(name not in adapted and _ending(name, parts) in ends for name in others)
+    return sorted(adapted) if ambiguous or any(end.isdigit() for end in ends) else sorted(ends)
 
 
 def _ending(name: str, parts: int) -> str:

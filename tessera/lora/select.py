@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA): what they are called and how much they weigh. A layer W x becomes W x + scale B A x.
+"""Low-rank adapters (LoRA): names, ranks and scales, and the choice of layers. W x becomes W x + scale B A x.
 
-The layer keeps its name and its weight, and gets two more: `q.lora_a.weight` [rank, in], `q.lora_b.weight` [out, rank].
+The layer keeps its name and its weight, and gets `q.lora_a.weight` [rank, in] and `q.lora_b.weight` [out, rank].
 
-DoRA scales the rows of W + scale B A to lengths that are trained, `q.lora_m.weight` [out]. With PiSSA the matrices
-begin as a part of W: what they began as, `q.lora_a0.weight` and `q.lora_b0.weight`, is frozen and taken away from them.
+DoRA scales the rows of W + scale B A to trained norms, `q.lora_m.weight` [out]. With PiSSA the matrices begin as a part
+of W: their initial values, `q.lora_a0.weight` and `q.lora_b0.weight`, are frozen and subtracted.
 
 Experts have their weights stacked. An adapter of theirs is a pair of matrices for each expert, and has a name beside
 those of the weights: `experts.gate_up_proj.lora_a.weight` [experts, rank, in], one for gate and up, and
@@ -19,23 +19,23 @@ from dataclasses import dataclass, replace
 from tessera.config.pattern import ancestors, matches, select_trees
 from tessera.config.run_config import LoraSection, LoraTarget
 from tessera.errors import TesseraError
+from tessera.runtime.modules import EXPERT_WEIGHTS
 
 A, B = "lora_a", "lora_b"
 MAGNITUDE, START_A, START_B = "lora_m", "lora_a0", "lora_b0"
 _TAILS = (f".{A}.weight", f".{B}.weight", f".{MAGNITUDE}.weight", f".{START_A}.weight", f".{START_B}.weight")
-# Adapters of stacked experts, by the names that transformers and PEFT (`target_parameters`) have for the weights -> the
-# weights here that each is for.
-EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 @dataclass(frozen=True)
 class Adapter:
+    """Describe the adapter of one layer."""
+
     rank: int
     alpha: float
     rslora: bool = False
     dora: bool = False
     pissa: bool = False
-    stacked: tuple[str, ...] = ()  # of experts: the weights that share it, which lie beside it
+    stacked: tuple[str, ...] = ()  # of experts: the weights that share it, which are its siblings
 
     @property
     def scale(self) -> float:
@@ -57,12 +57,12 @@ def factor_names(path: str) -> tuple[str, str]:
 
 
 def magnitude_name(path: str) -> str:
-    """Return the name of the lengths of rows that DoRA trains."""
+    """Return the name of the norms of rows that DoRA trains."""
     return f"{path}{_TAILS[2]}"
 
 
 def start_names(path: str) -> tuple[str, str]:
-    """Return the names of what both matrices began as, with PiSSA."""
+    """Return the names of the initial values of both matrices, with PiSSA."""
     return f"{path}{_TAILS[3]}", f"{path}{_TAILS[4]}"
 
 
@@ -100,15 +100,24 @@ def factor_shapes(adapter: Adapter, weight: Sequence[int]) -> tuple[tuple[int, .
     return (*experts, adapter.rank, inputs), (*experts, *shared, outputs, adapter.rank)
 
 
+def tensor_shapes(path: str, adapter: Adapter, weight: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters of a layer's adapter by name. `weight`: the shape of the layer's weight."""
+    factors = factor_shapes(adapter, weight)
+    shapes = dict(zip(factor_names(path), factors, strict=True))
+    if adapter.dora:
+        shapes[magnitude_name(path)] = (weight[0],)
+    return shapes | (dict(zip(start_names(path), factors, strict=True)) if adapter.pissa else {})
+
+
 def expert_paths(parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return the adapters that the stacked experts among parameters can have, with the weights of each."""
-    known = set(parameters)
+    names = set(parameters)
     owners = [name.removesuffix(".down") for name in parameters if name.endswith(".down")]
     needed = [weight for weights in EXPERT_WEIGHTS.values() for weight in weights]
     return {
         f"{owner}.{name}": weights
         for owner in owners
-        if all(f"{owner}.{weight}" in known for weight in needed)
+        if all(f"{owner}.{weight}" in names for weight in needed)
         for name, weights in EXPERT_WEIGHTS.items()
     }
 
@@ -136,7 +145,7 @@ def choose(
     experts: Mapping[str, tuple[str, ...]] | None = None,
     origin: str | None = None,
 ) -> dict[str, Adapter]:
-    """Return the adapters that a recipe asks for, among `layers`; `default`: those it means when it names none.
+    """Return the adapters that a recipe selects among `layers`; `default`: those that it means when it names none.
 
     `refused`: other paths -> why nothing there can have an adapter. `experts`: the adapters that stacked experts can
     have; they get one where a pattern names the module of experts or something in it, for there are very many of them.
@@ -146,17 +155,19 @@ def choose(
     experts = experts or {}
     chosen: dict[str, Adapter] = {}
     for number, target in enumerate(section.targets):
-        given = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
+        settings = target if isinstance(target, LoraTarget) else LoraTarget(modules=target)
         where = origin or f"model.lora.targets.{number}"
-        adapter = replace(adapter_of(section), rank=given.rank or section.rank, alpha=given.alpha or section.alpha)
-        named = [path for path in experts if any(matches(given.modules, above) for above in ancestors(path)[-2:])]
+        adapter = replace(
+            adapter_of(section), rank=settings.rank or section.rank, alpha=settings.alpha or section.alpha
+        )
+        named = [path for path in experts if any(matches(settings.modules, above) for above in ancestors(path)[-2:])]
         chosen.update({path: replace(adapter, stacked=experts[path]) for path in named})
-        if not any(matches(given.modules, above) for path in layers for above in ancestors(path)):
+        if not any(matches(settings.modules, above) for path in layers for above in ancestors(path)):
             if named:
                 continue
-            _check_refused(given.modules, refused, experts, where, origin is not None)
-        found = select_trees([given.modules], [*layers, *experts], where)
-        chosen.update(dict.fromkeys((path for path in found if path not in experts), adapter))
+            _check_refused(settings.modules, refused, experts, where, origin is not None)
+        selected = select_trees([settings.modules], [*layers, *experts], where)
+        chosen.update(dict.fromkeys((path for path in selected if path not in experts), adapter))
     if not section.targets:
         chosen = dict.fromkeys(default, adapter_of(section))
     if not chosen:
@@ -205,10 +216,10 @@ def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
     unserved = {
         "dora": (section.dora, "DoRA"),
         "init": (section.init == "pissa", "an initialisation by singular vectors (PiSSA)"),
-        "quantize": (section.quantize is not None, "weights in fewer bits"),
+        "quantize": (section.quantize is not None, "quantized weights"),
     }
-    for key, (asked, what) in unserved.items():
-        if paths and asked:
+    for key, (is_set, what) in unserved.items():
+        if paths and is_set:
             raise TesseraError(
                 f"{paths[0]}: adapters of experts are plain LoRA, without {what}",
                 where=f"model.lora.{key}",
@@ -217,7 +228,7 @@ def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
 
 
 def spelled_out(section: LoraSection, adapters: Adapters) -> LoraSection:
-    """Return the same section with every layer named, as a run keeps it: no other file is needed to understand it."""
+    """Return the section with every layer named, as a run saves it: no other file is needed to understand it."""
     plain = adapter_of(section)
     targets: list[str | LoraTarget] = [
         path

@@ -6,6 +6,7 @@ weights, so that `parallel` can replace them where experts, or the tokens of a r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,16 +17,16 @@ from torch import Tensor, nn
 from tessera.core.batch import IGNORE, Batch
 from tessera.ops.moe import (
     NO_ADAPTERS,
-    AdaptsExperts,
     ExpertAdapters,
     ExpertOrder,
+    LowRank,
     collect_rows,
     expert_mlp,
     spread_rows,
     weigh_choices,
 )
 from tessera.ops.registry import AUTO
-from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts
+from tessera.runtime.modules import EXPERT_WEIGHTS, ExpertBalance, RowStatistics, StackedExperts
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -228,13 +229,21 @@ class Dispatch(nn.Module):
         return weigh_choices(collect_rows(y, at), weights)
 
 
+class ExpertAdapter(nn.Module, ABC):
+    """Base of adapters of stacked weights, which `Experts` has as children."""
+
+    @abstractmethod
+    def factors(self) -> LowRank | None:
+        """Return the matrices as they are now, or None where the adapter is skipped."""
+
+
 class Experts(StackedExperts):
     """Hold gated MLPs of one shape with stacked weights. Adapters may be added as children, by the names that
     transformers has for the weights."""
 
-    adapted_weights = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # noqa: RUF012
-    gate_up_proj: AdaptsExperts | None
-    down_proj: AdaptsExperts | None
+    adapted_weights = EXPERT_WEIGHTS
+    gate_up_proj: ExpertAdapter | None
+    down_proj: ExpertAdapter | None
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,14 +91,6 @@ class LowRank(NamedTuple):
     def local(self) -> LowRank:
         """Return the same with what this rank holds of sharded matrices."""
         return self._replace(a=local_shard(self.a), b=local_shard(self.b))
-
-
-class AdaptsExperts(Protocol):
-    """Declare the adapter of stacked experts, a child of the module that holds their weights."""
-
-    def factors(self) -> LowRank | None:
-        """Return the matrices as they are now; None where the adapter is skipped."""
-        ...
 
 
 ExpertAdapters = tuple[LowRank | None, LowRank | None]  # of gate and up, and of down

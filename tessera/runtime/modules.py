@@ -63,6 +63,11 @@ class ExpertBalance(RowStatistics):
     loads: Tensor | None
 
 
+# Adapters of stacked experts, by the names that transformers and PEFT (`target_parameters`) have for the weights -> the
+# weights here that each is for.
+EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+
+
 class StackedExperts(nn.Module):
     """Base of modules that hold the weights of experts, [experts, ...] each; a token is computed by `top_k` of them.
     `dispatch` has no weights and brings tokens to experts: expert parallelism replaces it. `adapted_weights`: the

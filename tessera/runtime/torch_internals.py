@@ -432,3 +432,17 @@ def weight_conversions(module: Any) -> tuple[list[Any], list[Any], Any]:
     # As the library does on saving: the other way round, last first. A dropped prefix is not added again.
     backward = [entry.reverse_transform() for entry in reversed(table) if not isinstance(entry, PrefixChange)]
     return table, backward, None
+
+
+# ------------------------------------------------------------------------------------------------ names in files
+
+# Functions and classes that files of torch name: `torch.save` describes tensors by the first three, and
+# `torch.distributed.checkpoint` its metadata by the others. They are compared and written as text, never imported.
+# Public alternative: none; they are parts of file formats.
+SAVED_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
+SAVED_TENSOR_WITH_DTYPE = ("torch._utils", "_rebuild_tensor_v3")
+SAVED_PARAMETER = ("torch._utils", "_rebuild_parameter")
+DCP_LAYOUT = ("torch.serialization", "_get_layout")
+DCP_MEMORY_FORMAT = ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+DCP_STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+DCP_STORAGE_PREFIX = ("torch.distributed.checkpoint.filesystem", "_StoragePrefix")

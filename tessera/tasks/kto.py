@@ -5,8 +5,8 @@
 
 z estimates how far the model is from the reference: the mean of r over answers that do not belong to their questions,
 at least 0 and without a gradient. These are the answers of the same packed row, each moved to the next question. A row
-is in one micro-batch under every layout, so any split of a global batch gives the same gradient. In a row with one sample there is
-no other answer, and z is 0. Losses are divided once, by the samples of the global batch.
+is in one micro-batch under every layout, so any split of a global batch gives the same gradient. In a row with one
+sample there is no other answer, and z is 0. Losses are divided once, by the samples of the global batch.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.config.run_config import ModelSection
 from tessera.data.media.files import Limits
@@ -19,26 +18,27 @@ from tessera.data.sources.source import Question, questions
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import answer_all, held_out_sources
 from tessera.hub.config import local_model
+from tessera.inference.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
 from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
 from tessera.inference.reference import TransformersReference
-from tessera.lora.files import is_adapters
+from tessera.lora.exchange import is_adapters
 from tessera.models import resolve
 from tessera.models.files.exported_config import config_differences
 from tessera.models.files.side_files import side_file_differences
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout, no_such_folder
 
-_MOST = 20  # problems that are told
+_MOST = 20  # problems in a report
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Hold what is wrong with a folder, and the answers of both sides."""
+    """Hold the problems of a folder, and the answers of both sides."""
 
     answers: list[tuple[str, str, str]]  # sample id, answer of Tessera, answer of transformers
     problems: tuple[str, ...] = ()
-    shown: tuple[str, ...] = ()  # what was compared, or why it was not
+    compared: tuple[str, ...] = ()  # what was compared, or why it was not
 
     @property
     def same(self) -> int:
@@ -49,7 +49,7 @@ class Agreement:
         return not self.problems and self.same == len(self.answers)
 
     def lines(self) -> list[str]:
-        out = [*self.shown, *(f"wrong: {problem}" for problem in self.problems[:_MOST])]
+        out = [*self.compared, *(f"wrong: {problem}" for problem in self.problems[:_MOST])]
         if len(self.problems) > _MOST:
             out.append(f"wrong: {len(self.problems) - _MOST} more")
         total = len(self.answers)
@@ -71,7 +71,7 @@ def compare(
     max_new_tokens: int = 32,
     batch: int = 64,
 ) -> Agreement:
-    """Check everything that can be checked about a folder, and return what was found.
+    """Check everything that can be checked about a folder, and return the result.
 
     Its files are compared with its record, if it is an export of Tessera. `base`: the folder that its weights came
     from, which has the same names, shapes, types and side files. `prove`: whether logits are compared with those of
@@ -82,7 +82,7 @@ def compare(
     check_choice(prove)
     if detect_layout(folder) is None and is_adapters(folder):
         raise TesseraError(
-            "these are adapters, and only whole models are compared with other libraries",
+            "these are adapters, and only models are compared with other libraries",
             where=str(folder),
             fix=f"merge them and compare the result: tessera convert {folder} MERGED, and tessera compare MERGED "
             "--base MODEL (adapters that do not name their model: convert with --like MODEL)",
@@ -102,24 +102,24 @@ def compare(
             fix="`tessera convert SHARDS FOLDER --like BASE` makes one of shards and of DCP folders",
         )
     record = read_record(folder)
-    shown, problems = _files(folder, record, None if base is None else Path(base))
-    if problems:  # what was damaged may not even be readable
-        return Agreement([], tuple(problems), tuple(shown))
+    compared, problems = _files(folder, record, None if base is None else Path(base))
+    if problems:  # a damaged folder may be unreadable
+        return Agreement([], tuple(problems), tuple(compared))
     proof = _proof(folder, prove, exported=record is not None)
     answers = [] if data is None else _answers(folder, data, root, max_samples, max_new_tokens, batch)
-    return Agreement(answers, proof.problems + proof.warnings, (*shown, proof.line))
+    return Agreement(answers, proof.problems + proof.warnings, (*compared, proof.line))
 
 
 def _files(folder: Path, record: ExportRecord | None, base: Path | None) -> tuple[list[str], list[str]]:
-    """Return what was compared, and what is wrong with tensors and files."""
-    shown, problems = ["no record of an export here: bytes are not checked"], []
+    """Return lines about the comparisons, and the problems of tensors and files."""
+    compared, problems = ["no record of an export here: bytes are not checked"], []
     if record is not None:
         problems = changes_since(folder, record)
         meant = f"compared with its record; if the changes are meant, remove {folder / MARK}"
-        shown = [meant] if problems else [f"as it was written: {record.summary()}"]
+        compared = [meant] if problems else [f"as it was written: {record.summary()}"]
     if base is not None and not problems:
         spec, config = resolve(ModelSection(path=base))
-        # What the export changed on purpose, its record says: other types of all weights, and some files.
+        # The record lists what the export changed on purpose: other types of all weights, and some files.
         problems = differences_from(folder, base, spec.main.weight_map(config) or SAME_NAMES, types=record is None)
         changed = [] if record is None else [name for name, one in record.files.items() if one.base == "changed"]
         problems += _config_differences(folder, base) if record is None else []
@@ -127,8 +127,8 @@ def _files(folder: Path, record: ExportRecord | None, base: Path | None) -> tupl
             difference for name, difference in side_file_differences(folder, base).items() if name not in changed
         ]
         alike = "names, shapes, types, config.json" if record is None else "names, shapes"
-        shown += [] if problems else [f"{alike} and side files are those of {base}"]
-    return shown, problems
+        compared += [] if problems else [f"{alike} and side files are those of {base}"]
+    return compared, problems
 
 
 def _config_differences(folder: Path, base: Path) -> list[str]:
@@ -137,11 +137,11 @@ def _config_differences(folder: Path, base: Path) -> list[str]:
     (_, config), (_, other) = (resolve(ModelSection(path=one)) for one in (folder, base))
     if type(config) is not type(other):
         return [f"config.json: it is a {type(config).__name__}, and {base} has a {type(other).__name__}"]
-    known = config_differences(config.to_hf(), other.to_hf(), base.name)  # type: ignore[attr-defined]
+    fields = config_differences(config.to_hf(), other.to_hf(), base.name)  # type: ignore[attr-defined]
     here, there = (folder_layout(one).config() for one in (folder, base))
     same = all(here.get(name) == there.get(name) for name in ("model_type", CLASS_NAME))  # else keys mean other things
-    more = config_differences(here, there, base.name, shared=True) if same and not known else []
-    return [f"config.json: {one}" for one in dict.fromkeys([*known, *more])]
+    more = config_differences(here, there, base.name, shared=True) if same and not fields else []
+    return [f"config.json: {one}" for one in dict.fromkeys([*fields, *more])]
 
 
 def _proof(folder: Path, prove: Prove, exported: bool) -> Proof:
@@ -167,22 +167,22 @@ def _answers(
     Everything after decoding is done twice: here, and by the processor, chat template and model of transformers.
     """
     sources = held_out_sources(folder, data, root, max_samples)
-    asked = [q for q in questions(sources) if isinstance(q, Question)]
-    if not asked:
+    samples = [q for q in questions(sources) if isinstance(q, Question)]
+    if not samples:
         raise TesseraError("no sample could be used", where=str(data))
     model, processor = load(folder)
     processor = replace(processor, limits=replace(processor.limits, jpeg_draft=False))  # as the other side decodes
     answers: list[str] = []
-    with WorkProgress("answers of Tessera", len(asked), "samples") as progress:
-        for at in range(0, len(asked), batch):
-            group = asked[at : at + batch]
+    with WorkProgress("answers of Tessera", len(samples), "samples") as progress:
+        for at in range(0, len(samples), batch):
+            group = samples[at : at + batch]
             answers += answer_all(model, processor, group, max_new_tokens)
             progress.count(len(group))
     reference = TransformersReference(folder)
-    inputs = [reference.inputs(question.sample.messages, _images(question)) for question in asked]
-    with WorkProgress("answers of transformers", len(asked), "samples") as progress:
+    inputs = [reference.inputs(question.sample.messages, _images(question)) for question in samples]
+    with WorkProgress("answers of transformers", len(samples), "samples") as progress:
         expected = reference.answer(inputs, max_new_tokens, batch, progress.count)
-    return [(q.sample.id, a, b) for q, a, b in zip(asked, answers, expected, strict=True)]
+    return [(q.sample.id, a, b) for q, a, b in zip(samples, answers, expected, strict=True)]
 
 
 def _images(question: Question) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Convert between folders without a model in memory: what is read, what is written, and how both are described."""
+"""Convert between folders without a model in memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tessera.checkpoint.dcp_safetensors import plan_dcp_safetensors
 from tessera.checkpoint.files import Fault, no_fault
-from tessera.checkpoint.forms import (
-    DcpFolder,
-    MegatronFolder,
-    NativeTensors,
-    SafetensorsForm,
-    StoredForm,
-    native_shapes,
-)
-from tessera.checkpoint.legacy.dcp import plan_dcp
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, native_shapes
+from tessera.checkpoint.legacy.dcp import plan_dcp, plan_dcp_safetensors
+from tessera.checkpoint.legacy.forms import DcpFolder, MegatronFolder
 from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.state import model_tensors, tied_names
@@ -51,7 +44,7 @@ def check_apart(target: Path, *sources: str | Path | None) -> None:
     for source in sources:
         if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
             raise TesseraError(
-                f"{source} is read, and would be replaced by what is written",
+                f"{source} is read, and would be replaced",
                 where=str(target),
                 fix="name another folder",
             )
@@ -62,7 +55,7 @@ class ConversionJob:
     """Describe one conversion between folders."""
 
     source: Path
-    found: Form | None  # None: of a run, a checkpoint or adapters
+    form: Form | None  # of the source; None: a run, a checkpoint or adapters
     target: Path
     to: Form
     prefix: str = ""
@@ -108,9 +101,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
     if hub is None:
         raise TesseraError(f"the family {spec.name} has no Hugging Face form, and no other", where=str(job.source))
     shards = (
-        megatron_form(spec, config, "--like" if job.found == "mm" else "--to mm")
-        if "mm" in (job.found, job.to)
-        else None
+        megatron_form(spec, config, "--like" if job.form == "mm" else "--to mm") if "mm" in (job.form, job.to) else None
     )
     if shards is not None and job.recipe is not None:
         job.layout = layout_of_recipe(job.recipe, model.section, shards)
@@ -143,7 +134,7 @@ def _plan_shards(
     job: ConversionJob, shards: MegatronForm | None, native: NativeTensors, table: WeightMap
 ) -> FolderPlan:
     """Plan Megatron-style shards, or a DCP folder."""
-    tensors = {name: plan for group in native.groups(table) for name, plan in group.made.items()}
+    tensors = {name: plan for group in native.groups(table) for name, plan in group.foreign.items()}
     if shards is not None and job.to == "mm":
         return plan_megatron(shards, job.layout, tensors, str(job.target))
     return (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(tensors, job.prefix)
@@ -157,7 +148,7 @@ def _types(module: nn.Module, float32: tuple[str, ...], dtype: torch.dtype) -> d
 
 
 def _folder_target(job: ConversionJob, model: ConvertedModel, hub: WeightMap, native: NativeTensors) -> FolderTarget:
-    """Return how a Hugging Face folder, or one in the form of its makers, is written."""
+    """Return how a Hugging Face folder, or one in the form of the original checkpoint, is written."""
     blanks = native.blanks()
     if job.to == "original":
         return original_target(model.spec, hub, blanks, job.like or model.section.path, job.source)
@@ -168,7 +159,7 @@ def _folder_target(job: ConversionJob, model: ConvertedModel, hub: WeightMap, na
         target = trained_target(model.spec, model.config, hub, blanks, processor, files, base)
     else:
         assert model.folder is not None, "a folder has a configuration"
-        target = hf_target(model.spec, model.config, hub, blanks, model.folder, model.raw, own=job.found == "hf")
+        target = hf_target(model.spec, model.config, hub, blanks, model.folder, model.raw, is_source=job.form == "hf")
     return target if job.quantize is None else quantized_target(target, hub, job.quantize, blanks, str(job.source))
 
 
@@ -181,9 +172,9 @@ def _open(
 
 
 def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, shards: MegatronForm | None) -> StoredForm:
-    """Open what is converted."""
-    if job.found is not None:
-        return _open(job.source, job.found, job.prefix, shards, job.source_layout)
+    """Open the source."""
+    if job.form is not None:
+        return _open(job.source, job.form, job.prefix, shards, job.source_layout)
     assert job.trained is not None
     return open_trained(job.source, job.trained, model.spec, model.config, module)
 

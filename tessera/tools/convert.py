@@ -1,7 +1,7 @@
-"""Convert a model from any form to the one that is asked for: `tessera convert SRC DST --to FORM`.
+"""Convert a model from any form to another one: `tessera convert SRC DST --to FORM`.
 
-Tensors are streamed from folder to folder, without a model in memory; a conversion that was killed goes on when it is
-started again. Runs, checkpoints and adapters are read tensor by tensor as well. Only adapters alone come from a model.
+Tensors are streamed from folder to folder, without a model in memory. Runs, checkpoints and adapters are read tensor by
+tensor as well. Only adapters alone come from a model.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors
-from tessera.checkpoint.forms import weights_folder
-from tessera.checkpoint.legacy.dcp import METADATA
+from tessera.checkpoint.legacy.dcp import METADATA, is_dcp_safetensors
+from tessera.checkpoint.legacy.forms import weights_folder
 from tessera.checkpoint.legacy.megatron import FILE as SHARD_FILE
 from tessera.checkpoint.legacy.megatron import LATEST, is_megatron_folder
 from tessera.checkpoint.publish import made_from
@@ -26,8 +25,8 @@ from tessera.inference.adapters import load_adapters
 from tessera.inference.load import find_model, weight_dtype
 from tessera.inference.proof import Prove, check_choice
 from tessera.inference.weight_source import origin_of
+from tessera.lora.exchange import is_adapters
 from tessera.lora.export import save_adapters
-from tessera.lora.files import is_adapters
 from tessera.tools.conversion import ConversionJob, ConvertedModel, Form, check_apart, convert_folder
 from tessera.tools.shard_layout import Recipe, parse_layout
 from tessera.weights.layouts import CONFIG_FILE, detect_layout
@@ -53,8 +52,8 @@ def convert(
 ) -> Path:
     """Write a model in another form and return the folder.
 
-    `to`: "hf", "original" (the form of the model's makers: that of `like`, or of the folder that it began from), "mm"
-    (Megatron-style shards, divided as `layout` says: tp, ep, and lists of layers for vit and llm; or as a run by
+    `to`: "hf", "original" (the form of `like`, or of the original checkpoint that it began from), "mm"
+    (Megatron-style shards, divided by `layout`: tp, ep, and lists of layers for vit and llm; or as a run by
     `recipe` would divide the model), "dcp", or "dcp-safetensors" (torch's DCP over safetensors). `like`: the folder
     with the configuration and the side files, for forms that have none. `source_layout`: what
     the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
@@ -73,8 +72,8 @@ def convert(
     check_choice(prove)
     if adapters:
         unused = {"--layout": layout, "--recipe": recipe, "--prefix": prefix or None, "--quantize": quantize}
-        for option, given in {**unused, "--jobs": jobs}.items():
-            if given is not None:
+        for option, value in {**unused, "--jobs": jobs}.items():
+            if value is not None:
                 raise TesseraError("means nothing for adapters alone", where=option, fix="leave it out")
         return _write_adapters(source, target, _adapter_form(to), like, dtype, overwrite, trust)
     if to == "peft" or to == "diffusers" or to == "comfyui" or to == "kohya":
@@ -83,27 +82,27 @@ def convert(
         raise TesseraError(
             f"no such form: {to!r}", where="--to", allowed=get_args(Form), nearest=nearest(to, get_args(Form))
         )
-    for option, given in (("--layout", layout), ("--recipe", recipe)):
-        if given is not None and to != "mm":
+    for option, value in (("--layout", layout), ("--recipe", recipe)):
+        if value is not None and to != "mm":
             raise TesseraError("only Megatron-style shards have a layout", where=option, fix="--to mm")
     if layout is not None and recipe is not None:
-        raise TesseraError("a layout and a recipe both say how to divide the model", where="--recipe", fix="give one")
+        raise TesseraError("a layout and a recipe both divide the model", where="--recipe", fix="give one")
     if quantize is not None and to != "hf":
-        raise TesseraError("whole Hugging Face folders alone are written in eight bits", where="--quantize")
-    found = _form_of(source)
-    _check_used(found, to, None if like is None else Path(like), prefix, prove, jobs)
-    if dtype is not None and found is not None and (found, to) != ("hf", "hf"):
-        raise TesseraError(f"from {found} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
+        raise TesseraError("only Hugging Face folders are written quantized", where="--quantize")
+    form = _form_of(source)
+    _check_used(form, to, None if like is None else Path(like), prefix, prove, jobs)
+    if dtype is not None and form is not None and (form, to) != ("hf", "hf"):
+        raise TesseraError(f"from {form} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
     pattern = None if like is None else Path(like)
-    job = ConversionJob(source, found, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
+    job = ConversionJob(source, form, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
     job.layout = parse_layout({} if layout is None else layout)
     job.source_layout = None if source_layout is None else parse_layout(source_layout)
-    if found is None:
+    if form is None:
         job.trained = find_model(source, dtype, trust, pattern if is_adapters(source) else None)
         convert_folder(job, ConvertedModel.of(job.trained.section))
     else:
         job.dtype = weight_dtype(dtype)
-        convert_folder(job, ConvertedModel.of_folder(_described(source, found, job.like)))
+        convert_folder(job, ConvertedModel.of_folder(_described(source, form, job.like)))
     return target
 
 
@@ -129,15 +128,15 @@ def _form_of(source: Path) -> Form | None:
         ) from None
 
 
-def _check_used(found: Form | None, to: Form, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
+def _check_used(form: Form | None, to: Form, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
     """Refuse options that would change nothing, and those that cannot be meant."""
     if jobs is not None and jobs < 1:
         raise TesseraError(f"{jobs} threads cannot do it", where="--jobs", fix="give 1 or more, or leave it out")
     if like is not None and detect_layout(like) is None:
         raise TesseraError(f"no {CONFIG_FILE} in {like}", where="--like", fix="name a Hugging Face folder")
-    if like is not None and found == "hf" and to != "original":
-        raise TesseraError("a Hugging Face folder says itself which model it is of", where="--like", fix="leave it out")
-    if prefix and not {found, to} & {"dcp", "dcp-safetensors"}:
+    if like is not None and form == "hf" and to != "original":
+        raise TesseraError("a Hugging Face folder names its model itself", where="--like", fix="leave it out")
+    if prefix and not {form, to} & {"dcp", "dcp-safetensors"}:
         raise TesseraError("no DCP folder is read or written", where="--prefix", fix="leave it out")
     if prove == "always" and to not in ("hf", "original"):
         raise TesseraError(
@@ -146,7 +145,7 @@ def _check_used(found: Form | None, to: Form, like: Path | None, prefix: str, pr
 
 
 def _described(source: Path, form: Form, like: Path | None) -> Path:
-    """Return the Hugging Face folder with the configuration of what a folder holds."""
+    """Return the Hugging Face folder with the configuration of a folder's model."""
     if form == "hf" or (like is None and detect_layout(source) is not None):
         return source
     if like is None:
@@ -168,17 +167,17 @@ def _write_adapters(
     trust: Trust,
 ) -> Path:
     """Write adapters alone. The weights of the model that they belong to are not read."""
-    found = load_adapters(source, None if like is None else Path(like), dtype, trust)
+    adapters = load_adapters(source, None if like is None else Path(like), dtype, trust)
     save_adapters(
         target,
-        found.tensors,
-        found.adapters,
-        found.weight_map,
+        adapters.tensors,
+        adapters.adapters,
+        adapters.weight_map,
         forms=[form],
-        base="" if found.base is None else str(found.base),
-        language=not isinstance(found.spec, GenerationSpec),
-        reward=found.spec.gives(REWARDS),
-        saved=found.saved,
+        base="" if adapters.base is None else str(adapters.base),
+        language=not isinstance(adapters.spec, GenerationSpec),
+        reward=adapters.spec.gives(REWARDS),
+        saved=adapters.saved,
         origin=made_from("adapters", source),
         overwrite=overwrite,
     )

@@ -1,4 +1,4 @@
-"""How a folder of weights is written: by which names, with which config.json, and with what beside them."""
+"""Describe a folder of weights that is written: names of tensors, config.json and side files."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def hf_target(
     folder: Path,
     raw: Mapping[str, Any],
     *,
-    own: bool = False,
+    is_source: bool = False,
 ) -> FolderTarget:
-    """Return a Hugging Face folder with the side files of `folder` and what its config.json, `raw`, says.
+    """Return a Hugging Face folder with the side files of `folder` and the fields of its config.json, `raw`.
 
-    `own`: it is the folder that is converted, and its side files are read, so that what they lack is added. Those of a
-    folder in the form of its makers mean the same in words that transformers does not read: they are written anew.
-    `tensors`: native ones, maybe without data. If `folder` has weights, they are written as it has them:
-    in as many files, stacked experts the same way round, and a tied head if it stores one.
+    `is_source`: it is the folder that is converted. Its side files are read, so that missing ones are added. Those of
+    an original checkpoint are written anew, since transformers does not read them. `tensors`: native ones, maybe
+    without data. If `folder` has weights, they are written in the same way: in as many files, stacked experts in the
+    same order, and a tied head if it stores one.
     """
     described = exported_config(config, raw, main_dtype(tensors), spec.gives(REWARDS))
     original = is_original(spec, folder)
     shapes, shards = ({}, {}) if original else _stored(folder)
     files: Callable[[Path], object] = functools.partial(copy_side_files, folder)
-    if spec.processor is not None and (original or (own and _has_processor(spec, folder))):
+    if spec.processor is not None and (original or (is_source and _has_processor(spec, folder))):
         read = functools.partial(spec.processor, config)
         try:
             files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
@@ -62,7 +62,7 @@ def hf_target(
 
 
 def _has_processor(spec: ModelSpec, folder: Path) -> bool:
-    """Return whether a folder has what its processor is made of: a model may come without a tokenizer."""
+    """Return whether a folder has the files of its processor: a model may come without a tokenizer."""
     return isinstance(spec, GenerationSpec) or any((folder / name).exists() for name in _TOKENIZERS)
 
 
@@ -71,9 +71,9 @@ def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     if not any(folder.glob("*.safetensors")):
         return {}, {}
     try:
-        with FolderTensors(folder) as kept:
-            files = {name: file for name, file in kept.files.items() if name in kept.shapes}
-            return dict(kept.shapes), files
+        with FolderTensors(folder) as stored:
+            files = {name: file for name, file in stored.files.items() if name in stored.shapes}
+            return dict(stored.shapes), files
     except TesseraError as error:  # its configuration and side files are enough
         _log.warning("weights are not written in the way of those in %s: %s", folder, error.what)
         return {}, {}
@@ -82,7 +82,7 @@ def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 def original_target(
     spec: ModelSpec, table: WeightMap, tensors: Mapping[str, Tensor], folder: Path | None, where: Path
 ) -> FolderTarget:
-    """Return a folder as the makers of the model keep it: with everything but the weights of the one named `folder`.
+    """Return a folder in the form of the original checkpoint: with everything but the weights of `folder`.
 
     `tensors`: native ones, maybe without data. Their names and shapes must be those that the folder has.
     """
@@ -94,7 +94,7 @@ def original_target(
         )
     if folder is None or not is_original(spec, folder):
         raise TesseraError(
-            "which folder of its makers the model is to be written as is not known",
+            "the original checkpoint whose form is to be written is not known",
             where=str(where) if folder is None else str(folder),
             allowed=[f"a folder whose model_type is {kind}" for kind in spec.originals],
             fix="name the one that it began from: --like FOLDER (like= in Python)",
@@ -102,26 +102,26 @@ def original_target(
     layout = detect_layout(folder)
     assert layout is not None
     raw = layout.config()
-    with FolderTensors(folder) as kept:
-        own, shards = table.for_names(kept.shapes).as_stored(kept.shapes), kept.files
-        made = {
+    with FolderTensors(folder) as stored:
+        as_stored, shards = table.for_names(stored.shapes).as_stored(stored.shapes), stored.files
+        shapes = {
             name: tuple(blank.shape)
-            for group in dict.fromkeys(own.group_of(name) for name in tensors)
-            for name, blank in own.to_foreign({name: tensors[name] for name in group}).items()
+            for group in dict.fromkeys(as_stored.group_of(name) for name in tensors)
+            for name, blank in as_stored.to_foreign({name: tensors[name] for name in group}).items()
         }
-        theirs = {name: shape for name, shape in kept.shapes.items() if not own.skips(name)}
-    for name in [*made, *theirs]:
-        if made.get(name) != theirs.get(name):
+        theirs = {name: shape for name, shape in stored.shapes.items() if not as_stored.skips(name)}
+    for name in [*shapes, *theirs]:
+        if shapes.get(name) != theirs.get(name):
             raise TesseraError(
-                f"{name} is {_shown(made.get(name))} here and {_shown(theirs.get(name))} there",
+                f"{name} is {_shape_text(shapes.get(name))} here and {_shape_text(theirs.get(name))} there",
                 where=str(folder),
                 fix="name the folder that the model began from: --like FOLDER",
             )
     described = with_dtype(raw, main_dtype(tensors))
     if "auto_map" in raw:  # the code that it names is handed on as well
         described["auto_map"] = raw["auto_map"]
-    return FolderTarget(own, described, functools.partial(copy_side_files, folder, code=True), shards)
+    return FolderTarget(as_stored, described, functools.partial(copy_side_files, folder, code=True), shards)
 
 
-def _shown(shape: tuple[int, ...] | None) -> str:
+def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))

@@ -1,4 +1,4 @@
-"""Write the card of a published model: what it began from, on what it was trained and how, and what came out."""
+"""Write the card of a published model: its base, its data, its training and its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera.errors import TesseraError
 from tessera.runtime.files import read_metrics
 
 Library = Literal["transformers", "diffusers", "peft"]
-_SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the rest is where things lie
+_SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the rest has paths of this machine
 _LOADED = {
     "transformers": "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
     'model = AutoModelForImageTextToText.from_pretrained("{name}")\n'
@@ -31,7 +31,7 @@ _LOADED = {
 
 
 def model_card(name: str, library: Library, run: Path | None, base: str | None) -> str:
-    """Return the card of a model. `run`: the folder of the run that made it; `base`: org/name of what it began from.
+    """Return the card of a model. `run`: the folder of its run; `base`: org/name of the model that it began from.
 
     Folders of this machine are not in it: of a path only the last part is.
     """
@@ -68,7 +68,7 @@ def _first_sentence(config: RunConfig | None, library: Library, base: str | None
 
 
 def _public_name(source: SourceSection) -> str | None:
-    """Return org/name of a data set of Hugging Face; None for what lies on a machine."""
+    """Return org/name of a data set of Hugging Face; None for a local one."""
     for value in (source.hub_id, source.path):
         if value is not None and is_hub_id(value):
             id = parse_hub_id(value, "dataset", "data")
@@ -111,8 +111,8 @@ def _recipe(config: RunConfig) -> list[str]:
     model = {key: dumped["model"][key] for key in ("family", "lora", "freeze") if key in dumped["model"]}
     if "targets" in model.get("lora", {}):
         model["lora"]["targets"] = _folded(model["lora"]["targets"])
-    kept = {"model": model, **{name: dumped[name] for name in _SECTIONS if dumped.get(name)}}
-    text = yaml.safe_dump(_without_folders(kept), sort_keys=False, allow_unicode=True)
+    recipe = {"model": model, **{name: dumped[name] for name in _SECTIONS if dumped.get(name)}}
+    text = yaml.safe_dump(_without_folders(recipe), sort_keys=False, allow_unicode=True)
     return ["## Recipe", "", "```yaml", text.replace("```", "'''").rstrip(), "```", ""]
 
 
@@ -133,10 +133,10 @@ def _folded(targets: list[Any]) -> list[Any]:
 def _without_folders(tree: Any) -> Any:
     """Return a recipe without folders of a machine: a path is its last part."""
     if isinstance(tree, dict):
-        found = {key: _without_folders(value) for key, value in tree.items() if key not in ("root", "cache")}
-        if "hub_id" in found:
-            found["path"] = found.pop("hub_id")
-        return {key: value for key, value in found.items() if value is not None}
+        public = {key: _without_folders(value) for key, value in tree.items() if key not in ("root", "cache")}
+        if "hub_id" in public:
+            public["path"] = public.pop("hub_id")
+        return {key: value for key, value in public.items() if value is not None}
     if isinstance(tree, list):
         return [_without_folders(value) for value in tree]
     if isinstance(tree, str) and "/" in tree and not is_hub_id(tree) and (tree.startswith(("/", "~", "."))):
@@ -145,13 +145,13 @@ def _without_folders(tree: Any) -> Any:
 
 
 def _versions() -> str:
-    found = [f"Tessera {tessera.__version__}", f"Python {platform.python_version()}"]
+    versions = [f"Tessera {tessera.__version__}", f"Python {platform.python_version()}"]
     for name in ("torch", "transformers", "diffusers", "peft"):
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def _plain(text: str) -> str:

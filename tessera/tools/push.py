@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tessera.checkpoint.export_record import changes_since, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.config.hub_ids import Hub, HubId, is_hub_id, parse_hub_id
 from tessera.config.saved_recipe import read_saved
@@ -15,7 +14,8 @@ from tessera.hub.download import say
 from tessera.hub.files import MODEL_SUFFIXES, is_plain, suffix_of
 from tessera.hub.huggingface import HuggingFace
 from tessera.hub.modelscope import ModelScope
-from tessera.lora.files import is_adapters
+from tessera.inference.export_record import changes_since, read_record
+from tessera.lora.exchange import is_adapters
 from tessera.runtime.files import check_inside, read_json_mapping
 from tessera.runtime.progress import human_bytes
 from tessera.tools.download import named_repository
@@ -92,18 +92,18 @@ def push(
 def _folder_of(source: Path) -> tuple[Path, Path | None]:
     """Return the folder to publish, and the run that it is of, if that is known."""
     if (source / "config.yaml").is_file() and detect_layout(source) is None:
-        found = [source / name for name in ("hf", "adapter") if (source / name).is_dir()]
-        if len(found) > 1:
+        exports = [source / name for name in ("hf", "adapter") if (source / name).is_dir()]
+        if len(exports) > 1:
             raise TesseraError(
-                "this run has exported a model and adapters", where=str(source), allowed=found, fix="name one of them"
+                "this run has exported a model and adapters", where=str(source), allowed=exports, fix="name one of them"
             )
-        if not found:
+        if not exports:
             raise TesseraError(
                 "this run has exported nothing yet",
                 where=str(source),
                 fix=f"tessera convert {source} FOLDER (with --adapters for those alone), then tessera push FOLDER ID",
             )
-        return found[0], source
+        return exports[0], source
     if not source.is_dir() or (detect_layout(source) is None and not is_adapters(source)):
         raise TesseraError(
             "neither a model nor adapters are here",
@@ -125,29 +125,29 @@ def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
     candidates: list[str] = []
     if run is not None:
         model = read_saved(run / "config.yaml").get("model")
-        said = model if isinstance(model, dict) else {}
-        candidates += [str(said[key]) for key in ("hub_id", "path") if said.get(key)]
+        section = model if isinstance(model, dict) else {}
+        candidates += [str(section[key]) for key in ("hub_id", "path") if section.get(key)]
     if (folder / _ADAPTERS).is_file():
         candidates.append(str(read_json_mapping(folder / _ADAPTERS).get(_BASE) or ""))
-    for one in candidates:
-        if is_hub_id(one):
-            found = parse_hub_id(one, "model", WHERE)
-            if found.hub == hub:
-                return found.name
-        note = Path(one) / ".tessera" / "download.json"  # of `tessera download --to`
-        if one and note.is_file():
+    for candidate in candidates:
+        if is_hub_id(candidate):
+            id = parse_hub_id(candidate, "model", WHERE)
+            if id.hub == hub:
+                return id.name
+        note = Path(candidate) / ".tessera" / "download.json"  # of `tessera download --to`
+        if candidate and note.is_file():
             name = read_json_mapping(note).get("name")
             return str(name) if name else None
     return None
 
 
 def _contents(folder: Path, base: str | None) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
-    """Return what is sent, by name: files, or the bytes of those that name folders of this machine."""
+    """Return the files to send by name, or the bytes of those that name folders of this machine."""
     record = read_record(folder) if not is_adapters(folder) else None
     problems = [] if record is None else [one for one in changes_since(folder, record) if CARD not in one]
     if problems:
         raise TesseraError(
-            f"this is not what was exported: {problems[0]}",
+            f"the folder was changed after its export: {problems[0]}",
             where=str(folder),
             fix=f"export it again; or, if the change is meant, remove {folder / MARK}",
         )
@@ -176,7 +176,7 @@ def _with_public_base(path: Path, base: str | None) -> bytes:
             raise TesseraError(
                 f"the adapters belong to {named or 'a model without a name'!r}, which nobody else can find",
                 where=str(path),
-                fix="say what it is called on the hub: --base org/name",
+                fix="give its name on the hub: --base org/name",
             )
         base = named
     return (json.dumps({**said, _BASE: base}, indent=2) + "\n").encode()

@@ -1,4 +1,4 @@
-"""The layout of Megatron-style shards: as a mapping says it, or with the ranks and stages of a run by a recipe."""
+"""The layout of Megatron-style shards: from a mapping, or with the ranks and stages of a run by a recipe."""
 
 from __future__ import annotations
 
@@ -20,29 +20,33 @@ _MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # as many as the names of folders h
 _MOST_FILES = 10_000  # all are open at a time
 
 
-def parse_layout(given: Mapping[str, Any]) -> MegatronLayout:
-    """Return the layout that a mapping says: tp, ep, and a list of layers, or a list of lists, for each part."""
-    known = ("tp", "ep", *_PARTS)
-    if not isinstance(given, Mapping):
-        raise TesseraError(f"a layout is a mapping, not {_shown(given)}", where="layout", fix="{tp: 2, llm: [10, 18]}")
-    for key in given:
-        if key not in known:
-            near = nearest(str(key), known)
-            raise TesseraError(f"a layout has no {key!r}", where="layout", allowed=known, nearest=near)
-    sizes = {key: given.get(key, 1) for key in ("tp", "ep")}
+def parse_layout(layout_mapping: Mapping[str, Any]) -> MegatronLayout:
+    """Return the layout in a mapping: tp, ep, and a list of layers, or a list of lists, for each part."""
+    keys = ("tp", "ep", *_PARTS)
+    if not isinstance(layout_mapping, Mapping):
+        raise TesseraError(
+            f"a layout is a mapping, not {_short(layout_mapping)}", where="layout", fix="{tp: 2, llm: [10, 18]}"
+        )
+    for key in layout_mapping:
+        if key not in keys:
+            near = nearest(str(key), keys)
+            raise TesseraError(f"a layout has no {key!r}", where="layout", allowed=keys, nearest=near)
+    sizes = {key: layout_mapping.get(key, 1) for key in ("tp", "ep")}
     for key, size in sizes.items():
         if type(size) is not int or not 0 < size <= _MOST[key]:
             raise TesseraError(
-                f"{key} must be a number of ranks from 1 to {_MOST[key]}, not {_shown(size)}", where="layout"
+                f"{key} must be a number of ranks from 1 to {_MOST[key]}, not {_short(size)}", where="layout"
             )
-    layout = MegatronLayout(**sizes, layers={part: _lists(part, given[part]) for part in _PARTS if part in given})
+    layout = MegatronLayout(
+        **sizes, layers={part: _lists(part, layout_mapping[part]) for part in _PARTS if part in layout_mapping}
+    )
     files = layout.tp * layout.pp * layout.ep
     if files > _MOST_FILES:
         raise TesseraError(f"{files:,} ranks have a file each; at most {_MOST_FILES:,} are written", where="layout")
     return layout
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     return repr(value)[:80]
 
 
@@ -54,7 +58,7 @@ def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
     )
     if not sound or isinstance(value, str):
         raise TesseraError(
-            f"{part} must be a list of numbers of layers, or a list of such lists, not {_shown(value)}",
+            f"{part} must be a list of numbers of layers, or a list of such lists, not {_short(value)}",
             where="layout",
         )
     stages = sum(map(len, lists))
@@ -64,7 +68,7 @@ def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) -> MegatronLayout:
-    """Return how the plan of a recipe divides `model`, which is the one to convert, wherever the recipe's own lies.
+    """Return how the plan of a recipe divides `model`, which is the one to convert, and not the recipe's own.
 
     What the recipe freezes or adapts stays: the cost of a stage depends on it.
     """
@@ -103,11 +107,11 @@ def _stages_of(
             where=where,
             fix="another parallel.schedule, such as interleaved, or a layout: --layout",
         )
-    found: list[set[int]] = [set() for _ in pipeline.stages]
+    stages: list[set[int]] = [set() for _ in pipeline.stages]
     for name in names:
         match = form.weights.rule_for(name)
         if match is not None and match[1][0].startswith(part.layers):
-            found[pipeline.home(name)].add(int(match[1][0].removeprefix(part.layers).partition(".")[0]))
-    assert [n for stage in found for n in sorted(stage)] == list(range(part.count)), "stages hold layers in order"
-    counts = [len(stage) for stage in found]
+            stages[pipeline.home(name)].add(int(match[1][0].removeprefix(part.layers).partition(".")[0]))
+    assert [n for stage in stages for n in sorted(stage)] == list(range(part.count)), "stages hold layers in order"
+    counts = [len(stage) for stage in stages]
     return tuple(tuple(counts[first : first + ranks]) for first in range(0, len(counts), ranks))

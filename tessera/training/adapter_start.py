@@ -20,7 +20,7 @@ def start_from_weights(module: nn.Module) -> None:
     for path, layer in adapted_layers(module).items():
         if not (layer.adapter.dora or layer.adapter.pissa):
             continue
-        own = layer.own_weight(torch.float32)
+        own = layer.base_weight(torch.float32)
         weight = whole_tensor(own).float()
         if layer.lora_m is not None:
             keep_shard(layer.lora_m.weight, weight.norm(dim=1))

@@ -12,15 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tessera.checkpoint.forms import NativeTensors, fill_from_form, native_shapes, open_form
+from tessera.checkpoint.forms import NativeTensors, native_shapes
 from tessera.checkpoint.frozen import FrozenSource
+from tessera.checkpoint.legacy.forms import fill_from_form, open_form
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weights import check_folder_fit
 from tessera.config.run_config import RunConfig
 from tessera.core.spec import InitializesByName
 from tessera.inference.weight_source import fill_from, origin_of
+from tessera.lora.load import fill_adapters, part_of
 from tessera.lora.modules import PACKED, SCALES, QuantizedLoraLinear, adapted_layers, start_factor
-from tessera.lora.reading import fill_adapters, part_of
 from tessera.lora.select import Adapters, is_factor, weight_names
 from tessera.models import fresh_names
 from tessera.parallel.apply import initialize, start_parameters, start_tensors

@@ -22,8 +22,8 @@ from tessera.core.task import Task, check_reads
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.lora.export import check_forms
-from tessera.lora.modules import add_adapters, find_adapters, trained_whole, with_adapters
-from tessera.lora.reading import part_of, settled, targets_origin
+from tessera.lora.load import part_of, settled, targets_origin
+from tessera.lora.modules import add_adapters, find_adapters, trained_in_full, with_adapters
 from tessera.lora.select import Adapters, spelled_out
 from tessera.models import build_on_meta, for_family, resolve
 from tessera.models.files.exported_config import exported_config
@@ -224,7 +224,7 @@ def _add_adapters(
         lora = settled(lora, names, weight_map, part_of(config.model.path))
     check_forms(lora.forms, weight_map, not isinstance(spec, GenerationSpec), "model.lora.forms")
     adapters = find_adapters(lora, module, spec.main.plan(model_config), origin)
-    add_adapters(module, adapters, lora.dropout, lora.quantize, trained_whole(lora, module, adapters))
+    add_adapters(module, adapters, lora.dropout, lora.quantize, trained_in_full(lora, module, adapters))
     return spelled_out(lora, adapters), adapters
 
 

@@ -1,4 +1,4 @@
-"""Where the bytes of tensors lie in files: planned before any tensor is read, and mapped to be read.
+"""Positions of tensors in files: planned before any tensor is written, and mapped to be read.
 
 A plan holds everything of the files but the bytes of tensors. So tensors can be written in any order, by several
 threads, into files that readers can open from the beginning (`checkpoint.writer`).
@@ -7,7 +7,6 @@ threads, into files that readers can open from the beginning (`checkpoint.writer
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Place:
-    """Say where the bytes of a slice of a tensor go."""
+    """Locate the bytes of a slice of a tensor in a file that will be written."""
 
     file: str
     """Path below the folder."""
@@ -85,20 +84,10 @@ class FolderPlan:
         }
         return replace(self, files=files, places=moved)
 
-    def fingerprint(self) -> str:
-        """Return a hash of the whole plan: two conversions with the same one write the same names, types and places."""
-        digest = hashlib.sha256()
-        for name, file in sorted(self.files.items()):
-            digest.update(repr((name, file.size)).encode())
-            for position, data in file.pieces:
-                digest.update(repr((position, len(data))).encode() + data)
-        digest.update(repr(sorted((name, list(places)) for name, places in self.places.items())).encode())
-        return digest.hexdigest()
-
 
 @dataclass(frozen=True)
 class Extent:
-    """Say where a tensor, or a slice of one, lies in a file: in order, and without gaps."""
+    """Locate a tensor, or a slice of one, in a file: in order, and without gaps."""
 
     file: Path
     offset: int
@@ -106,7 +95,7 @@ class Extent:
 
     def read_ahead(self) -> None:
         """Ask the system to read it soon, and do not wait for it."""
-        with contextlib.suppress(OSError), self.file.open("rb") as opened:  # whoever reads it says what is wrong
+        with contextlib.suppress(OSError), self.file.open("rb") as opened:  # the reader reports what is wrong
             os.posix_fadvise(opened.fileno(), self.offset, self.plan.nbytes, os.POSIX_FADV_WILLNEED)
 
 

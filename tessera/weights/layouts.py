@@ -34,14 +34,14 @@ def nearest_folder(path: Path) -> str | None:
     name = nearest(missing, _folders_in(existing))
     if name is None:
         return None
-    whole = existing / name / path.relative_to(existing / missing)
-    return str(whole if whole.is_dir() else existing / name)
+    full = existing / name / path.relative_to(existing / missing)
+    return str(full if full.is_dir() else existing / name)
 
 
 def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
     """Return the error for a folder that is not there, with the nearest one that is and the few beside it."""
     near, beside = nearest_folder(path), _folders_in(path.parent)
-    # A name under a folder that is here is no name on a hub: what lies in that folder was meant.
+    # A name under an existing folder is no name on a hub: a path in that folder was meant.
     listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
     named = "name a folder on this machine" + ("" if path.is_absolute() else ", or a model on a hub: hf://org/name")
     return TesseraError(
@@ -108,15 +108,15 @@ class FolderLayout(ABC):
             raise no_such_folder(folder)
         index, single = self.index_file(component), f"{self.weights_stem(component)}.safetensors"
         if (folder / index).is_file():
-            found = _indexed(folder / index)
+            paths = _indexed(folder / index)
         elif (folder / single).is_file():
-            found = [folder / single]
+            paths = [folder / single]
         else:
-            found = sorted(folder.glob("*.safetensors"))
-        for path in found:
+            paths = sorted(folder.glob("*.safetensors"))
+        for path in paths:
             check_inside(path, self.folder)
-        if found:
-            return found
+        if paths:
+            return paths
         for path in sorted(folder.iterdir()):
             if path.suffix in PICKLE_SUFFIXES:
                 refuse_pickle(path)
@@ -190,16 +190,16 @@ class DiffusersFolder(FolderLayout):
         return "model" if self._library(component) == "transformers" else self.STEM
 
     def _classes(self) -> dict[str, Sequence[Any]]:
-        """Return library and class of every part of the pipeline: what is not a pair of names is a setting."""
-        found: dict[str, Sequence[Any]] = {}
+        """Return library and class of every part of the pipeline. Values that are no pair of names are settings."""
+        classes: dict[str, Sequence[Any]] = {}
         for name, value in self.index.items():
             if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value):
                 if Path(name).name != name or name in ("", ".", ".."):
                     raise TesseraError(
                         f"a component outside of the folder: {name!r}", where=str(self.folder / self.marker)
                     )
-                found[name] = value
-        return found
+                classes[name] = value
+        return classes
 
     def _library(self, component: str) -> str:
         classes = self._classes()
@@ -243,7 +243,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """Return the files that an index of weights names, all of which must lie beside it."""
+    """Return the files that an index of weights names, all of which must be beside it."""
     try:
         names = sorted(set(_weight_map(index).values()))
     except TypeError as error:

@@ -2,8 +2,8 @@
 
     Rule("text.layers.{i}.attn.q.weight", "model.layers.{i}.self_attn.q_proj.weight")
 
-`{i}` stands for one dotted segment and must appear on both sides. An operation says how one native tensor is made from
-one or more foreign ones, and how it goes back (`core.weight_operations`, offered here). `checkpoint.weights` reads and
+`{i}` stands for one dotted segment and must appear on both sides. An operation makes one native tensor from one or
+more foreign ones, and back (`weights.operations`, offered here). `checkpoint.weights` reads and
 writes files by such a map.
 
 "Native" are names and tensors of this library's modules, "foreign" those of a folder (transformers, diffusers, ...).
@@ -86,13 +86,13 @@ class Rule:
         return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
     def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Rule:
-        """Return the rule that writes stacked experts the way that those of these shapes lie."""
+        """Return the rule that writes stacked experts in the order of a folder with these shapes."""
         op = self.op.op if isinstance(self.op, TensorChunk) else self.op
         if not isinstance(op, TransposeIfNeeded):
             return self
         patterns = [_template(name) for name in self.foreign_names()]
-        found = {shape[-2:] for name, shape in shapes.items() if any(one.fullmatch(name) for one in patterns)}
-        op = replace(op, kept=found == {(op.rows, op.columns)})
+        stored = {shape[-2:] for name, shape in shapes.items() if any(p.fullmatch(name) for p in patterns)}
+        op = replace(op, as_native=stored == {(op.rows, op.columns)})
         return replace(self, op=replace(self.op, op=op) if isinstance(self.op, TensorChunk) else op)
 
 
@@ -128,8 +128,8 @@ class WeightMap:
         return next((other for other in self.others.values() if other.mark in foreign), self)
 
     def as_stored(self, shapes: Mapping[str, Sequence[int]]) -> WeightMap:
-        """Return the table that writes tensors as a folder with these does: stacked experts lie the way they lie there,
-        and a tied head that it stores is stored again."""
+        """Return the table that writes tensors as a folder with these shapes: stacked experts in the same order, and a
+        tied head again if it stores one."""
         there = {self.canonical(name): tuple(shape) for name, shape in shapes.items()}
         twice = {native: copy for copy, native in self.copies if copy in there}
         rules = [rule.as_stored(there) for rule in self.rules]
@@ -139,9 +139,9 @@ class WeightMap:
             else rule
             for rule in rules
         ]
-        kept = [copy for copy in self.copies if copy[0] not in there]
+        copies = [copy for copy in self.copies if copy[0] not in there]
         skip = [name for name in self.skip if name not in twice.values()]
-        return replace(self, rules=tuple(rules), skip=tuple(skip), copies=tuple(kept))
+        return replace(self, rules=tuple(rules), skip=tuple(skip), copies=tuple(copies))
 
     def spelled_as(self, foreign: Collection[str]) -> WeightMap:
         """Return the table that writes names as a folder with these spells them, where `renames` knows the spelling."""
@@ -150,12 +150,12 @@ class WeightMap:
             old, new = next((pair for pair in self.renames if name.startswith(pair[0])), ("", ""))
             spellings.setdefault(new, set()).add(old)
         # A prefix that a folder spells in two ways stays as it is in the rules.
-        known = {new: olds.pop() for new, olds in spellings.items() if len(olds) == 1}
+        prefixes = {new: olds.pop() for new, olds in spellings.items() if len(olds) == 1}
 
         def spelled(template: str) -> str:
-            new = max((one for one in known if template.startswith(one)), key=len, default="")
-            found = known.get(new, "") + template[len(new) :]
-            return found if self.canonical(found) == template else template
+            new = max((prefix for prefix in prefixes if template.startswith(prefix)), key=len, default="")
+            name = prefixes.get(new, "") + template[len(new) :]
+            return name if self.canonical(name) == template else template
 
         rules = [replace(one, foreign=tuple(map(spelled, one.foreign_names()))) for one in self.rules]
         return replace(self, rules=tuple(rules))
@@ -163,22 +163,22 @@ class WeightMap:
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
         """Return the rule for a native name and the foreign names it is made of; None when no rule matches."""
         for rule in self.rules:
-            found = _template(rule.native).fullmatch(name)
-            if found:
-                return rule, tuple(_fill(foreign, found.groupdict()) for foreign in rule.foreign_names())
+            match = _template(rule.native).fullmatch(name)
+            if match:
+                return rule, tuple(_fill(foreign, match.groupdict()) for foreign in rule.foreign_names())
         return (Rule(name, name), (name,)) if self.same_names else None
 
     def group_of(self, name: str) -> tuple[str, ...]:
         """Return the native names that share foreign tensors with this one, in order; mostly the name alone."""
         for rule in self.rules:
-            found = _template(rule.native).fullmatch(name)
-            if found and isinstance(rule.op, TensorChunk):
+            match = _template(rule.native).fullmatch(name)
+            if match and isinstance(rule.op, TensorChunk):
                 sharing = [other for other in self.rules if other.foreign == rule.foreign]
                 chunks = sorted(
                     (other.op.number, other.native) for other in sharing if isinstance(other.op, TensorChunk)
                 )
-                return tuple(_fill(native, found.groupdict()) for _, native in chunks)
-            if found:
+                return tuple(_fill(native, match.groupdict()) for _, native in chunks)
+            if match:
                 break
         return (name,)
 
@@ -189,21 +189,21 @@ class WeightMap:
 
     def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
         """Do as `to_foreign` does, and leave parts that need only be joined as they are."""
-        made: dict[str, TensorRows] = {}
+        foreign_tensors: dict[str, TensorRows] = {}
         for name, rows in native.items():
-            found = self.rule_for(name)
-            if found is None:
+            match = self.rule_for(name)
+            if match is None:
                 raise TesseraError(
-                    f"no rule of the weight map speaks of {name}", allowed=[rule.native for rule in self.rules]
+                    f"the weight map has no rule for {name}", allowed=[rule.native for rule in self.rules]
                 )
-            rule, foreign = found
+            rule, foreign = match
             if not isinstance(rule.op, TensorChunk):
-                made.update(zip(foreign, foreign_rows(rule.op, rows), strict=True))
+                foreign_tensors.update(zip(foreign, foreign_rows(rule.op, rows), strict=True))
             elif rule.op.number == 0:
-                made.update(
+                foreign_tensors.update(
                     zip(foreign, rule.op.join_rows([native[chunk] for chunk in self.group_of(name)]), strict=True)
                 )
-        return made
+        return foreign_tensors
 
     def canonical(self, foreign: str) -> str:
         """Return a foreign name in the spelling the rules use."""
@@ -214,7 +214,7 @@ class WeightMap:
 
     def in_memory(self, foreign: str) -> str:
         """Return a foreign name as the classes of transformers have it. They keep their encoders under `model.`, which
-        folders may omit as `renames` says; of several spellings the shortest is today's."""
+        folders may omit as `renames` lists; of several spellings the shortest is today's."""
         spellings = [
             old + foreign[len(new) :]
             for old, new in self.renames
@@ -223,7 +223,7 @@ class WeightMap:
         return min(spellings, key=len, default=foreign)
 
     def shape_written(self, foreign: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in which a foreign tensor would be written. It is another one if it may lie either way."""
+        """Return the shape in which a foreign tensor would be written. It is another one if both orders are read."""
         for rule in self.rules:
             op = rule.op.op if isinstance(rule.op, TensorChunk) else rule.op
             if isinstance(op, TransposeIfNeeded) and any(

@@ -77,12 +77,12 @@ class EvenSplit:
         order = [(rank, block) for block in range(self.blocks) for rank in range(len(slices))]
         lengths = [slices[rank][self.dim] // self.blocks for rank, _ in order]
         pieces = [tuple(length if dim == self.dim else 0 for dim in range(len(offsets))) for length in lengths]
-        found: list[Box] = []
+        boxes: list[Box] = []
         for piece, inside, size in Concat(tuple(lengths), self.dim).boxes(offsets, sizes, pieces):
             rank, block = order[piece]
             start = inside[self.dim] + block * lengths[piece]
-            found.append((rank, (*inside[: self.dim], start, *inside[self.dim + 1 :]), size))
-        return found
+            boxes.append((rank, (*inside[: self.dim], start, *inside[self.dim + 1 :]), size))
+        return boxes
 
     def join_boxes(self, boxes: list[Tensor]) -> Tensor:
         return self.join_rows(boxes).whole()
@@ -125,12 +125,12 @@ class JoinedColumns:
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
         order = [(rank, block) for block in range(2) for rank in range(len(slices))]
         lengths = [self._widths(slices[rank], len(slices), 1)[block] for rank, block in order]
-        found: list[Box] = []
+        boxes: list[Box] = []
         for piece, inside, size in Concat(tuple(lengths), 1).boxes(offsets, sizes, [(0, one) for one in lengths]):
             rank, block = order[piece]
             before = self._widths(slices[rank], len(slices), 1)[0] if block else 0
-            found.append((rank, (inside[0], inside[1] + before), size))
-        return found
+            boxes.append((rank, (inside[0], inside[1] + before), size))
+        return boxes
 
     def join_boxes(self, boxes: list[Tensor]) -> Tensor:
         return self.join_rows(boxes).whole()

@@ -34,13 +34,13 @@ class ByBox(Protocol):
     rank reads the bytes of its own shard alone, whatever dimensions are sharded."""
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
-        """Return what to read for a box that is not empty. `foreign`: the whole shapes."""
+        """Return the foreign boxes of a native box that is not empty. `foreign`: the full shapes."""
         ...
 
     def join_boxes(
         self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
     ) -> Tensor:
-        """Return the native box at `offsets` of `sizes` from what was read."""
+        """Return the native box at `offsets` of `sizes` from the foreign boxes."""
         ...
 
 
@@ -103,12 +103,12 @@ class RowOrder(ABC):
         ends = torch.tensor([shape[0] for shape in foreign]).cumsum(0)
         number = torch.bucketize(rows, ends, right=True)
         breaks = 1 + ((rows.diff() != 1) | (number.diff() != 0)).nonzero().flatten()
-        found: list[Box] = []
+        boxes: list[Box] = []
         for first, last in pairwise([0, *breaks.tolist(), len(rows)]):
-            one = int(number[first])
-            start = int(rows[first]) - int(ends[one]) + foreign[one][0]
-            found.append((one, (start, *offsets[1:]), (last - first, *sizes[1:])))
-        return found
+            source = int(number[first])
+            start = int(rows[first]) - int(ends[source]) + foreign[source][0]
+            boxes.append((source, (start, *offsets[1:]), (last - first, *sizes[1:])))
+        return boxes
 
     def join_boxes(
         self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
@@ -146,7 +146,7 @@ def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SwappedHalves(RowOrder):
-    """Swap the two halves of the rows: shift and scale of a modulation, which makers order in both ways."""
+    """Swap the two halves of the rows: shift and scale of a modulation, which checkpoints have in both orders."""
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
         return torch.cat(foreign[0].chunk(2)[::-1])
@@ -218,14 +218,14 @@ class Concat:
     dim: int = 0
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
-        found: list[Box] = []
+        boxes: list[Box] = []
         at, first, last = 0, offsets[self.dim], offsets[self.dim] + sizes[self.dim]
         for number, shape in enumerate(foreign):
             low, high = max(first, at), min(last, at + shape[self.dim])
             if low < high:
-                found.append((number, _with(offsets, self.dim, low - at), _with(sizes, self.dim, high - low)))
+                boxes.append((number, _with(offsets, self.dim, low - at), _with(sizes, self.dim, high - low)))
             at += shape[self.dim]
-        return found
+        return boxes
 
     def join_boxes(
         self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
@@ -260,12 +260,14 @@ class Stack:
 
 @dataclass(frozen=True)
 class TransposeIfNeeded:
-    """Swap the last two dimensions unless the foreign tensor is [..., rows, columns] already, as the native one is. It
-    is written with both swapped unless `kept`, except a square: its shape does not tell a reader that it is swapped."""
+    """Swap the last two dimensions unless the foreign tensor is [..., rows, columns] already, as the native one is.
+
+    It is written with both swapped unless `as_native`. A square is not: its shape would not tell a reader.
+    """
 
     rows: int
     columns: int
-    kept: bool = False
+    as_native: bool = False
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         if self._is_native(foreign[0]):
@@ -287,10 +289,10 @@ class TransposeIfNeeded:
         return tensor.transpose(-1, -2).contiguous()
 
     def to_foreign(self, native: Tensor) -> list[Tensor]:
-        return [native if self.kept or self.rows == self.columns else native.transpose(-1, -2).contiguous()]
+        return [native if self.as_native or self.rows == self.columns else native.transpose(-1, -2).contiguous()]
 
     def shape_written(self, foreign: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in which a foreign tensor would be written, whichever way it lies."""
+        """Return the shape in which a foreign tensor would be written, in whichever order it is stored."""
         return _swapped(foreign) if self._is_native(foreign) else tuple(foreign)
 
 
@@ -316,7 +318,7 @@ class TensorChunk:
     op: Operation = field(default_factory=Identity)
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
-        assert isinstance(self.op, ByBox), f"a chunk of {self.op} is read whole"
+        assert isinstance(self.op, ByBox), f"a chunk of {self.op} is read in full"
         return self.op.boxes(self._shifted(offsets, foreign), sizes, foreign)
 
     def join_boxes(
@@ -326,8 +328,8 @@ class TensorChunk:
         return self.op.join_boxes(boxes, self._shifted(offsets, foreign), sizes, foreign)
 
     def _shifted(self, offsets: Sequence[int], foreign: Shapes) -> tuple[int, ...]:
-        whole = shape_of(self.op, foreign)
-        return _with(offsets, self.dim, offsets[self.dim] + self.number * -(-whole[self.dim] // self.of))
+        shape = shape_of(self.op, foreign)
+        return _with(offsets, self.dim, offsets[self.dim] + self.number * -(-shape[self.dim] // self.of))
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
         return self.op.to_native(foreign).chunk(self.of, dim=self.dim)[self.number].contiguous()
@@ -342,8 +344,8 @@ class TensorChunk:
         if self.dim == 0 and isinstance(self.op, Identity):
             return [TensorRows.joined(chunks)]
         return [
-            TensorRows.of(made)
-            for made in self.op.to_foreign(torch.cat([chunk.whole() for chunk in chunks], dim=self.dim))
+            TensorRows.of(tensor)
+            for tensor in self.op.to_foreign(torch.cat([chunk.whole() for chunk in chunks], dim=self.dim))
         ]
 
     def chunk_of(self, whole: TensorRows) -> TensorRows | None:
@@ -384,19 +386,19 @@ class GroupedRows(RowOrder, TensorChunk):
 
 
 def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
-    """Do as `op.to_native` does, and copy nothing where rows only lie in another order."""
-    made = None
+    """Do as `op.to_native` does, and copy nothing where only the order of rows differs."""
+    rows = None
     if isinstance(op, Identity | StoredTwice):
-        made = foreign[0]
+        rows = foreign[0]
     elif isinstance(op, Concat) and op.dim == 0:
-        made = TensorRows.joined(foreign)
+        rows = TensorRows.joined(foreign)
     elif isinstance(op, TensorChunk):
-        made = op.chunk_of(foreign[0])
-    return TensorRows.of(op.to_native([rows.whole() for rows in foreign])) if made is None else made
+        rows = op.chunk_of(foreign[0])
+    return TensorRows.of(op.to_native([source.whole() for source in foreign])) if rows is None else rows
 
 
 def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
-    """Do as `op.to_foreign` does, and copy nothing where rows only lie in another order."""
+    """Do as `op.to_foreign` does, and copy nothing where only the order of rows differs."""
     if isinstance(op, Identity):
         return [native]
     if isinstance(op, StoredTwice):
@@ -408,7 +410,7 @@ def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
 
 
 def can_read_boxes(op: Operation) -> bool:
-    """Return whether an operation makes a box from boxes. A chunk does if what it is a chunk of does."""
+    """Return whether an operation makes a box from boxes. A chunk does if the operation of its source does."""
     return can_read_boxes(op.op) if isinstance(op, TensorChunk) else isinstance(op, ByBox)
 
 

@@ -1,7 +1,7 @@
 """Tensors in several parts, which are written and compared without being joined.
 
-Most of what one form of weights makes of another is rows in another order: gate and up in one tensor, queries, keys and
-values by head. Such a tensor is a list of views, and no byte of it is copied before it is written.
+Most differences between two forms of weights are the order of rows: gate and up in one tensor, queries, keys and values
+by head. Such a tensor is a list of views, and no byte of it is copied before it is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from tessera.runtime.libc import same_bytes
 
 Bytes = NDArray[np.uint8]
-_CHUNK = 256 << 10  # bytes at a time: what is read, summed, written and compared stays in a processor's cache
+_CHUNK = 256 << 10  # bytes at a time: they stay in a processor's cache while they are read, written and compared
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class TensorRows:
 
     def rows(self, start: int, count: int) -> TensorRows:
         """Return some of the rows."""
-        found, at = list[Part](), 0
+        parts, at = list[Part](), 0
         for part in self.parts:
             low, high = max(start - at, 0), min(start + count - at, part.shape[0])
             if low < high:
-                found.append(_rows(part, low, high - low))
+                parts.append(_rows(part, low, high - low))
             at += part.shape[0]
-        return TensorRows(tuple(found) or (_rows(self.parts[0], 0, 0),))
+        return TensorRows(tuple(parts) or (_rows(self.parts[0], 0, 0),))
 
     def narrow(self, dim: int, start: int, count: int) -> TensorRows:
         """Return a range of another dimension than the first."""
@@ -93,7 +93,7 @@ class TensorRows:
         return TensorRows(tuple(part.narrow(dim, start, count) for part in parts))
 
     def chunks(self) -> Iterator[Bytes]:
-        """Return the bytes, some at a time. Parts that do not lie in order are copied, as little as that."""
+        """Return the bytes, some at a time. Parts whose elements are not in order are copied, a chunk at a time."""
         for part in self.parts:
             step = max(1, _CHUNK // max(1, prod(part.shape[1:]) * part.dtype.itemsize))
             for some in _in_order(part, step):
@@ -117,7 +117,7 @@ def _rows(part: Part, start: int, count: int) -> Part:
 
 
 def _in_order(part: Part, step: int) -> Iterator[Tensor]:
-    """Return tensors whose elements lie in order: the whole part, or copies of so many rows at a time."""
+    """Return tensors whose elements are in order: the part itself, or copies of so many rows at a time."""
     if isinstance(part, Columns):
         yield from (part.rows(start, step).whole() for start in range(0, part.shape[0], step))
     elif part.is_contiguous() or not part.dim():

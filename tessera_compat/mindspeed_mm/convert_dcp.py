@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.export_record import write_record
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.forms import DcpFolder, NativeTensors, SafetensorsForm, StoredForm, weights_folder
+from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.hf import plan_folder
-from tessera.checkpoint.job_dcp import EXPERT
 from tessera.checkpoint.legacy.dcp import plan_dcp
+from tessera.checkpoint.legacy.forms import EXPERT, DcpFolder, weights_folder
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weights import add_product
@@ -30,6 +29,7 @@ from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.reader import read_mapping
 from tessera.errors import TesseraError
 from tessera.inference.export import main_dtype
+from tessera.inference.export_record import write_record
 from tessera.models.files.exported_config import with_dtype
 from tessera.models.files.side_files import copy_side_files
 from tessera.tools.conversion import check_apart

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors
-from tessera.checkpoint.legacy.dcp import METADATA
+from tessera.checkpoint.legacy.dcp import METADATA, is_dcp_safetensors
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.config.run_config import NAME_PATTERN, ModelSection
 from tessera.errors import TesseraError, nearest

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.forms import MegatronFolder, NativeTensors
+from tessera.checkpoint.forms import NativeTensors
+from tessera.checkpoint.legacy.forms import MegatronFolder
 from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weights import same_numbers

@@ -43,17 +43,17 @@ def test_experts_lie_as_they_lay_and_files_are_the_same(tmp_path: Path) -> None:
     back = through_shards(folder, tmp_path)
     assert json.loads((back / "model.safetensors.index.json").read_text())["weight_map"] == table
     for file in set(table.values()):
-        found, expected = load_file(back / file), load_file(folder / file)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        actual, expected = load_file(back / file), load_file(folder / file)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow
 def test_published_experts_come_back_as_published(tmp_path: Path) -> None:
     folder = small_folder("qwen3_vl experts", tmp_path)
-    found, expected = (load_file(one / "model.safetensors") for one in (through_shards(folder, tmp_path), folder))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = (load_file(one / "model.safetensors") for one in (through_shards(folder, tmp_path), folder))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_folder_whose_weights_are_gone_or_damaged_still_says_what_the_model_is(
@@ -66,9 +66,9 @@ def test_a_folder_whose_weights_are_gone_or_damaged_still_says_what_the_model_is
     back = tessera.convert(tmp_path / "mm", tmp_path / "a", like=folder, prove="never")
     assert "are not written in the way of those in" in caplog.text
     (folder / "model.safetensors").unlink()
-    for one in (back, tessera.convert(tmp_path / "mm", tmp_path / "b", like=folder, prove="never")):
-        found = load_file(one / "model.safetensors")
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for written in (back, tessera.convert(tmp_path / "mm", tmp_path / "b", like=folder, prove="never")):
+        actual = load_file(written / "model.safetensors")
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_experts_that_lie_both_ways_are_written_as_published() -> None:
@@ -89,9 +89,9 @@ def test_a_tied_head_that_is_stored_is_stored_again(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     tessera.convert(folder, tmp_path / "mm", to="mm", layout={"tp": 2})
     back = tessera.convert(tmp_path / "mm", tmp_path / "back", to="original", like=folder, prove="never")
-    found = load_file(back / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    actual = load_file(back / "model.safetensors")
+    assert actual.keys() == tensors.keys()
+    assert all(torch.equal(actual[name], tensors[name]) for name in tensors)
 
 
 def test_a_folder_whose_conversations_no_family_knows_is_converted_with_its_files(tmp_path: Path) -> None:

@@ -175,8 +175,8 @@ def an_index_nested_too_deep() -> None:
 @case("is stored in two files", *TO_MM)
 def a_tensor_in_two_files() -> None:
     split()
-    one, two = (load_file(f"hf/{half}") for half in HALVES)
-    save_file(two | {name: one[name] for name in list(one)[:1]}, f"hf/{HALVES[1]}")
+    first, two = (load_file(f"hf/{half}") for half in HALVES)
+    save_file(two | {name: first[name] for name in list(first)[:1]}, f"hf/{HALVES[1]}")
 
 
 @case("files of some ranks are missing", *FROM_MM)
@@ -281,7 +281,7 @@ CASES["a target where nothing can be"] = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     small_folder("qwen2_vl", root)
     tessera.convert(root / "hf", root / "mm", to="mm", layout={"tp": 2})
@@ -292,12 +292,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def contents(folder: Path) -> dict[str, Any]:
     """All files, folders and links below a folder."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
-        found[str(path)] = (
+        outcomes[str(path)] = (
             os.readlink(path) if path.is_symlink() else path.is_dir() or path.is_fifo() or path.read_bytes()
         )
-    return found
+    return outcomes
 
 
 def typed(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -313,11 +313,11 @@ def typed(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused_and_nothing_changes(
-    name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, words, said = CASES[name]
     for folder in {"hf", words[1]} & {"hf", "mm", "dcp"}:
-        shutil.copytree(made / folder, tmp_path / "here" / folder)
+        shutil.copytree(prepared / folder, tmp_path / "here" / folder)
     monkeypatch.chdir(tmp_path / "here")
     change()
     before = contents(tmp_path)
@@ -334,10 +334,14 @@ TO_HF = ["convert", "hf", "out", "--prove", "never"]
     ids=["mm", "dcp", "from mm", "hf", "fp8"],
 )
 def test_a_full_disk_is_said_and_leaves_nothing_under_the_name(
-    words: list[str], made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    prepared: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A limit for the size of files is what comes nearest to a full disk without one."""
-    shutil.copytree(made, tmp_path / "here")
+    shutil.copytree(prepared, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     before, limits = contents(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -350,9 +354,9 @@ def test_a_full_disk_is_said_and_leaves_nothing_under_the_name(
     assert contents(tmp_path) == before
 
 
-def test_the_cache_of_a_hub_is_made_of_links_that_are_followed(made: Path, tmp_path: Path) -> None:
+def test_the_cache_of_a_hub_is_made_of_links_that_are_followed(prepared: Path, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0a1b"
-    shutil.copytree(made / "hf", blobs)
+    shutil.copytree(prepared / "hf", blobs)
     snapshot.mkdir(parents=True)
     for path in blobs.iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")

@@ -42,9 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_folder("qwen2_vl", tmp_path_factory.mktemp("hf"))
 
 
-def same(one: Path, other: Path) -> bool:
-    names = [sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) for root in (one, other)]
-    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
+def same(folder: Path, other: Path) -> bool:
+    names = [
+        sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) for root in (folder, other)
+    ]
+    return names[0] == names[1] and all(filecmp.cmp(folder / name, other / name, shallow=False) for name in names[0])
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +166,12 @@ def test_a_full_disk_is_said_before_and_while_writing(
             convert(folder, tmp_path / "mm")
         assert list(tmp_path.iterdir()) == []
         patched.setattr(writer, "free_bytes", lambda _: needed)
-        plain, left = PlannedFolder.put, 9
+        plain, remaining = PlannedFolder.put, 9
 
         def full(self: PlannedFolder, name: str, *arguments: Any) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
+            nonlocal remaining
+            remaining -= 1
+            if not remaining:
                 raise OSError(errno.ENOSPC, "No space left on device")
             plain(self, name, *arguments)
 

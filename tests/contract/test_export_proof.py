@@ -20,13 +20,13 @@ from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 import tessera
-from tessera.checkpoint.export_record import changes_since, read_record
 from tessera.checkpoint.publish import MARK
 from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
+from tessera.inference.export_record import changes_since, read_record
 from tessera.models import resolve
 from tessera.models.files.exported_config import exported_config
 from tessera.models.transformers.library import load_processor
@@ -121,12 +121,12 @@ def test_every_change_to_an_export_is_found(name: str, exported: Path, base: Pat
     mutate, told, seen_from_base = MUTATIONS[name]
     folder = shutil.copytree(exported, tmp_path / "copy")
     mutate(folder)
-    found = tessera.compare(folder, prove="never")
-    assert not found.complete
-    assert told in "\n".join(found.problems), found.problems
+    agreement = tessera.compare(folder, prove="never")
+    assert not agreement.complete
+    assert told in "\n".join(agreement.problems), agreement.problems
     (folder / RECORD).unlink()  # without it, what the base says of names, shapes, types and files
-    found = tessera.compare(folder, base=base, prove="never")
-    assert found.complete == (not seen_from_base), found.problems
+    agreement = tessera.compare(folder, base=base, prove="never")
+    assert agreement.complete == (not seen_from_base), agreement.problems
 
 
 def rope_times_ten(config: dict[str, Any]) -> None:
@@ -162,9 +162,9 @@ def test_a_number_of_config_json_that_the_base_does_not_have_is_told(
 
 
 def test_an_export_is_what_was_written_and_has_what_its_base_has(exported: Path, base: Path) -> None:
-    found = tessera.compare(exported, base=base)
-    assert found.complete, found.lines()
-    assert [line.split(":")[0] for line in found.lines()] == [
+    agreement = tessera.compare(exported, base=base)
+    assert agreement.complete, agreement.lines()
+    assert [line.split(":")[0] for line in agreement.lines()] == [
         "as it was written",
         f"names, shapes and side files are those of {base}",
         "transformers computes the same logits (44 tokens)",
@@ -218,10 +218,12 @@ def swapped(spec: ModelSpec, old: str, new: str, *also: tuple[str, str]) -> Mode
     component = spec.main
 
     def weights(config: Any) -> Any:
-        found = component.weight_map(config)
+        table_of_family = component.weight_map(config)
         table = {old: new, **dict(also)}
-        named = [replace(r, foreign=f"{r.foreign}".replace(*p)) for r in found.rules for p in [pair_of(r, table)]]
-        return replace(found, rules=tuple(named))
+        named = [
+            replace(r, foreign=f"{r.foreign}".replace(*p)) for r in table_of_family.rules for p in [pair_of(r, table)]
+        ]
+        return replace(table_of_family, rules=tuple(named))
 
     def pair_of(rule: Any, table: dict[str, str]) -> tuple[str, str]:
         return next(((a, b) for a, b in table.items() if a in str(rule.foreign)), ("", ""))
@@ -282,14 +284,14 @@ def test_what_is_not_proved_is_said(base: Path, tmp_path: Path, caplog: pytest.L
 def test_a_template_that_reads_otherwise_elsewhere_is_told(base: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(base, tmp_path / "copy")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    found = tessera.compare(folder)
-    assert "transformers computes the same logits" in found.shown[-1]  # of the tokens that it was trained with
-    (told,) = found.problems
+    agreement = tessera.compare(folder)
+    assert "transformers computes the same logits" in agreement.compared[-1]  # of the tokens that it was trained with
+    (told,) = agreement.problems
     assert "chat template gives other tokens in transformers than here, from position 0 on" in told
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    found = tessera.compare(folder)
-    assert found.complete, "what keeps from comparing is no fault"
-    assert "not compared with transformers: the folder's chat template does not write" in found.lines()[-1]
+    agreement = tessera.compare(folder)
+    assert agreement.complete, "what keeps from comparing is no fault"
+    assert "not compared with transformers: the folder's chat template does not write" in agreement.lines()[-1]
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
     assert "transformers cannot load this folder" in "".join(tessera.compare(folder).problems)
 
@@ -317,18 +319,18 @@ def test_classifiers_are_compared_without_conversations(name: str, tmp_path: Pat
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     folder = write_text_class(name, sizes | heads, tmp_path / "model")
-    found = CliRunner().invoke(app, ["compare", str(folder), "--base", str(folder)])
-    assert found.exit_code == 0, found.output
-    assert "transformers computes the same logits (16 tokens)" in found.output
+    result = CliRunner().invoke(app, ["compare", str(folder), "--base", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "transformers computes the same logits (16 tokens)" in result.output
 
 
 def test_a_folder_of_unknown_conversations_is_not_wrong(tmp_path: Path) -> None:
     folder = write_text_class("LlamaForCausalLM", SIZES, tmp_path / "model")
     words = folder / "tokenizer.json"
     words.write_text(words.read_text().replace("<|im_", "<|other_").replace("</s>", "<end>"))
-    found = CliRunner().invoke(app, ["compare", str(folder), "--base", str(folder)])
-    assert found.exit_code == 0, found.output
-    assert "not compared with transformers: the tokenizer has the special words of no" in found.output
+    result = CliRunner().invoke(app, ["compare", str(folder), "--base", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "not compared with transformers: the tokenizer has the special words of no" in result.output
     weights(lambda tensors: tensors.pop(Q))(folder)
     assert not tessera.compare(folder).complete, "a missing tensor is a fault"
 
@@ -348,9 +350,9 @@ def test_the_command_line_says_what_is_wrong_by_its_exit_code(exported: Path, ba
     assert run.invoke(app, ["compare", str(exported), "--prove", "never"]).exit_code == 0
     folder = shutil.copytree(exported, tmp_path / "copy")
     flip(folder)
-    found = run.invoke(app, ["compare", str(folder), "--prove", "never"])
-    assert found.exit_code == 1
-    assert "wrong: " in found.output
+    result = run.invoke(app, ["compare", str(folder), "--prove", "never"])
+    assert result.exit_code == 1
+    assert "wrong: " in result.output
     refused = run.invoke(app, ["convert", str(base), str(tmp_path / "out"), "--prove", "alway"])
     assert isinstance(refused.exception, TesseraError)
     assert "did you mean: always" in str(refused.exception)

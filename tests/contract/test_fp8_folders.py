@@ -52,8 +52,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return found
+    quantization: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return quantization
 
 
 def means(stored: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
@@ -97,11 +97,13 @@ def test_projections_are_rounded_once_and_all_else_stays(case: str, kind: str, t
             assert bool(((tensor.float() - meant).abs() <= apart * (1 + 3 * 32 * 2**-24)).all()), name
             assert torch.equal(read.read(name), meant.bfloat16()), name
     said = settings(written)
-    kept = set(said["ignore" if kind == "fp8" else "modules_to_not_convert"])
+    unquantized = set(said["ignore" if kind == "fp8" else "modules_to_not_convert"])
     matrices = {name.removesuffix(".weight") for name, tensor in before.items() if tensor.dim() > 1}
-    assert {name.removesuffix(".weight") for name in eight} == {n for n in matrices - kept if "embeddings" not in n}
+    assert {name.removesuffix(".weight") for name in eight} == {
+        n for n in matrices - unquantized if "embeddings" not in n
+    }
     assert not any(word in name for name in eight for word in ("embed", "lm_head", "vis", "mlp.gate.", "norm", "bias"))
-    assert {"lm_head"} <= kept
+    assert {"lm_head"} <= unquantized
     assert said["quant_method"] == ("compressed-tensors" if kind == "fp8" else "fp8")
     if "experts" in case:
         assert any(".experts." in name for name in eight)
@@ -111,14 +113,14 @@ def test_transformers_reads_blocks_as_we_do_and_converts_the_same_modules(tmp_pa
     plain("qwen3 experts", tmp_path / "hf")
     written = tessera.convert(tmp_path / "hf", tmp_path / "fp8", quantize="fp8-block")
     model = AutoModelForCausalLM.from_pretrained(written, dtype=torch.bfloat16)
-    found = model.state_dict()
+    weights = model.state_dict()
     with FolderTensors(written) as read:
         for name in read.shapes:
             if ".experts." not in name:
-                assert torch.equal(found[name], read.read(name)), name
+                assert torch.equal(weights[name], read.read(name)), name
         expert = "model.layers.0.mlp.experts."
         both = [read.read(f"{expert}1.{part}_proj.weight") for part in ("gate", "up")]
-        assert torch.equal(found[f"{expert}gate_up_proj"][1], torch.cat(both))
+        assert torch.equal(weights[f"{expert}gate_up_proj"][1], torch.cat(both))
     said = FineGrainedFP8Config(**settings(written))
     with torch.device("meta"):
         bare = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_pretrained(written))
@@ -148,6 +150,8 @@ def test_other_types_zeros_and_tiny_numbers_keep_what_they_mean(dtype: torch.dty
             if kind == "fp8":
                 assert bool((read.read(name)[1, 128:] > 0).all())
         again = tensors(tessera.convert(written, tmp_path / f"back-{kind}", prove="never"))
+        with FolderTensors(written) as read:  # the numbers that the eight bits stand for
+            assert all(torch.equal(read.read(key), tensor) for key, tensor in again.items())
         meant, _ = means(stored, name)
         assert torch.equal(again[name], meant.to(dtype))
 
@@ -190,9 +194,9 @@ def test_what_cannot_be_written_in_eight_bits_is_refused_by_name(tmp_path: Path)
     name = "model.layers.1.mlp.up_proj.weight"
     changed[name][3, 4] = float("nan")
     save_file(changed, path, metadata={"format": "pt"})
-    shown = CliRunner().invoke(app, ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--quantize", "fp8"])
-    assert isinstance(shown.exception, TesseraError)
-    assert name in str(shown.exception)
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--quantize", "fp8"])
+    assert isinstance(result.exception, TesseraError)
+    assert name in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 

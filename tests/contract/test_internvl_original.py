@@ -166,7 +166,7 @@ def test_a_folder_of_another_model_or_form_is_no_pattern(qwen2: Path, tmp_path: 
     hub = tessera.convert(qwen2, tmp_path / "hf", quantize="fp8", prove="never")
     said = json.loads((hub / "config.json").read_text())
     assert (said["model_type"], said["quantization_config"]["format"]) == ("internvl", "float-quantized")
-    with pytest.raises(TesseraError, match="which folder of its makers"):
+    with pytest.raises(TesseraError, match="the original checkpoint whose form"):
         tessera.convert(hub, tmp_path / "out", to="original")
     other = original_folder("qwen2", tmp_path / "other")
     stored = load_file(other / "model.safetensors")

@@ -25,10 +25,10 @@ CASES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl experts", "internvl"]
 
 
 def hub_weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def layers_of(folder: Path) -> tuple[int, int]:
@@ -40,12 +40,12 @@ def layers_of(folder: Path) -> tuple[int, int]:
 
 def uneven(count: int, stages: int) -> list[int]:
     """The last stages get what the first leave: two layers first, then one each, none at the end."""
-    found = []
+    names = []
     for _ in range(stages):
-        found.append(min(count, 2 if not found else 1))
-        count -= found[-1]
+        names.append(min(count, 2 if not names else 1))
+        count -= names[-1]
     assert count == 0
-    return found
+    return names
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -68,11 +68,11 @@ def test_through_shards_of_two_layouts_and_back(folder: Path, tmp_path: Path) ->
     loaded = torch.load(tmp_path / "b/release/mp_rank_00_000/model_optim_rng.pt", weights_only=True)
     assert loaded.keys() == {"model0", "model1", "checkpoint_version"}
     tessera.convert(tmp_path / "b", tmp_path / "c", to="hf", like=folder, prove="never")
-    found, expected = hub_weights(tmp_path / "c"), hub_weights(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    kept = {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
-    assert kept <= {path.name for path in (tmp_path / "c").iterdir()}
+    actual, expected = hub_weights(tmp_path / "c"), hub_weights(folder)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    side_files = {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
+    assert side_files <= {path.name for path in (tmp_path / "c").iterdir()}
 
 
 def test_experts_over_expert_ranks(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_experts_over_expert_ranks(tmp_path: Path) -> None:
         tessera.convert(folder, shards, to="mm", layout=layout)
         assert sorted(path.name for path in (shards / "release").iterdir()) == names
         tessera.convert(shards, back, to="hf", like=folder, prove="never")
-        found = hub_weights(back)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        actual = hub_weights(back)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_names_and_orders_are_those_of_the_other_system(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_dcp_and_back(tmp_path: Path) -> None:
     folder = small_folder("qwen2_vl", tmp_path / "hf")
     tessera.convert(folder, tmp_path / "a", to="dcp")
     tessera.convert(tmp_path / "a", tmp_path / "b", to="hf", like=folder, prove="never")
-    found, expected = hub_weights(tmp_path / "b"), hub_weights(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = hub_weights(tmp_path / "b"), hub_weights(folder)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("spoilt", ["norm", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2.weight"])
@@ -174,9 +174,9 @@ def test_what_is_written_is_read_again_before_it_is_published(
     folder = small_folder("qwen2_vl", tmp_path / "hf")
     put, write, names = PlannedFolder.put, writer._write_at, list[str]()
 
-    def named(self: PlannedFolder, name: str, *given: Any) -> list[int]:
+    def named(self: PlannedFolder, name: str, *arguments: Any) -> list[int]:
         names.append(name)
-        return put(self, name, *given)
+        return put(self, name, *arguments)
 
     def spoiled(handle: int, data: Any, position: int) -> None:
         changed = bytearray(data)
@@ -236,14 +236,14 @@ def test_a_head_of_its_own_is_not_dropped_where_config_json_ties_it(tied: Path, 
 
 def test_resplit_gives_the_last_stage_of_a_pipeline_the_copy_of_a_tied_table(tied: Path, tmp_path: Path) -> None:
     vision, text = layers_of(tied)
-    one, two = {"vit": [vision], "llm": [text]}, {"vit": [vision, 0], "llm": [1, text - 1]}
-    tessera.convert(tied, tmp_path / "one", to="mm", layout=one)
+    joined, two = {"vit": [vision], "llm": [text]}, {"vit": [vision, 0], "llm": [1, text - 1]}
+    tessera.convert(tied, tmp_path / "one", to="mm", layout=joined)
     tessera.convert(tied, tmp_path / "two", to="mm", layout=two)
-    resplit(tmp_path / "one", tmp_path / "split", "qwen2_vl", one, two)
-    resplit(tmp_path / "two", tmp_path / "joined", "qwen2_vl", two, one)
-    for found, expected in (("split", "two"), ("joined", "one")):
+    resplit(tmp_path / "one", tmp_path / "split", "qwen2_vl", joined, two)
+    resplit(tmp_path / "two", tmp_path / "joined", "qwen2_vl", two, joined)
+    for actual, expected in (("split", "two"), ("joined", "one")):
         for file in sorted((tmp_path / expected).glob("release/*/model_optim_rng.pt")):
             wanted = torch.load(file, weights_only=True)["model"]
-            got = torch.load(tmp_path / found / file.relative_to(tmp_path / expected), weights_only=True)["model"]
+            got = torch.load(tmp_path / actual / file.relative_to(tmp_path / expected), weights_only=True)["model"]
             assert got.keys() == wanted.keys()
             assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())

@@ -53,22 +53,22 @@ def by_row(name: str, weight: Tensor) -> Packed:
 def four_bits(name: str, weight: Tensor, nested: bool = False) -> Packed:
     flat, table = weight.reshape(-1), torch.tensor(NF4)
     scales = torch.stack([block.abs().max() for block in flat.split(64)])
-    kept: dict[str, Tensor] = {f"{name}.absmax": scales}
+    stored: dict[str, Tensor] = {f"{name}.absmax": scales}
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
     if nested:
         outer_table, offset = torch.linspace(-1, 1, 256), float(scales.mean())
         outer = torch.stack([block.abs().max() for block in (scales - offset).split(256)])
         codes = [(outer_table - (scales[n] - offset) / outer[n // 256]).abs().argmin() for n in range(len(scales))]
-        kept = {f"{name}.absmax": torch.stack(codes).to(torch.uint8)}
-        kept |= {f"{name}.nested_absmax": outer, f"{name}.nested_quant_map": outer_table}
+        stored = {f"{name}.absmax": torch.stack(codes).to(torch.uint8)}
+        stored |= {f"{name}.nested_absmax": outer, f"{name}.nested_quant_map": outer_table}
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
         scales = torch.stack([outer_table[int(code)] * outer[n // 256] + offset for n, code in enumerate(codes)])
     codes = [int((table - value / scales[n // 64]).abs().argmin()) for n, value in enumerate(flat)]
     means = torch.stack([table[code] * scales[n // 64] for n, code in enumerate(codes)]).reshape(weight.shape)
     pairs = [high << 4 | low for high, low in zip(codes[::2], codes[1::2], strict=True)]
     told = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    kept |= {f"{name}.quant_map": table, f"{name}.quant_state.bitsandbytes__nf4": told}
-    return {name: torch.tensor(pairs, dtype=torch.uint8).reshape(-1, 1), **kept}, means
+    stored |= {f"{name}.quant_map": table, f"{name}.quant_state.bitsandbytes__nf4": told}
+    return {name: torch.tensor(pairs, dtype=torch.uint8).reshape(-1, 1), **stored}, means
 
 
 def words(values: list[list[int]]) -> Tensor:
@@ -160,11 +160,11 @@ def test_a_quantized_folder_is_read_as_what_it_means(form: str, plain: Path, tmp
     meant = quantized(folder, form)
     tessera.convert(folder, tmp_path / "out", dtype="float32", prove="never")
     (written,) = (tmp_path / "out").glob("*.safetensors")
-    found = load_file(written)
-    assert found.keys() == meant.keys()
+    actual = load_file(written)
+    assert actual.keys() == meant.keys()
     for name, tensor in meant.items():
         # The product of two numbers is rounded to float32 once here and once there, and then to bfloat16 in both.
-        assert torch.allclose(found[name], tensor.float(), rtol=2**-7, atol=1e-7), name
+        assert torch.allclose(actual[name], tensor.float(), rtol=2**-7, atol=1e-7), name
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
@@ -249,11 +249,11 @@ def test_parts_that_do_not_make_a_weight_are_refused_by_their_headers(
 
 def test_groups_and_blocks_beyond_the_weight_are_refused_or_cost_nothing() -> None:
     stored, _ = gptq("w.weight", torch.randn(16, 128))
-    found, _ = find_quantized(*headers(stored), FORMS["gptq"][1], "here")
+    weights, _ = find_quantized(*headers(stored), FORMS["gptq"][1], "here")
     for wrong in (-1, 4):
         stored["w.g_idx"][5] = wrong
         with pytest.raises(TesseraError, match="names a group beyond"):
-            found["w.weight"].dequantize([stored[part] for part in found["w.weight"].parts])
+            weights["w.weight"].dequantize([stored[part] for part in weights["w.weight"].parts])
     stored = {"w.weight": torch.ones(16, 32).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 2)}
-    found, _ = find_quantized(*headers(stored), {"weight_block_size": [1 << 50, 16]}, "here")
-    assert torch.equal(found["w.weight"].dequantize(list(stored.values())), torch.ones(16, 32))
+    weights, _ = find_quantized(*headers(stored), {"weight_block_size": [1 << 50, 16]}, "here")
+    assert torch.equal(weights["w.weight"].dequantize(list(stored.values())), torch.ones(16, 32))

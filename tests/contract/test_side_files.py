@@ -119,8 +119,8 @@ def test_a_conversion_hands_every_file_on(published: tuple[Path, dict[str, bytes
     check(tessera.convert(folder, tmp_path / "out", prove="never"), theirs)
     words = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert words.model_max_length == 131072
-    asked = [{"role": "user", "content": "Hi."}]
-    told = words.apply_chat_template(asked, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+    question = [{"role": "user", "content": "Hi."}]
+    told = words.apply_chat_template(question, add_generation_prompt=True, tokenize=False, enable_thinking=False)
     assert told.endswith("<think>\n\n</think>\n\n")
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
     # A run of conversions ends where it began.
@@ -157,8 +157,8 @@ def test_what_the_recipe_changed_is_changed_and_nothing_else(
     assert written["max_pixels"] == 512
     assert written["size"]["longest_edge"] == 512
     assert written["a_note_of_theirs"] == "kept"
-    kept = {name: text for name, text in theirs.items() if "preprocessor" not in name}
-    check(out, kept)
+    others = {name: text for name, text in theirs.items() if "preprocessor" not in name}
+    check(out, others)
     _, processor = tessera.load(out)
     assert processor.processor.image.max_pixels == 512  # type: ignore[union-attr]
     assert processor.processor.sampling.max_frames == 16  # type: ignore[union-attr]

@@ -6,6 +6,8 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tessera.checkpoint.dcp_safetensors import is_dcp_safetensors, plan_dcp_safetensors, read_dcp_safetensors
+from tessera.checkpoint import stored
+from tessera.checkpoint.files import RecordedFile, read_box
 from tessera.checkpoint.hf import load_folder, save_folder
+from tessera.checkpoint.legacy.dcp import is_dcp_safetensors, plan_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
@@ -169,6 +173,37 @@ def damaged_share(rank: int, world: int, folder: Path) -> list[object]:
 
 def test_ranks_agree_on_the_last_good_one(tmp_path: Path) -> None:
     assert run_ranks(damaged_share, 2, tmp_path) == [[1, {"n": 1}]] * 2
+
+
+def bytes_of_a_resume(rank: int, world: int, folder: Path) -> tuple[int, int]:
+    """Bytes that this rank reads in order and hashes, and bytes of slices of files that the other rank hashes."""
+    net, optimizer = build(world, seed=1)
+    tensors = training_tensors(net, optimizer)
+    CheckpointManager(folder, 1).save(1, tensors, {}, "")
+    torch.distributed.barrier()
+    hashed, sliced = [0], [0]
+
+    class Counted(RecordedFile):
+        def read(self, count: int) -> memoryview:
+            hashed[0] += count * self._path.name.startswith("shard")
+            return super().read(count)
+
+    def counted(*arguments: Any) -> Tensor:
+        box = read_box(*arguments)
+        sliced[0] += box.nbytes
+        return box
+
+    with mock.patch.object(stored, "RecordedFile", Counted), mock.patch.object(stored, "read_box", counted):
+        assert CheckpointManager(folder, 1).resume(tensors) == (1, {})
+    return hashed[0], sliced[0]
+
+
+def test_in_the_same_layout_ranks_read_each_shard_once_together(tmp_path: Path) -> None:
+    counts = run_ranks(bytes_of_a_resume, 2, tmp_path)
+    shards = [path.stat().st_size for path in sorted((tmp_path / "step-00000001").glob("shard-*"))]
+    assert [hashed for hashed, _ in counts] == shards
+    replicated = 5 * 8 + 7 * 4  # the buffer, and the step of each parameter: one rank stores them
+    assert sum(sliced for _, sliced in counts) <= replicated
 
 
 def boxes_read(rank: int, world: int) -> list[list[int]]:

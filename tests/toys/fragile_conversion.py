@@ -22,7 +22,7 @@ def convert(source: Path, target: Path, fault: Callable[[str], None] = no_fault,
     to = kind if kind in ("mm", "dcp") else "hf"
     job = ConversionJob(source, "hf", target, to, overwrite=True, prove="never", jobs=1, fault=fault)  # type: ignore[arg-type]
     if kind == "run":
-        job.found, job.trained = None, find_model(source, None, False)
+        job.form, job.trained = None, find_model(source, None, False)
         convert_folder(job, ConvertedModel.of(job.trained.section))
         return
     if kind == "mm":
@@ -35,12 +35,12 @@ def convert(source: Path, target: Path, fault: Callable[[str], None] = no_fault,
 
 def killed_at(number: int, source: Path, target: Path, kind: str = "mm") -> None:
     """Convert, and die at the point of this number as at any instruction of a processor."""
-    left = number
+    remaining = number
 
     def fault(point: str) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     convert(source, target, fault, kind)

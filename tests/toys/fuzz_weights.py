@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from tessera.checkpoint.forms import DcpFolder, SafetensorsForm, StoredForm
+from tessera.checkpoint.forms import SafetensorsForm, StoredForm
+from tessera.checkpoint.legacy.forms import DcpFolder
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.errors import TesseraError
 from tests.toys.broken_weights import broken, tensors
@@ -32,54 +33,56 @@ CPU_SECONDS = 60
 
 def read_form(form: StoredForm) -> dict[str, Tensor]:
     with form:
-        found = {name: form.read(name) for name in form.tensors()}
+        values = {name: form.read(name) for name in form.tensors()}
         for name, plan in form.tensors().items():
-            assert (found[name].dtype, tuple(found[name].shape)) == (plan.dtype, plan.shape), f"{name} is not as told"
-        return found
+            assert (values[name].dtype, tuple(values[name].shape)) == (plan.dtype, plan.shape), f"{name} is not as told"
+        return values
 
 
 def read_torch(path: Path) -> dict[str, Tensor]:
     content = read_torch_file(path)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def collect(value: Any, name: str) -> None:
         if isinstance(value, StoredTensor):
-            found[name] = value.read()
+            tensors[name] = value.read()
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 collect(item, f"{name}.{key}")
 
     collect(content, "")
-    return found
+    return tensors
 
 
 def stock(folder: Path, kind: str) -> dict[str, Tensor]:
     """What the library that such files come from reads."""
     if kind == "safetensors":
         return load((folder / "model.safetensors").read_bytes())
-    found = torch.load(folder / "model.pt", weights_only=True)
-    model = found.get("model", found) if isinstance(found, dict) else {}
-    prefix = ".model." if isinstance(found, dict) and "model" in found else "."
+    tensors = torch.load(folder / "model.pt", weights_only=True)
+    model = tensors.get("model", tensors) if isinstance(tensors, dict) else {}
+    prefix = ".model." if isinstance(tensors, dict) and "model" in tensors else "."
     if not isinstance(model, dict):
         return {}
     return {f"{prefix}{name}": tensor for name, tensor in model.items() if isinstance(tensor, Tensor)}
 
 
-def same(found: Tensor, other: Tensor) -> bool:
-    if found.dtype != other.dtype or found.shape != other.shape:
+def same(tensor_a: Tensor, other: Tensor) -> bool:
+    if tensor_a.dtype != other.dtype or tensor_a.shape != other.shape:
         return False
-    one, two = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, other))  # NaN equals itself
-    return torch.equal(one, two)
+    bytes_a, two = (
+        tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (tensor_a, other)
+    )  # NaN equals itself
+    return torch.equal(bytes_a, two)
 
 
 def outcome(folder: Path, kind: str) -> str:
     try:
         if kind == "safetensors":
-            found = read_form(SafetensorsForm(folder))
+            tensors = read_form(SafetensorsForm(folder))
         elif kind == "torch":
-            found = read_torch(folder / "model.pt")
+            tensors = read_torch(folder / "model.pt")
         else:
-            found = read_form(DcpFolder(folder))
+            tensors = read_form(DcpFolder(folder))
     except TesseraError as error:
         return "refused: " + error.what.split(":")[0].split("(")[0].strip()[:80]
     except BaseException as error:
@@ -90,7 +93,7 @@ def outcome(folder: Path, kind: str) -> str:
         expected = stock(folder, kind)
     except Exception:
         return "read, stock refuses"
-    wrong = [name for name in found.keys() & expected.keys() if not same(found[name], expected[name])]
+    wrong = [name for name in tensors.keys() & expected.keys() if not same(tensors[name], expected[name])]
     return f"differs: {wrong}" if wrong else "read"
 
 

@@ -27,11 +27,11 @@ from tests.toys.chat_set import chat_recipe, write_chat_set
 
 def full_disk(at: str, times: int = 10**6) -> Callable[[str], None]:
     """Return a fault that fails writes whose point begins with `at`, as often as given."""
-    left = [times]
+    remaining = [times]
 
     def fault(point: str) -> None:
-        if point.startswith(at) and left[0]:
-            left[0] -= 1
+        if point.startswith(at) and remaining[0]:
+            remaining[0] -= 1
             raise OSError(errno.EIO, "the disk is broken")
 
     return fault
@@ -137,10 +137,10 @@ def test_device_memory_that_cannot_be_had_is_no_error(tmp_path: Path, monkeypatc
 
 def save_in_background_and_die(folder: Path, number: int) -> None:
     """Killed at this point of the write."""
-    left = iter(range(number, -1, -1))
+    remaining = iter(range(number, -1, -1))
 
     def die(point: str) -> None:
-        if next(left) == 0:
+        if next(remaining) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     manager = CheckpointManager(folder, 2, fault=die)
@@ -157,10 +157,10 @@ def test_a_kill_at_any_point_of_the_write_loses_that_save_alone(tmp_path: Path) 
         save(folder, 1)
         assert in_child(save_in_background_and_die, folder, number) == -signal.SIGKILL
         into = blank()
-        found = CheckpointManager(folder, 2).resume(into)
-        assert found is not None
-        assert same_bits(into, tensors(found[0])), points[number]
-        assert found[0] == (1 if number <= points.index("rename .staging-step-00000002") else 2)
+        resumed = CheckpointManager(folder, 2).resume(into)
+        assert resumed is not None
+        assert same_bits(into, tensors(resumed[0])), points[number]
+        assert resumed[0] == (1 if number <= points.index("rename .staging-step-00000002") else 2)
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -172,9 +172,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, folder: Path, **checkpoint: Any) -> dict[str, Any]:
-    made = chat_recipe(data, folder, steps=4, global_batch=2)
-    made["data"]["eval"] = []
-    return made | {"checkpoint": {"every": 1, "keep": 9, **checkpoint}}
+    settings = chat_recipe(data, folder, steps=4, global_batch=2)
+    settings["data"]["eval"] = []
+    return settings | {"checkpoint": {"every": 1, "keep": 9, **checkpoint}}
 
 
 def weights(run: Any, step: int) -> bytes:

@@ -42,17 +42,17 @@ def blank(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def theirs(seed: int = 0) -> dict[str, Tensor]:
-    made = ours(seed)
-    out = {"model.embed.weight": made["embed.weight"], "mix.weight": made["mix"].t().contiguous()}
-    out["visual.patch.weight"] = made["patch"].reshape(6, 2, 2, 2)
+    tensors = ours(seed)
+    out = {"model.embed.weight": tensors["embed.weight"], "mix.weight": tensors["mix"].t().contiguous()}
+    out["visual.patch.weight"] = tensors["patch"].reshape(6, 2, 2, 2)
     for i in range(2):
-        pieces = made[f"layers.{i}.qkv"].split([4, 2, 2])
+        pieces = tensors[f"layers.{i}.qkv"].split([4, 2, 2])
         out.update({f"model.layers.{i}.{n}_proj": p.contiguous() for n, p in zip("qkv", pieces, strict=True)})
     return out
 
 
-def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def equal(first: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return first.keys() == right.keys() and all(torch.equal(first[name], right[name]) for name in first)
 
 
 def test_one_file_in(tmp_path: Path) -> None:

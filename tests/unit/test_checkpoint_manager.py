@@ -24,24 +24,24 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int6
 
 def tensors(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    made = {f"model.{str(t)[6:]}": torch.randint(0, 2, (3, 5), generator=generator).to(t) for t in TYPES}
-    made["model.weight"] = torch.randn(7, 4, generator=generator).requires_grad_()
-    made["model.strided"] = torch.randn(4, 7, generator=generator).t()
-    made["model.empty"] = torch.zeros(0, 3)
-    made["optim.weight.step"] = torch.tensor(float(seed))
-    made["model.odd"] = torch.tensor([float("nan"), -0.0, float("inf")])
-    return made
+    values = {f"model.{str(t)[6:]}": torch.randint(0, 2, (3, 5), generator=generator).to(t) for t in TYPES}
+    values["model.weight"] = torch.randn(7, 4, generator=generator).requires_grad_()
+    values["model.strided"] = torch.randn(4, 7, generator=generator).t()
+    values["model.empty"] = torch.zeros(0, 3)
+    values["optim.weight.step"] = torch.tensor(float(seed))
+    values["model.odd"] = torch.tensor([float("nan"), -0.0, float("inf")])
+    return values
 
 
 def blank() -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
 
 
-def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def same_bits(first: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     def bits(tensor: Tensor) -> bytes:
         return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
-    return left.keys() == right.keys() and all(bits(left[name]) == bits(right[name]) for name in left)
+    return first.keys() == right.keys() and all(bits(first[name]) == bits(right[name]) for name in first)
 
 
 def save(folder: Path, step: int, keep: int = 2, fault: Callable[[str], None] = lambda point: None) -> Path:
@@ -98,9 +98,9 @@ def test_after_going_back_the_newly_saved_is_the_newest(tmp_path: Path) -> None:
     for step in (10, 20, 15):
         save(tmp_path, step, keep=2)
     into = blank()
-    found = CheckpointManager(tmp_path, 2).resume(into)
-    assert found is not None
-    assert found[0] == 15
+    resumed = CheckpointManager(tmp_path, 2).resume(into)
+    assert resumed is not None
+    assert resumed[0] == 15
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000015", "step-00000020"]
 
 
@@ -130,10 +130,10 @@ def in_child(work: Callable[..., None], *args: object) -> int:
 
 def save_and_die(folder: Path, number: int) -> None:
     """Killed at this point of the save."""
-    left = iter(range(number, -1, -1))
+    remaining = iter(range(number, -1, -1))
 
     def die(point: str) -> None:
-        if next(left) == 0:
+        if next(remaining) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     save(folder, 5, fault=die)
@@ -160,9 +160,9 @@ def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
 
         assert in_child(save_and_die, folder, number) == -signal.SIGKILL
         into = blank()
-        found = CheckpointManager(folder, 2).resume(into)
-        assert found is not None, points[number]
-        step, state = found
+        resumed = CheckpointManager(folder, 2).resume(into)
+        assert resumed is not None, points[number]
+        step, state = resumed
         assert step in (4, 5), points[number]
         assert state == {"rows": step * 10}
         assert same_bits(into, tensors(step)), points[number]
@@ -223,11 +223,11 @@ def test_the_newest_good_checkpoint_stays_whatever_room_it_takes(tmp_path: Path)
 def test_a_save_that_meets_a_full_quota_is_tried_again(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
-    left = [1]
+    remaining = [1]
 
     def full_once(point: str) -> None:
-        if point == "flush shard-00000.safetensors" and left[0]:
-            left[0] -= 1
+        if point == "flush shard-00000.safetensors" and remaining[0]:
+            remaining[0] -= 1
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     save(tmp_path, 3, fault=full_once)
@@ -354,9 +354,9 @@ def test_an_error_at_any_point_before_publishing_leaves_the_old(tmp_path: Path) 
     published = points.index("renamed .staging-step-00000003")
     for number in range(0, published, 3):
 
-        def fail(point: str, left: list[int] = [number]) -> None:  # noqa: B006 - a counter of this save alone
-            left[0] -= 1
-            if left[0] == -1:
+        def fail(point: str, remaining: list[int] = [number]) -> None:  # noqa: B006 - a counter of this save alone
+            remaining[0] -= 1
+            if remaining[0] == -1:
                 raise OSError(5, "Input/output error")
 
         folder = tmp_path / str(number)

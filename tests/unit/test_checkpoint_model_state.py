@@ -76,9 +76,9 @@ def test_adamw_resumes_bitwise(tmp_path: Path, kind: dict[str, Any]) -> None:
     assert CheckpointManager(tmp_path, 1).resume(training_tensors(again, its)) is not None
     for number in range(3, 6):
         step(again, its, number)
-    left, right = training_tensors(net, optimizer), training_tensors(again, its)
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    first, right = training_tensors(net, optimizer), training_tensors(again, its)
+    assert first.keys() == right.keys()
+    assert all(torch.equal(first[name], right[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,15 +93,15 @@ def test_creating_state_changes_nothing(kind: dict[str, Any]) -> None:
     other = torch.optim.AdamW(untouched.parameters(), lr=0.05, weight_decay=0.1, **kind)
     net.embed.weight.grad = torch.ones_like(net.embed.weight)
     names = {tensor: name for name, tensor in model_tensors(net).items()}
-    made = optimizer_tensors(optimizer, names)
-    assert "optim.embed.weight.exp_avg" in made
-    assert not any("body.0.bias" in name for name in made), "what is not trained has no state"
-    assert all(not tensor.any() for tensor in made.values())
+    tensors = optimizer_tensors(optimizer, names)
+    assert "optim.embed.weight.exp_avg" in tensors
+    assert not any("body.0.bias" in name for name in tensors), "what is not trained has no state"
+    assert all(not tensor.any() for tensor in tensors.values())
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert net.embed.weight.grad is not None
     net.embed.weight.grad = None
-    for one, two in zip(net.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(one.view(torch.int32), two.view(torch.int32)), "bit for bit, the sign of zero too"
+    for trained, two in zip(net.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(trained.view(torch.int32), two.view(torch.int32)), "bit for bit, the sign of zero too"
     for number in range(2):
         step(net, optimizer, number)
         step(untouched, other, number)

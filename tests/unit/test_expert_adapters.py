@@ -23,8 +23,8 @@ from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.errors import TesseraError
 from tessera.lora.export import save_adapters
 from tessera.lora.factors import merge_adapter
+from tessera.lora.load import fill_adapters, settled
 from tessera.lora.modules import adapters_of, add_adapters, find_adapters, without_adapters
-from tessera.lora.reading import fill_adapters, settled
 from tessera.lora.select import is_factor
 from tessera.models import resolve
 from tessera.ops.loss import linear_cross_entropy
@@ -71,17 +71,17 @@ def results_of_peft(model: Any, tokens: Tensor, dtype: torch.dtype) -> dict[str,
     model.zero_grad()
     out = model(tokens[None], labels=tokens[None])
     out.loss.backward()
-    found = {"logits": out.logits[0].detach(), "loss": out.loss.detach()}
+    results = {"logits": out.logits[0].detach(), "loss": out.loss.detach()}
     for layer, block in enumerate(model.base_model.model.model.layers):
         outer = block.mlp.experts
         for name, wrapper in (("gate_up_proj", outer.base_layer), ("down_proj", outer)):
             a, b = wrapper.lora_A["default"].weight.grad, wrapper.lora_B["default"].weight.grad
             rank = wrapper.r["default"]
             path = f"text.layers.{layer}.mlp.experts.{name}"
-            found[f"{path}.lora_a.weight"] = a.view(-1, rank, a.shape[1])
+            results[f"{path}.lora_a.weight"] = a.view(-1, rank, a.shape[1])
             stacked = b.view(b.shape[0], rank, -1).permute(2, 0, 1)
-            found[f"{path}.lora_b.weight"] = stacked.unflatten(1, (2 if name == "gate_up_proj" else 1, -1))
-    return found
+            results[f"{path}.lora_b.weight"] = stacked.unflatten(1, (2 if name == "gate_up_proj" else 1, -1))
+    return results
 
 
 def test_logits_loss_and_gradients_are_those_of_peft(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_logits_loss_and_gradients_are_those_of_peft(tmp_path: Path) -> None:
     mine |= {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     peer, exact = (results_of_peft(theirs, tokens, dtype) for dtype in (torch.float32, torch.float64))
     assert mine.keys() == peer.keys()
-    for name, found in mine.items():
-        assert_as_close(found, peer[name], exact[name], what=name)
+    for name, value in mine.items():
+        assert_as_close(value, peer[name], exact[name], what=name)
     with without_adapters(module), theirs.disable_adapter():
         before = module(batch, logits=True)["logits"]
         torch.testing.assert_close(before, theirs(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
@@ -120,18 +120,18 @@ def test_no_matrix_of_a_weights_size_is_made_in_a_step() -> None:
     sizes = {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     module, _, _ = adapted({"text": {**SMALL, "hidden_size": 64, "experts": sizes}}, {"targets": [EXPERTS], "rank": 4})
     draw(module)
-    kept: list[int] = []
+    saved_sizes: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
-            kept.append(tensor.numel())
+            saved_sizes.append(tensor.numel())
         return tensor
 
     experts = module.text.layers[0].mlp.experts
     x, ids = torch.randn(4, 64, requires_grad=True), torch.randint(0, 64, (4, 2))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         experts(x, ids, torch.rand(4, 2)).sum().backward()
-    assert max(kept) < experts.gate.numel() / 8
+    assert max(saved_sizes) < experts.gate.numel() / 8
 
 
 def test_dropout_is_of_what_goes_into_an_adapter_and_in_training_alone() -> None:
@@ -157,14 +157,14 @@ def test_dropout_is_of_what_goes_into_an_adapter_and_in_training_alone() -> None
 
 def as_peft(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Merged weights by the names and shapes that transformers has in memory."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         home, _, kind = name.rpartition(".")
         if kind == "down":
-            found[f"{home}.down_proj"] = tensor
+            tensors[f"{home}.down_proj"] = tensor
         elif kind == "gate":
-            found[f"{home}.gate_up_proj"] = torch.cat([tensor, weights[f"{home}.up"]], dim=1)
-    return found
+            tensors[f"{home}.gate_up_proj"] = torch.cat([tensor, weights[f"{home}.up"]], dim=1)
+    return tensors
 
 
 def compare_merged(module: nn.Module, merged: Any, base: dict[str, Tensor]) -> int:
@@ -174,9 +174,9 @@ def compare_merged(module: nn.Module, merged: Any, base: dict[str, Tensor]) -> i
     theirs = {name: tensor for name, tensor in merged.state_dict().items() if ".experts." in name}
     assert len(mine) == len(theirs) > 0
     moved = 0
-    for (name, own), (there, other) in zip(sorted(mine.items()), sorted(theirs.items()), strict=True):
+    for (name, value), (there, other) in zip(sorted(mine.items()), sorted(theirs.items()), strict=True):
         assert name.rpartition(".")[2] == there.rpartition(".")[2]
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
         moved += not torch.equal(other, base[there])
     return moved
 
@@ -350,8 +350,8 @@ def test_a_folder_of_expert_adapters_is_a_model_by_itself_and_is_merged(tmp_path
         expected = module(batch, logits=True)["logits"]
         tessera.convert(tmp_path / "adapter", tmp_path / "merged")
         beside, _ = tessera.load(tmp_path / "base", device="cpu", adapters=tmp_path / "adapter")
-        for one in (loaded, tessera.load(tmp_path / "merged", device="cpu")[0], beside):
-            torch.testing.assert_close(one(batch)["logits"], expected, rtol=1e-4, atol=1e-5)
+        for model in (loaded, tessera.load(tmp_path / "merged", device="cpu")[0], beside):
+            torch.testing.assert_close(model(batch)["logits"], expected, rtol=1e-4, atol=1e-5)
         with without_adapters(module):
             assert float((module(batch, logits=True)["logits"] - expected).abs().max()) > 0.01
     tessera.convert(tmp_path / "adapter", tmp_path / "again", adapters=True)
@@ -364,18 +364,20 @@ def test_a_folder_of_expert_adapters_is_a_model_by_itself_and_is_merged(tmp_path
 
 def setup(family: str = "qwen3", world: int = 1, **lora: Any) -> Any:
     parallel = lora.pop("parallel", {})
-    made = {
+    settings = {
         "model": {"family": family, "preset": "quickstart-moe", "lora": lora},
         "train": {"steps": 1},
         "parallel": parallel,
     }
-    return build_meta_model(load_config(made), world)
+    return build_meta_model(load_config(settings), world)
 
 
 def test_experts_are_adapted_where_a_pattern_names_them() -> None:
-    one = setup(targets=["text.layers.0.mlp.experts"], rank=4)
-    assert list(one.adapters) == [f"text.layers.0.mlp.experts.{name}" for name in SIDES]
-    shapes = {name.split("experts.")[1]: tuple(p.shape) for name, p in one.module.named_parameters() if p.requires_grad}
+    single = setup(targets=["text.layers.0.mlp.experts"], rank=4)
+    assert list(single.adapters) == [f"text.layers.0.mlp.experts.{name}" for name in SIDES]
+    shapes = {
+        name.split("experts.")[1]: tuple(p.shape) for name, p in single.module.named_parameters() if p.requires_grad
+    }
     assert shapes == {
         "gate_up_proj.lora_a.weight": (8, 4, 128),
         "gate_up_proj.lora_b.weight": (8, 2, 96, 4),
@@ -392,23 +394,23 @@ def test_experts_are_adapted_where_a_pattern_names_them() -> None:
 
 def test_a_plan_splits_adapters_as_their_experts_are() -> None:
     """Two ranks have half of the experts each, and two of each of these half of the width."""
-    made = setup(world=4, targets=["text.layers.0.mlp.experts"], rank=4, parallel={"ep": 2, "tp": 2}).plan
-    assert made.experts is not None
-    splits = made.experts.stacks["text.layers.0.mlp.experts"]
+    layout = setup(world=4, targets=["text.layers.0.mlp.experts"], rank=4, parallel={"ep": 2, "tp": 2}).plan
+    assert layout.experts is not None
+    splits = layout.experts.stacks["text.layers.0.mlp.experts"]
     assert {name: dim for name, dim in splits.items() if "lora" in name} == {
         "gate_up_proj.lora_b.weight": 2,
         "down_proj.lora_a.weight": 2,
     }
-    shapes = {s.name.split("experts.")[1]: s.shape for s in made.param_shards if is_factor(s.name)}
+    shapes = {s.name.split("experts.")[1]: s.shape for s in layout.param_shards if is_factor(s.name)}
     assert shapes == {
         "gate_up_proj.lora_a.weight": (4, 4, 128),
         "gate_up_proj.lora_b.weight": (4, 2, 48, 4),
         "down_proj.lora_a.weight": (4, 4, 48),
         "down_proj.lora_b.weight": (4, 1, 128, 4),
     }
-    assert made.tensor is not None
+    assert layout.tensor is not None
     partial = [
-        name.split("experts.")[1] for name in made.tensor.styles if is_factor(name) and made.tensor.partial(name)
+        name.split("experts.")[1] for name in layout.tensor.styles if is_factor(name) and layout.tensor.partial(name)
     ]
     assert partial == ["gate_up_proj.lora_a.weight", "down_proj.lora_b.weight"]
 
@@ -425,14 +427,14 @@ def test_a_token_meets_the_adapters_of_its_experts() -> None:
     plain, lora = (setup(targets=targets, rank=4) for targets in (["text.layers.{*}.attn"], [EXPERTS]))
     of_attention = sum(p.numel() for n, p in plain.module.named_parameters() if p.requires_grad)
     of_experts = sum(p.numel() for n, p in lora.module.named_parameters() if p.requires_grad)
-    own = sum(
+    expected_bytes = sum(
         p.numel() * (0.25 if p.dim() > 2 else 1)
         for n, p in lora.module.named_parameters()
         if p.dim() > 1 and not is_factor(n) and n.startswith("text.layers")
     )
     passes = [one.training["text"].weights for one in (plain, lora)]
     # Nothing trained but adapters: forward and the gradient of what goes in, and three products of adapters.
-    assert passes == pytest.approx([2 + 3 * of_attention / own, 2 + 3 * of_experts / 4 / own])
+    assert passes == pytest.approx([2 + 3 * of_attention / expected_bytes, 2 + 3 * of_experts / 4 / expected_bytes])
 
 
 @pytest.mark.parametrize(
@@ -499,9 +501,9 @@ def test_preferences_train_experts_and_a_stopped_run_goes_on_bitwise(tmp_path: P
     assert losses[-1] != losses[0]
     train(run_recipe(data, tmp_path / "part", dropout=0.2), callbacks=[StopAt(2)])
     part = resume(tmp_path / "part" / "chat")
-    expected, found = tensors_of(whole), tensors_of(part)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = tensors_of(whole), tensors_of(part)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     moved = [name for name in expected if ".experts.down_proj.lora_b" in name and name.startswith("model.")]
     assert moved
     assert all(expected[name].any() for name in moved)
@@ -521,6 +523,6 @@ def write_text_pairs(folder: Path) -> Path:
     """The set of pairs without its images."""
     write_pair_set(folder)
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    kept = [{**row, "messages": [{"role": "user", "content": "Say old red blue"}]} for row in rows]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    prompts = [{**row, "messages": [{"role": "user", "content": "Say old red blue"}]} for row in rows]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     return folder

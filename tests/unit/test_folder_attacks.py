@@ -157,8 +157,8 @@ def make(kind: str, path: Path) -> None:
     elif kind == "socket":
         here = os.getcwd()
         os.chdir(path.parent)  # paths of sockets are short
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as endpoint:
+            endpoint.bind(path.name)
         os.chdir(here)
     else:
         path.symlink_to("/dev/zero")

@@ -55,7 +55,7 @@ def test_a_transformers_folder_is_one_component(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_is_written_and_read_component_by_component(tmp_path: Path) -> None:
-    made = pipeline(tmp_path / "p")
+    parts = pipeline(tmp_path / "p")
     layout = folder_layout(tmp_path / "p")
     assert isinstance(layout, DiffusersFolder)
     assert layout.components() == ("text_encoder", "transformer")
@@ -63,7 +63,7 @@ def test_a_pipeline_is_written_and_read_component_by_component(tmp_path: Path) -
     assert [path.name for path in layout.weight_files("transformer")] == ["diffusion_pytorch_model.safetensors"]
     assert [path.name for path in layout.weight_files("text_encoder")] == ["model.safetensors"]
     assert json.loads((tmp_path / "p" / "model_index.json").read_text()) == INDEX
-    for name, tensors in made.items():
+    for name, tensors in parts.items():
         filled = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
         load_folder(tmp_path / "p", filled, TABLE, component=name)
         assert all(torch.equal(filled[key], tensor) for key, tensor in tensors.items())
@@ -71,14 +71,14 @@ def test_a_pipeline_is_written_and_read_component_by_component(tmp_path: Path) -
 
 
 def test_large_components_have_an_index(tmp_path: Path) -> None:
-    made = pipeline(tmp_path / "p", shard_bytes=50)
+    components = pipeline(tmp_path / "p", shard_bytes=50)
     folder = tmp_path / "p" / "transformer"
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert names == [f"diffusion_pytorch_model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
     table = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())["weight_map"]
     assert sorted(set(table.values())) == names
-    found = {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
-    assert torch.equal(found["blocks.2.proj.weight"], made["transformer"]["2.weight"])
+    stored = {key: tensor for name in names for key, tensor in load_file(folder / name).items()}
+    assert torch.equal(stored["blocks.2.proj.weight"], components["transformer"]["2.weight"])
     # A component alone is a folder of one component, with the names it had.
     assert [path.name for path in folder_layout(folder).weight_files()] == names
 
@@ -92,10 +92,10 @@ def test_what_a_pipeline_does_not_have_is_named(tmp_path: Path) -> None:
 
 
 def test_of_a_pipeline_the_transformer_is_meant_where_no_component_is_named(tmp_path: Path) -> None:
-    made = pipeline(tmp_path / "p")["transformer"]
-    filled = {key: torch.zeros_like(tensor) for key, tensor in made.items()}
+    transformer = pipeline(tmp_path / "p")["transformer"]
+    filled = {key: torch.zeros_like(tensor) for key, tensor in transformer.items()}
     load_folder(tmp_path / "p", filled, TABLE)
-    assert all(torch.equal(filled[key], tensor) for key, tensor in made.items())
+    assert all(torch.equal(filled[key], tensor) for key, tensor in transformer.items())
     assert folder_layout(tmp_path / "p").config() == {"_class_name": "transformer"}
     (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet"]}))
     with pytest.raises(TesseraError, match="no component 'transformer'"):

@@ -30,12 +30,12 @@ def folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, out: Path, path: Path | None, steps: int = 4, **model: Any) -> dict[str, Any]:
-    made = chat_recipe(data, out, steps=steps)
-    made["data"] |= {"eval": [], "workers": 0, "balance": False}
-    made["optim"]["lr"] = 1e-2
-    made["model"] = made["model"] if path is None else {"path": str(path)}
-    made["model"] |= model
-    return made
+    settings = chat_recipe(data, out, steps=steps)
+    settings["data"] |= {"eval": [], "workers": 0, "balance": False}
+    settings["optim"]["lr"] = 1e-2
+    settings["model"] = settings["model"] if path is None else {"path": str(path)}
+    settings["model"] |= model
+    return settings
 
 
 def stored(run: tessera.Run) -> dict[str, torch.Tensor]:
@@ -60,9 +60,9 @@ def test_a_run_without_its_frozen_weights_resumes_bitwise_and_can_be_used(
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
     assert not any(name.startswith("model.vision.") for name in ends[0])
     assert any(name.startswith("model.text.") for name in ends[0])
-    kept = json.loads((whole.checkpoint / "state.json").read_text())["frozen"]  # type: ignore[operator]
-    assert kept["folder"] == str(folder)
-    assert list(kept["files"]) == ["model.safetensors"]
+    frozen = json.loads((whole.checkpoint / "state.json").read_text())["frozen"]  # type: ignore[operator]
+    assert frozen["folder"] == str(folder)
+    assert list(frozen["files"]) == ["model.safetensors"]
     loaded, start = weights(again.folder), weights(folder)
     assert all(torch.equal(loaded[name], start[name]) for name in loaded if name.startswith("vision."))
     assert tessera.convert(
@@ -96,9 +96,9 @@ def test_what_was_ever_trained_is_stored(data: Path, folder: Path, tmp_path: Pat
 
 
 def test_frozen_weights_are_stored_on_request_and_without_a_folder(data: Path, folder: Path, tmp_path: Path) -> None:
-    asked = recipe(data, tmp_path / "asked", folder, steps=1, freeze=["vision"])
-    asked["checkpoint"]["store_frozen"] = True
+    settings = recipe(data, tmp_path / "asked", folder, steps=1, freeze=["vision"])
+    settings["checkpoint"]["store_frozen"] = True
     random = recipe(data, tmp_path / "random", None, steps=1, freeze=["vision"])
-    for run in (tessera.train(asked), tessera.train(random)):
+    for run in (tessera.train(settings), tessera.train(random)):
         assert any(name.startswith("model.vision.") for name in stored(run))
         tessera.load(run.folder)

@@ -123,15 +123,15 @@ def test_types_are_as_stored_or_as_asked(house: Path) -> None:
 
 def test_answers_are_text(house: Path, loaded: tuple[LoadedModel, LoadedProcessor]) -> None:
     model, processor = loaded
-    one = model.generate(processor(ask(house / "cat.png")), max_new_tokens=6)
-    assert isinstance(one, str)
+    answer = model.generate(processor(ask(house / "cat.png")), max_new_tokens=6)
+    assert isinstance(answer, str)
     several = model.generate(processor([ask(house / "cat.png"), ask(picture(1)), ask(picture(2))]), max_new_tokens=6)
     assert isinstance(several, list)
     assert len(several) == 3
-    assert several[0] == one, "an answer does not depend on who else asks"
+    assert several[0] == answer, "an answer does not depend on who else asks"
     grown: list[str] = []
     streamed = model.generate(processor(ask(house / "cat.png")), max_new_tokens=6, on_text=grown.append)
-    assert "".join(grown) == streamed == one
+    assert "".join(grown) == streamed == answer
     with pytest.raises(TesseraError, match="on_text"):
         model.generate(processor([ask(picture()), ask(picture())]), on_text=grown.append)
     free = [model.generate(processor(ask(picture())), 8, temperature=2.0, seed=s) for s in (1, 1, 2)]

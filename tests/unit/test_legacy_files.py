@@ -21,10 +21,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tessera.checkpoint.files import read_tensors
-from tessera.checkpoint.legacy.dcp import DcpTensor, check_cover, plan_dcp, read_dcp
+from tessera.checkpoint.legacy.dcp import DcpTensor, plan_dcp, read_dcp
 from tessera.checkpoint.legacy.pickles import Described
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.checkpoint.legacy.torch_plan import plan_torch_file
+from tessera.checkpoint.parts import check_cover
 from tessera.checkpoint.writer import PlannedFolder
 from tessera.errors import TesseraError
 from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
@@ -44,15 +45,20 @@ DTYPES = [
 
 def content() -> dict[str, Any]:
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    made: dict[str, Any] = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in DTYPES}
-    made |= {"transposed": base.t(), "slice": base[1:3, ::2], "scalar": torch.tensor(7.5), "empty": torch.empty(0, 4)}
-    made["parameter"] = torch.nn.Parameter(torch.randn(2, 2))
-    return made
+    tensors: dict[str, Any] = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in DTYPES}
+    tensors |= {
+        "transposed": base.t(),
+        "slice": base[1:3, ::2],
+        "scalar": torch.tensor(7.5),
+        "empty": torch.empty(0, 4),
+    }
+    tensors["parameter"] = torch.nn.Parameter(torch.randn(2, 2))
+    return tensors
 
 
-def equal(found: Any, expected: torch.Tensor) -> bool:
-    assert isinstance(found, StoredTensor)
-    read = found.read()
+def equal(stored: Any, expected: torch.Tensor) -> bool:
+    assert isinstance(stored, StoredTensor)
+    read = stored.read()
     return read.dtype == expected.dtype and read.shape == expected.shape and torch.equal(read, expected.detach())
 
 
@@ -75,28 +81,28 @@ def torch_file(name: str, content: Any, tensors: Any) -> FolderPlan:
 def test_every_kind_of_tensor_is_read(tmp_path: Path) -> None:
     state = content()
     torch.save({"model": state, "iteration": 12, "names": ["a", ("b", None)]}, tmp_path / "a.pt")
-    found = read_torch_file(tmp_path / "a.pt")
-    assert (found["iteration"], found["names"]) == (12, ["a", ("b", None)])
-    assert found["model"].keys() == state.keys()
-    assert all(equal(found["model"][name], tensor) for name, tensor in state.items())
+    stored = read_torch_file(tmp_path / "a.pt")
+    assert (stored["iteration"], stored["names"]) == (12, ["a", ("b", None)])
+    assert stored["model"].keys() == state.keys()
+    assert all(equal(stored["model"][name], tensor) for name, tensor in state.items())
 
 
 def test_a_module_s_own_state_and_an_eight_bit_type_are_read(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     small = torch.randn(4, 4).to(torch.float8_e4m3fn)
     torch.save(module.state_dict() | {"small": small}, tmp_path / "a.pt")
-    found = read_torch_file(tmp_path / "a.pt")
-    assert all(equal(found[name], tensor) for name, tensor in module.state_dict().items())
-    assert torch.equal(found["small"].read().view(torch.uint8), small.view(torch.uint8))
+    content = read_torch_file(tmp_path / "a.pt")
+    assert all(equal(content[name], tensor) for name, tensor in module.state_dict().items())
+    assert torch.equal(content["small"].read().view(torch.uint8), small.view(torch.uint8))
 
 
 def test_what_a_training_job_stores_beside_weights_is_described_and_not_built(tmp_path: Path) -> None:
     beside = {"args": argparse.Namespace(lr=1e-5), "rng": [np.random.get_state()[1]], "model": {"w": torch.ones(2)}}
     torch.save(beside, tmp_path / "a.pt")
-    found = read_torch_file(tmp_path / "a.pt")
-    assert equal(found["model"]["w"], torch.ones(2))
-    assert isinstance(found["args"], Described)
-    assert str(found["args"].name) == "argparse.Namespace"
+    content = read_torch_file(tmp_path / "a.pt")
+    assert equal(content["model"]["w"], torch.ones(2))
+    assert isinstance(content["args"], Described)
+    assert str(content["args"].name) == "argparse.Namespace"
 
 
 class Poison:
@@ -139,16 +145,16 @@ def test_what_we_write_torch_loads(tmp_path: Path) -> None:
     assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in tensors.items())
     mapped = torch.load(path, weights_only=True, mmap=True)
     assert torch.equal(mapped["model"]["transposed"], tensors["transposed"])
-    found = read_torch_file(path)
-    assert all(equal(found["model"][name], tensor) for name, tensor in tensors.items())
+    stored = read_torch_file(path)
+    assert all(equal(stored["model"][name], tensor) for name, tensor in tensors.items())
 
 
 def test_files_of_more_than_4_gigabytes_are_read(tmp_path: Path) -> None:
     plans = {"a": PlannedTensor(torch.int8, (5 << 30,)), "b": PlannedTensor(torch.int8, (7,))}
     write(tmp_path, torch_file("a.pt", plans, plans), {"b": torch.arange(7, dtype=torch.int8)})  # a hole in the file
-    found = read_torch_file(tmp_path / "a.pt")
-    assert found["a"].shape == (5 << 30,)
-    assert equal(found["b"], torch.arange(7, dtype=torch.int8))
+    content = read_torch_file(tmp_path / "a.pt")
+    assert content["a"].shape == (5 << 30,)
+    assert equal(content["b"], torch.arange(7, dtype=torch.int8))
     loaded = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
     assert loaded["a"].shape == (5 << 30,)
     assert torch.equal(loaded["b"], torch.arange(7, dtype=torch.int8))
@@ -167,9 +173,9 @@ def test_pipes_and_missing_files_are_refused(tmp_path: Path) -> None:
 def test_folders_of_dcp_are_read_whole_and_in_parts(tmp_path: Path) -> None:
     state = {"model": {"w": torch.randn(3, 4), "b": torch.randn(4).bfloat16(), "n": torch.tensor(3)}, "step": 5}
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    found = read_dcp(tmp_path / "a")
-    assert found.keys() == {"model.w", "model.b", "model.n"}
-    assert all(torch.equal(found[f"model.{name}"].read(), tensor) for name, tensor in state["model"].items())
+    content = read_dcp(tmp_path / "a")
+    assert content.keys() == {"model.w", "model.b", "model.n"}
+    assert all(torch.equal(content[f"model.{name}"].read(), tensor) for name, tensor in state["model"].items())
 
 
 def test_stock_dcp_loads_what_we_write(tmp_path: Path) -> None:
@@ -200,13 +206,13 @@ def test_boxes_of_stored_tensors_are_those_of_the_tensors(tmp_path: Path) -> Non
     torch.save(state, tmp_path / "a.pt")
     dcp.save({name: tensor.detach() for name, tensor in state.items()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     chance = random.Random(0)
-    for found in (read_torch_file(tmp_path / "a.pt"), read_dcp(tmp_path / "dcp")):
+    for stored in (read_torch_file(tmp_path / "a.pt"), read_dcp(tmp_path / "dcp")):
         for name, tensor in state.items():
             for _ in range(5):
                 offsets = [chance.randrange(size) if size else 0 for size in tensor.shape]
                 sizes = [chance.randint(0, size - at) for size, at in zip(tensor.shape, offsets, strict=True)]
                 box = tensor.detach()[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-                read = found[name].read(offsets, sizes)
+                read = stored[name].read(offsets, sizes)
                 assert read.is_contiguous()
                 assert torch.equal(read, box)
 
@@ -234,7 +240,7 @@ def test_sizes_that_a_folder_only_claims_take_no_memory(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(
         good.replace(b"\x8a\x02\xc8\x00", b"\x8a\x06" + (1 << 40).to_bytes(6, "little"))
     )
-    with pytest.raises(TesseraError, match="is not what"):
+    with pytest.raises(TesseraError, match="differs from"):
         read_dcp(tmp_path)["w"].read()
     torch.save({"a": torch.ones(4), "b": torch.ones(1, dtype=torch.float64)}, tmp_path / "a.pt")
     data = (tmp_path / "a.pt").read_bytes()
@@ -254,8 +260,8 @@ def test_sizes_that_a_folder_only_claims_take_no_memory(tmp_path: Path) -> None:
 def test_ordered_dictionaries_in_one_file_keep_their_own_tensors(tmp_path: Path) -> None:
     chunks = {f"model{n}": OrderedDict(w=torch.full((2,), float(n)), b=torch.full((3,), n + 0.5)) for n in range(4)}
     torch.save(chunks, tmp_path / "a.pt")
-    found = read_torch_file(tmp_path / "a.pt")
-    assert all(equal(found[key][name], tensor) for key, chunk in chunks.items() for name, tensor in chunk.items())
+    content = read_torch_file(tmp_path / "a.pt")
+    assert all(equal(content[key][name], tensor) for key, chunk in chunks.items() for name, tensor in chunk.items())
 
 
 HEAD, ORDERED, SIZE = b"\x80\x02", b"ccollections\nOrderedDict\n", b"ctorch\nSize\n"
@@ -370,7 +376,7 @@ def test_many_random_bytes_in_metadata_of_dcp(tmp_path: Path) -> None:
 
 def test_parts_that_are_named_again_and_again_are_refused() -> None:
     """A list of a million empty parts, which a thousand tensors share, is a file of two megabytes."""
-    with pytest.raises(TesseraError, match="do not make the whole"):
+    with pytest.raises(TesseraError, match="do not cover the tensor"):
         check_cover("a", (0,), [((0,), (0,))] * 2, "here")
 
 
@@ -380,14 +386,14 @@ def test_shared_parts_are_built_once_and_expanded_tensors_are_not_read(tmp_path:
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
             archive.writestr("archive/data.pkl", pickled)
             archive.writestr("archive/data/0", bytes(64))
-        found = read_torch_file(tmp_path / "a.pt")
+        content = read_torch_file(tmp_path / "a.pt")
     with pytest.raises(TesseraError, match="more elements than its storage"):
-        found.read()
+        content.read()
 
 
 def test_parts_of_dcp_that_overlap_are_refused() -> None:
     folder = Path("folder")
     check_cover("w", (4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))], str(folder))
     check_cover("w", (), [((), ())], str(folder))
-    with pytest.raises(TesseraError, match="do not make the whole"):
+    with pytest.raises(TesseraError, match="do not cover the tensor"):
         check_cover("w", (4,), [((0,), (2,)), ((1,), (2,))], str(folder))  # as many elements as there are, and a hole

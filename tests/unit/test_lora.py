@@ -29,13 +29,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(data: Path, out: Path, lora: dict[str, Any] | None, steps: int = 3) -> dict[str, Any]:
-    made = chat_recipe(data, out, steps=steps)
-    made["data"]["eval"] = []
-    made["data"]["balance"] = False  # frozen weights are less work: rows of equal work would be packed otherwise
-    made["optim"]["lr"] = 1e-2
+    settings = chat_recipe(data, out, steps=steps)
+    settings["data"]["eval"] = []
+    settings["data"]["balance"] = False  # frozen weights are less work: rows of equal work would be packed otherwise
+    settings["optim"]["lr"] = 1e-2
     if lora is not None:
-        made["model"]["lora"] = lora
-    return made
+        settings["model"]["lora"] = lora
+    return settings
 
 
 class Watcher(Callback):
@@ -65,28 +65,28 @@ def tensors_of(run: Run) -> dict[str, torch.Tensor]:
 
 
 def setup(**lora: Any) -> Any:
-    made = {
+    settings = {
         "model": {"family": "qwen2_vl", "preset": "quickstart", "config": MODEL, "lora": lora},
         "train": {"steps": 1},
     }
-    return build_meta_model(load_config(made), 1)
+    return build_meta_model(load_config(settings), 1)
 
 
 def test_by_default_all_layers_of_the_text_decoder() -> None:
-    found = setup()
+    result = setup()
     kinds = {f"text.layers.{n}.{kind}" for n in (0, 1) for kind in (
         "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")}  # fmt: skip
-    assert set(found.adapters) == kinds
-    trained = {piece.name for piece in found.plan.param_shards if piece.trained}
+    assert set(result.adapters) == kinds
+    trained = {piece.name for piece in result.plan.param_shards if piece.trained}
     assert trained == {f"{path}.{side}.weight" for path in kinds for side in ("lora_a", "lora_b")}
 
 
 def test_patterns_may_have_settings_of_their_own_and_the_last_one_wins() -> None:
-    found = setup(targets=["text.layers.{*}.attn", {"modules": "*.layers.0.attn.q", "rank": 3, "alpha": 5}], rank=8)
-    assert found.adapters["text.layers.0.attn.q"].rank == 3
-    assert found.adapters["text.layers.0.attn.q"].scale == pytest.approx(5 / 3)
-    assert found.adapters["text.layers.1.attn.q"].scale == pytest.approx(32 / 8)
-    assert found.module.get_parameter("text.layers.0.attn.q.lora_a.weight").shape == (3, 32)
+    result = setup(targets=["text.layers.{*}.attn", {"modules": "*.layers.0.attn.q", "rank": 3, "alpha": 5}], rank=8)
+    assert result.adapters["text.layers.0.attn.q"].rank == 3
+    assert result.adapters["text.layers.0.attn.q"].scale == pytest.approx(5 / 3)
+    assert result.adapters["text.layers.1.attn.q"].scale == pytest.approx(32 / 8)
+    assert result.module.get_parameter("text.layers.0.attn.q.lora_a.weight").shape == (3, 32)
     assert setup(rslora=True).adapters["text.layers.0.mlp.up"].scale == pytest.approx(32 / 4)
 
 
@@ -106,10 +106,10 @@ def test_what_cannot_be_adapted_is_told(target: str, told: str) -> None:
 
 
 def test_experts_are_passed_over_by_default() -> None:
-    made = {"model": {"family": "qwen3", "preset": "quickstart-moe", "lora": {}}, "train": {"steps": 1}}
+    settings = {"model": {"family": "qwen3", "preset": "quickstart-moe", "lora": {}}, "train": {"steps": 1}}
     for targets in ([], ["text.layers.{*}"]):
-        found = build_meta_model(load_config(made, {"model.lora.targets": targets}), 1).adapters
-        assert {path.split(".")[3] for path in found} == {"attn"}
+        chosen = build_meta_model(load_config(settings, {"model.lora.targets": targets}), 1).adapters
+        assert {path.split(".")[3] for path in chosen} == {"attn"}
 
 
 # ---------------------------------------------------------------------------------------------- a run
@@ -151,8 +151,8 @@ def test_a_stopped_run_goes_on_to_the_same_end(data: Path, tmp_path: Path) -> No
 
 def test_the_run_keeps_what_it_adapts_and_answers(data: Path, tmp_path: Path) -> None:
     run = train(recipe(data, tmp_path, {"rank": 4, "merge": True}, steps=3), {"checkpoint.export": True})
-    kept = read_mapping(run.folder / "config.yaml")["model"]["lora"]
-    assert "text.layers.1.mlp.down" in kept["targets"]
+    saved = read_mapping(run.folder / "config.yaml")["model"]["lora"]
+    assert "text.layers.1.mlp.down" in saved["targets"]
     model, processor = tessera.load(run.folder, device="cpu")
     assert len(model.adapters) == 14
     batch = processor([{"role": "user", "content": "red blue"}])

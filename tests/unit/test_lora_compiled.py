@@ -80,9 +80,9 @@ def test_gradients_and_the_reference_of_dpo_and_nothing_is_compiled_again() -> N
     apply_compile(model, [path for path in blocks if path.startswith("text.")], backend=counter)  # type: ignore[arg-type]
     for batch, (before, expected) in zip(batches, plain, strict=True):
         torch.testing.assert_close(reference(model, batch), before, rtol=1e-5, atol=1e-6)
-        found = gradients(model, batch)
-        assert found.keys() == expected.keys()
-        for name, grad in found.items():
+        actual = gradients(model, batch)
+        assert actual.keys() == expected.keys()
+        for name, grad in actual.items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6)
     assert not counters["graph_break"]
     seen = counter.frame_count
@@ -172,8 +172,8 @@ def test_fewer_bits_and_dropout_through_kernels(bits: WeightBits) -> None:
     net = adapted_net(0.4, bits)
     expected = slopes(net.eval(), x)
     apply_compile(net, ["mlp"])
-    found = slopes(net, x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual = slopes(net, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # Masks are the compiler's own. What comes out is linear in the last B: if backward has the mask that forward had,
     # the slope times B is what the adapter added, whichever mask that was.
     value, slope = slopes(net.train(), x)
@@ -181,7 +181,7 @@ def test_fewer_bits_and_dropout_through_kernels(bits: WeightBits) -> None:
     added = float((slope["mlp.down.lora_b.weight"] * b.detach()).sum())
     assert slopes(net, x)[0] == value  # drawn from the common stream
     assert slopes(net, x, seed=5)[0] != value
-    assert value != found[0]
+    assert value != actual[0]
     with torch.no_grad():
         b.zero_()
     assert float(value - slopes(net, x)[0]) == pytest.approx(added, rel=1e-4)

@@ -18,11 +18,11 @@ import tessera
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import LoraSection, ModelSection
 from tessera.errors import TesseraError
+from tessera.lora.exchange import FILES, open_adapters
 from tessera.lora.export import save_adapters
 from tessera.lora.factors import Factors
-from tessera.lora.files import FILES, open_adapters
+from tessera.lora.load import read_adapters
 from tessera.lora.modules import find_adapters
-from tessera.lora.reading import read_adapters
 from tessera.lora.select import Adapter, factor_names
 from tessera.models import FAMILIES, families_with_layers, for_family, resolve
 
@@ -69,14 +69,14 @@ class Case:
         a, b = factor_names(path)
         return self.adapters[path].scale * self.tensors[b] @ self.tensors[a]
 
-    def check(self, found: Mapping[str, Factors]) -> None:
-        assert set(found) == set(self.adapters)
-        for path, factors in found.items():
+    def check(self, read_back: Mapping[str, Factors]) -> None:
+        assert set(read_back) == set(self.adapters)
+        for path, factors in read_back.items():
             near(factors.adapter.scale * factors.b.float() @ factors.a.float(), self.product(path), path)
 
 
-def near(one: Tensor, other: Tensor, what: str) -> None:
-    assert float((one - other).detach().abs().max()) <= EXACT * float(other.detach().abs().max()), what
+def near(value: Tensor, other: Tensor, what: str) -> None:
+    assert float((value - other).detach().abs().max()) <= EXACT * float(other.detach().abs().max()), what
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -84,10 +84,10 @@ def test_every_form_is_read_back_as_it_was_written(family: str, tmp_path: Path) 
     case = Case(family)
     for form in FORMS[family]:
         case.write(tmp_path / form, form)
-        found = case.read(tmp_path / form)
-        case.check(found)
+        read_back = case.read(tmp_path / form)
+        case.check(read_back)
         # Layers that lie side by side in a file come apart with the ranks that they had.
-        assert all(factors.adapter.rank == case.adapters[path].rank for path, factors in found.items()), form
+        assert all(factors.adapter.rank == case.adapters[path].rank for path, factors in read_back.items()), form
         if form != "peft":
             case.check(case.read(tmp_path / form / FILES[form]))
 
@@ -108,7 +108,7 @@ def test_the_forms_of_a_run_share_a_folder_and_the_scale_of_the_run_is_kept(tmp_
 
 @pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video_1_5"])
 def test_a_family_whose_makers_names_are_not_known_says_so(family: str, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="names of the model's makers"):
+    with pytest.raises(TesseraError, match="names of the original checkpoint"):
         Case(family).write(tmp_path / "out", "kohya")
 
 
@@ -173,13 +173,13 @@ def test_the_converters_of_diffusers_understand_our_names(
     if form == "kohya" and family == "wan":  # theirs knows the layers of blocks, all of them
         case.adapters = {path: one for path, one in case.adapters.items() if path.startswith("blocks.")}
     case.write(tmp_path / "lora", form)
-    made = convert(load_file(tmp_path / "lora" / FILES[form]))
+    converted = convert(load_file(tmp_path / "lora" / FILES[form]))
     for path in case.adapters:
         rule, (name,) = case.table.rule_for(f"{path}.weight")
         layer = f"transformer.{name.removesuffix('.weight')}"
-        product = made.pop(f"{layer}.lora_B.weight").float() @ made.pop(f"{layer}.lora_A.weight").float()
+        product = converted.pop(f"{layer}.lora_B.weight").float() @ converted.pop(f"{layer}.lora_A.weight").float()
         near(product, rule.op.to_foreign(case.product(path))[0], name)
-    assert not made
+    assert not converted
 
 
 def test_hunyuan_names_are_those_that_diffusers_converts(tmp_path: Path) -> None:
@@ -191,11 +191,11 @@ def test_hunyuan_names_are_those_that_diffusers_converts(tmp_path: Path) -> None
         key: tensor for key, tensor in load_file(tmp_path / "lora" / FILES["comfyui"]).items() if "alpha" not in key
     }
     stored = {key.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): t for key, t in stored.items()}
-    made = theirs_names._convert_hunyuan_video_lora_to_diffusers(stored)
+    converted = theirs_names._convert_hunyuan_video_lora_to_diffusers(stored)
     for path in case.adapters:
         rule, (name,) = case.table.rule_for(f"{path}.weight")
         layer = f"transformer.{name.removesuffix('.weight')}"
-        product = made[f"{layer}.lora_B.weight"] @ made[f"{layer}.lora_A.weight"]
+        product = converted[f"{layer}.lora_B.weight"] @ converted[f"{layer}.lora_A.weight"]
         near(product, rule.op.to_foreign(case.product(path))[0], name)
 
 
@@ -212,9 +212,9 @@ def test_makers_names_are_those_that_diffusers_converts(family: str) -> None:
         "sd3": single_file_utils.convert_sd3_transformer_checkpoint_to_diffusers,
         "ltx_video": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
     }[family]
-    made, expected = convert(dict(original)), case.table.to_foreign(native)
-    assert made.keys() == expected.keys()
-    assert all(torch.equal(made[name], expected[name]) for name in expected)
+    converted, expected = convert(dict(original)), case.table.to_foreign(native)
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], expected[name]) for name in expected)
 
 
 # ---------------------------------------------------------------------------------------------- files of others
@@ -249,7 +249,7 @@ def test_a_file_without_alpha_is_taken_as_it_is_and_with_one_it_is_scaled(tmp_pa
 def test_differences_of_zero_change_nothing_and_others_are_refused(tmp_path: Path) -> None:
     case, name = Case("wan"), "diffusion_model.blocks.0.norm3.diff_b"
     assert case.read(wan_file(tmp_path / "a.safetensors", **{name: torch.zeros(128)}))
-    with pytest.raises(TesseraError, match="difference of whole weights"):
+    with pytest.raises(TesseraError, match="difference of full weights"):
         case.read(wan_file(tmp_path / "b.safetensors", **{name: torch.ones(128)}))
 
 
@@ -262,11 +262,11 @@ def test_a_shared_matrix_of_joined_layers_stays_shared(tmp_path: Path) -> None:
         f"{layer}.alpha": torch.tensor(2.0),
     }
     save_file(stored, tmp_path / "a.safetensors")
-    found = case.read(tmp_path / "a.safetensors")
-    assert sorted(found) == [f"blocks.0.attn.latent.{name}" for name in "kqv"]
-    assert {factors.adapter for factors in found.values()} == {Adapter(4, 2.0)}
-    case.adapters = {path: factors.adapter for path, factors in found.items()}
-    for path, factors in found.items():
+    read_back = case.read(tmp_path / "a.safetensors")
+    assert sorted(read_back) == [f"blocks.0.attn.latent.{name}" for name in "kqv"]
+    assert {factors.adapter for factors in read_back.values()} == {Adapter(4, 2.0)}
+    case.adapters = {path: factors.adapter for path, factors in read_back.items()}
+    for path, factors in read_back.items():
         case.tensors |= dict(zip(factor_names(path), (factors.a, factors.b), strict=True))
     written = load_file(case.write(tmp_path / "again", "kohya") / FILES["kohya"])
     assert written.keys() == stored.keys()
@@ -388,9 +388,9 @@ def test_load_merges_files_with_their_strength_and_convert_goes_between_forms(
         expected = before[f"{path}.weight"] + 0.5 * case.product(path)
         near(after[f"{path}.weight"], expected, path)
     for form in FORMS["wan"]:
-        made = tessera.convert(file, tmp_path / f"as-{form}", to=form, like=folder, adapters=True)
-        case.check(case.read(made))
-        file = made
+        written = tessera.convert(file, tmp_path / f"as-{form}", to=form, like=folder, adapters=True)
+        case.check(case.read(written))
+        file = written
     merged = tessera.convert(file, tmp_path / "merged", like=folder, prove="never")
     whole = model_tensors(tessera.load(merged, device="cpu")[0].module)
     for path in case.adapters:
@@ -400,11 +400,11 @@ def test_load_merges_files_with_their_strength_and_convert_goes_between_forms(
 def test_a_file_that_names_no_model_and_options_in_vain_are_refused(base: tuple[Case, Path], tmp_path: Path) -> None:
     case, folder = base
     file = case.write(tmp_path / "lora", "kohya") / FILES["kohya"]
-    with pytest.raises(TesseraError, match="do not say which model"):
+    with pytest.raises(TesseraError, match="do not name the model"):
         tessera.load(file)
-    with pytest.raises(TesseraError, match="do not say which model"):
+    with pytest.raises(TesseraError, match="do not name the model"):
         tessera.convert(file, tmp_path / "out", adapters=True)
-    with pytest.raises(TesseraError, match="a whole model lies here"):
+    with pytest.raises(TesseraError, match="not adapters"):
         tessera.load(folder, adapters=folder)
     with pytest.raises(TesseraError, match="no such folder"):
         tessera.load(folder, adapters=tmp_path / "lora" / "kohya_lora.safetensor")

@@ -18,8 +18,8 @@ from tessera.core.batch import Batch, Segments
 from tessera.errors import TesseraError
 from tessera.lora.export import save_adapters
 from tessera.lora.factors import merge_adapter
-from tessera.lora.modules import LoraLinear, adapters_of, add_adapters, find_adapters, trained_whole, without_adapters
-from tessera.lora.reading import fill_adapters, settled
+from tessera.lora.load import fill_adapters, settled
+from tessera.lora.modules import LoraLinear, adapters_of, add_adapters, find_adapters, trained_in_full, without_adapters
 from tessera.lora.select import Adapter, is_factor
 from tessera.models import resolve
 from tessera.ops.linear import row_lengths
@@ -79,19 +79,19 @@ def test_gradients_of_dora_are_those_of_peft() -> None:
     theirs = nn.ModuleDict({"layer": nn.Linear(12, 8)})
     theirs["layer"].load_state_dict({"weight": layer.weight, "bias": layer.bias})
     wrapped = peft.get_peft_model(theirs, peft.LoraConfig(r=3, lora_alpha=6, target_modules=["layer"], use_dora=True))
-    known = dict(wrapped.named_parameters())
+    parameters = dict(wrapped.named_parameters())
     pairs = {"lora_A": layer.lora_a.weight, "lora_B": layer.lora_b.weight, "magnitude": layer.lora_m.weight}
     with torch.no_grad():
         for word, value in pairs.items():
-            next(p for name, p in known.items() if word in name).copy_(value)
+            next(p for name, p in parameters.items() if word in name).copy_(value)
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(3))
-    found = torch.autograd.grad(layer(x).square().sum(), list(pairs.values()))
+    actual = torch.autograd.grad(layer(x).square().sum(), list(pairs.values()))
     expected_out = theirs["layer"](x)
     expected = torch.autograd.grad(
-        expected_out.square().sum(), [next(p for n, p in known.items() if word in n) for word in pairs]
+        expected_out.square().sum(), [next(p for n, p in parameters.items() if word in n) for word in pairs]
     )
-    for one, other in zip(found, expected, strict=True):
-        assert relative(one, other) < 1e-5
+    for gradient, other in zip(actual, expected, strict=True):
+        assert relative(gradient, other) < 1e-5
 
 
 def test_pissa_begins_as_the_model_was_and_holds_its_largest_singular_values() -> None:
@@ -116,8 +116,8 @@ def test_singular_vectors_by_iteration_are_those_of_the_whole_decomposition(monk
     weight = torch.randn(40, 30) @ torch.diag(0.8 ** torch.arange(30)) @ torch.randn(30, 30)
     whole = principal_factors(weight, 4, 2.0, "layer")
     monkeypatch.setattr(adapter_start, "WHOLE_SVD", 8)
-    for one, other in zip(principal_factors(weight, 4, 2.0, "layer"), whole, strict=True):
-        assert relative(one, other) < 1e-3  # also the signs
+    for factor, other in zip(principal_factors(weight, 4, 2.0, "layer"), whole, strict=True):
+        assert relative(factor, other) < 1e-3  # also the signs
     assert [x.shape for x in principal_factors(torch.randn(3, 8), 5, 1.0, "thin")] == [(5, 8), (3, 5)]
 
 
@@ -187,7 +187,7 @@ def test_peft_s_own_dora_with_whole_modules_makes_the_same_model_here(tmp_path: 
     section = settled(LoraSection(path=tmp_path / "adapter"), names, table)
     assert section.modules_to_save == ["text.embed.weight"]
     adapters = find_adapters(section, module, spec.main.plan(config))
-    add_adapters(module, adapters, whole=trained_whole(section, module, adapters))
+    add_adapters(module, adapters, trained=trained_in_full(section, module, adapters))
     fill_adapters(tmp_path / "adapter", model_tensors(module), adapters, names, table)
     theirs = wrapped.merge_and_unload()
     assert compare_weights(module, spec, config, theirs, base) > 1
@@ -252,9 +252,9 @@ def test_a_run_resumes_bitwise_and_its_exports_are_the_model_it_trained(form: di
         return
     by_hand = tmp_path / "by-hand"
     convert(whole.folder, by_hand)
-    one, other = (load_file(folder / "model.safetensors") for folder in (whole.folder / "hf", by_hand))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    merged, other = (load_file(folder / "model.safetensors") for folder in (whole.folder / "hf", by_hand))
+    assert merged.keys() == other.keys()
+    assert all(torch.equal(merged[name], other[name]) for name in merged)
 
 
 def test_without_adapters_a_dora_model_is_the_one_that_it_was() -> None:

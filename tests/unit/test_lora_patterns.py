@@ -18,9 +18,9 @@ from tessera.checkpoint.state import model_tensors
 from tessera.config.pattern import first_matches
 from tessera.config.run_config import LoraSection, ModelSection
 from tessera.errors import TesseraError
+from tessera.lora.load import fill_adapters, read_adapters, settled
 from tessera.lora.modules import adapters_of
 from tessera.lora.peft import _by_pattern
-from tessera.lora.reading import fill_adapters, read_adapters, settled
 from tessera.models import resolve
 from tessera.weights.map import WeightMap
 
@@ -48,8 +48,8 @@ NAMES = [
 def test_patterns_match_as_peft_matches_them(chosen: list[str]) -> None:
     """Which of several comes first decides; a part of a name that does not begin at a dot is none of its ends."""
     table = {pattern: place + 1 for place, pattern in enumerate(chosen)}
-    found = _by_pattern({"alpha_pattern": table}, "alpha_pattern", NAMES, 99, "folder")
-    assert found == {name: table.get(get_pattern_key(table.keys(), name), 99) for name in NAMES}
+    numbers = _by_pattern({"alpha_pattern": table}, "alpha_pattern", NAMES, 99, "folder")
+    assert numbers == {name: table.get(get_pattern_key(table.keys(), name), 99) for name in NAMES}
 
 
 def test_an_adapter_with_patterns_computes_what_peft_computes(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from tessera.inference.export import export_folder
 from tessera.inference.weight_source import fill_from
 from tessera.lora.export import save_adapters
 from tessera.lora.factors import merge_adapter
+from tessera.lora.load import fill_adapters, read_adapters, settled
 from tessera.lora.modules import adapters_of, add_adapters, find_adapters, without_adapters
-from tessera.lora.reading import fill_adapters, read_adapters, settled
 from tessera.lora.select import is_factor
 from tessera.models import FAMILIES, resolve
 from tessera.weights.map import WeightMap
@@ -116,10 +116,10 @@ def test_modules_have_their_names_in_the_published_class(family: str) -> None:
     with torch.device("meta"):
         module, model = spec.main.build(config), foreign(config)
     table = spec.main.weight_map(config)
-    known = {name for name, _ in model.named_modules()}
+    modules = {name for name, _ in model.named_modules()}
     for path in all_layers(module, spec, config):
         for name in table.rule_for(f"{path}.weight")[1]:  # type: ignore[index]
-            assert table.in_memory(name).removesuffix(".weight") in known, path
+            assert table.in_memory(name).removesuffix(".weight") in modules, path
 
 
 @pytest.mark.parametrize("rslora", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -151,10 +151,10 @@ def test_what_we_write_peft_loads(family: str, rslora: bool, tmp_path: Path) -> 
     assert compare_weights(module, spec, config, loaded.merge_and_unload(), base) == len(there)
 
     # And back to us, as it was.
-    found = read_adapters(tmp_path / "adapter", layers, table)
+    adapters = read_adapters(tmp_path / "adapter", layers, table)
     mine = adapters_of(module)
-    assert set(found) == set(mine)
-    for path, factors in found.items():
+    assert set(adapters) == set(mine)
+    for path, factors in adapters.items():
         a, b = (module.get_parameter(f"{path}.{side}.weight") for side in ("lora_a", "lora_b"))
         assert relative(factors.adapter.scale * factors.b @ factors.a, mine[path].scale * b @ a) < TOLERANCE
 
@@ -258,7 +258,7 @@ def test_a_folder_of_adapters_is_a_model_by_itself(tmp_path: Path) -> None:
         expected = module(batch, logits=True)["logits"]
         assert relative(loaded(batch)["logits"], expected) < TOLERANCE
         tessera.convert(tmp_path / "adapter", tmp_path / "merged")
-        assert relative(tessera.load(tmp_path / "merged", device="cpu")[0](batch).logits, expected) < TOLERANCE
+        assert relative(tessera.load(tmp_path / "merged", device="cpu")[0](batch)["logits"], expected) < TOLERANCE
         with without_adapters(module):
             assert relative(module(batch, logits=True)["logits"], expected) > 0.01
     tessera.convert(tmp_path / "adapter", tmp_path / "again", adapters=True)

@@ -18,7 +18,7 @@ from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
 from tessera.errors import TesseraError
 from tessera.lora.factors import Factors, join_to_native, to_foreign
-from tessera.lora.reading import read_adapters
+from tessera.lora.load import read_adapters
 from tessera.lora.select import Adapter
 from tessera.models import resolve
 from tessera.nn.joint_attention import JointShape, segments_by_kind

@@ -32,11 +32,11 @@ def test_the_same_export_is_replaced_and_another_one_is_not(tmp_path: Path) -> N
 
 
 def test_a_record_of_its_own_stays_and_gets_the_origin(tmp_path: Path) -> None:
-    own = '{\n "format": "tessera-export",\n "tensors": {\n  "a": 1,\n  "b": 2\n }\n}\n'
+    record = '{\n "format": "tessera-export",\n "tensors": {\n  "a": 1,\n  "b": 2\n }\n}\n'
     origin = made_from("hf", "one")
-    publish(tmp_path / "out", lambda staging: (staging / MARK).write_text(own) and None, origin=origin)
+    publish(tmp_path / "out", lambda staging: (staging / MARK).write_text(record) and None, origin=origin)
     text = (tmp_path / "out" / MARK).read_text()
-    assert json.loads(text) == {"origin": dict(origin), **json.loads(own)}
+    assert json.loads(text) == {"origin": dict(origin), **json.loads(record)}
     assert '\n  "b": 2\n' in text  # a line for each tensor
 
 

@@ -65,14 +65,14 @@ def run_of(path: Path, model: dict[str, Any]) -> Path:
 
 
 def sent(hub: HubServer, name: str) -> dict[str, bytes | str]:
-    found: dict[str, bytes | str] = {}
+    files: dict[str, bytes | str] = {}
     for line in hub.repositories[name].commits:
         value = line["value"]
         if line["key"] == "file":
-            found[value["path"]] = base64.b64decode(value["content"])
+            files[value["path"]] = base64.b64decode(value["content"])
         elif line["key"] == "lfsFile":
-            found[value["path"]] = value["oid"]
-    return found
+            files[value["path"]] = value["oid"]
+    return files
 
 
 @pytest.fixture(autouse=True)
@@ -114,12 +114,12 @@ def test_a_card_names_adapted_layers_by_patterns(hub: HubServer, tmp_path: Path)
 
 def test_a_folder_is_sent_with_its_card(hub: HubServer, tmp_path: Path) -> None:
     done = push(folder(tmp_path / "model"), "me/new", private=True)
-    found = sent(hub, "me/new")
-    assert set(found) == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    files = sent(hub, "me/new")
+    assert set(files) == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
     assert hub.repositories["me/new"].private
-    assert len(hub.uploads[str(found["model.safetensors"])]) > 2000
+    assert len(hub.uploads[str(files["model.safetensors"])]) > 2000
     assert done.url == f"{hub.url}/me/new"
-    assert b"library_name: transformers" in bytes(found["README.md"])  # type: ignore[arg-type]
+    assert b"library_name: transformers" in bytes(files["README.md"])  # type: ignore[arg-type]
 
 
 def test_a_card_of_the_user_is_kept(hub: HubServer, tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_adapters_name_a_base_that_others_can_load(hub: HubServer, tmp_path: Pat
     push(path, "me/lora", base="org/base")
     assert json.loads(sent(hub, "me/lora")["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert "/home/someone" in (path / "adapter_config.json").read_text()  # the folder itself is not changed
-    known = adapters(tmp_path / "known", "org/base")
-    assert yaml.safe_load(str(push(known, "me/x", dry_run=True).card).split("---")[1])["library_name"] == "peft"
+    adapter = adapters(tmp_path / "known", "org/base")
+    assert yaml.safe_load(str(push(adapter, "me/x", dry_run=True).card).split("---")[1])["library_name"] == "peft"
 
 
 def test_who_may_not_write_is_told(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +191,9 @@ def test_push_from_the_shell(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tessera", "push", str(folder(tmp_path / "model")), "me/new", "--dry-run"])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main()
-    assert not left.value.code
+    assert not exited.value.code
     assert "would go to me/new: 4 files" in capsys.readouterr().out
 
 
@@ -211,25 +211,25 @@ def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mode
 def test_a_model_and_adapters_go_to_modelscope_as_its_library_sends_them(
     modelscope: ModelScopeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = folder(tmp_path / "model")
-    planned = push(made, "ms://me/mine", dry_run=True)
+    model = folder(tmp_path / "model")
+    planned = push(model, "ms://me/mine", dry_run=True)
     assert planned.url is None
     assert modelscope.requests == []
-    before = sorted(path.name for path in made.iterdir())
-    sent = push(made, "ms://me/mine", message="A first one", private=True)
+    before = sorted(path.name for path in model.iterdir())
+    sent = push(model, "ms://me/mine", message="A first one", private=True)
     assert sent.url == f"{modelscope.url}/models/me/mine"
     assert set(modelscope.models["me/mine"]) == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
-    assert modelscope.models["me/mine"]["model.safetensors"] == (made / "model.safetensors").read_bytes()
+    assert modelscope.models["me/mine"]["model.safetensors"] == (model / "model.safetensors").read_bytes()
     assert modelscope.private["me/mine"]
     assert all(message.startswith("A first one") for message in modelscope.messages)
-    assert sorted(path.name for path in made.iterdir()) == before
+    assert sorted(path.name for path in model.iterdir()) == before
     modelscope.models["me/mine"]["README.md"] = b"# by hand"
-    assert push(made, "ms://me/mine").card is None
+    assert push(model, "ms://me/mine").card is None
     assert modelscope.models["me/mine"]["README.md"] == b"# by hand"
     push(adapters(tmp_path / "lora", "org/base"), "ms://me/lora")
     assert json.loads(modelscope.models["me/lora"]["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     with pytest.raises(TesseraError, match="exists and is public"):
-        push(made, "ms://me/lora", private=True)
+        push(model, "ms://me/lora", private=True)
     printed = capsys.readouterr()
     assert "Upload Report" not in printed.out
     assert "Commit plan" not in printed.err

@@ -83,22 +83,22 @@ def test_rows_are_what_an_operation_makes_of_whole_tensors(name: str) -> None:
     assert torch.equal(native_rows(op, parts).whole(), native)
     if isinstance(op, TensorChunk):
         return  # one chunk makes no foreign tensor
-    made = foreign_rows(op, TensorRows((native[:1], native[1:])))
-    assert [rows.shape for rows in made] == shapes
-    assert all(torch.equal(rows.whole(), tensor) for rows, tensor in zip(made, whole, strict=True))
+    foreign = foreign_rows(op, TensorRows((native[:1], native[1:])))
+    assert [rows.shape for rows in foreign] == shapes
+    assert all(torch.equal(rows.whole(), tensor) for rows, tensor in zip(foreign, whole, strict=True))
 
 
 def test_bytes_are_the_same_or_not(tmp_path: Path) -> None:
-    one = np.arange(1000, dtype=np.uint8)
-    other = one.copy()
-    assert same_bytes(one, other)
-    assert not same_bytes(one, other[:-1])
-    assert same_bytes(one[:0], other[:0])
+    data = np.arange(1000, dtype=np.uint8)
+    other = data.copy()
+    assert same_bytes(data, other)
+    assert not same_bytes(data, other[:-1])
+    assert same_bytes(data[:0], other[:0])
     other[-1] ^= 1
-    assert not same_bytes(one, other)
+    assert not same_bytes(data, other)
     with (tmp_path / "file").open("wb") as file:
-        file.write(one.tobytes())
+        file.write(data.tobytes())
         file.flush()
         begin_write_back(file.fileno(), 0, 1000)
         begin_write_back(file.fileno(), 0, 1 << 62)  # nothing that is wrong with it is an error
-    assert (tmp_path / "file").read_bytes() == one.tobytes()
+    assert (tmp_path / "file").read_bytes() == data.tobytes()

@@ -242,3 +242,10 @@ def test_every_entry_has_a_test() -> None:
     ]
     kernels = {name for name in entries if name.startswith(("flash_attention", "cudnn_attention"))}
     assert [name for name in {*entries, *internals.__all__} - kernels if f"internals.{name}" not in source] == []
+
+
+def test_names_in_files_of_torch_exist() -> None:
+    names = [value for name, value in vars(internals).items() if name.startswith(("SAVED_", "DCP_"))]
+    assert len(names) == 7
+    for module, name in names:
+        assert hasattr(importlib.import_module(module), name), name

@@ -88,9 +88,9 @@ def test_a_box_is_made_of_boxes_and_of_no_byte_more(name: str) -> None:
         sizes = [chance.randint(1, size - at) for size, at in zip(whole.shape, offsets, strict=True)]
         files.read_numbers = 0
         pieces = [files.read(str(number), o, s) for number, o, s in op.boxes(offsets, sizes, shapes)]
-        made = op.join_boxes(pieces, offsets, sizes, shapes)
-        assert torch.equal(made, whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
-        assert files.read_numbers == made.numel()
+        box = op.join_boxes(pieces, offsets, sizes, shapes)
+        assert torch.equal(box, whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
+        assert files.read_numbers == box.numel()
 
 
 def test_what_mixes_everything_is_read_whole() -> None:
@@ -113,10 +113,10 @@ def test_a_box_of_what_tensor_ranks_divided_is_made_of_their_slices(split: EvenS
         offsets = [chance.randrange(size) for size in shape]
         sizes = [chance.randint(1, size - at) for size, at in zip(shape, offsets, strict=True)]
         files.read_numbers = 0
-        found = split.boxes(offsets, sizes, [tuple(part.shape) for part in slices])
-        made = split.join_boxes([files.read(str(rank), at, size) for rank, at, size in found])
-        assert torch.equal(made, whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
-        assert files.read_numbers == made.numel()
+        places = split.boxes(offsets, sizes, [tuple(part.shape) for part in slices])
+        box = split.join_boxes([files.read(str(rank), at, size) for rank, at, size in places])
+        assert torch.equal(box, whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
+        assert files.read_numbers == box.numel()
 
 
 @pytest.fixture
@@ -160,19 +160,19 @@ def test_bytes_that_leave_the_files_of_a_moe_folder(
         )
         for layer in range(2)
     }
-    found: list[tuple[str, int]] = []
+    boxes: list[tuple[str, int]] = []
     plain = FolderTensors.read
 
     def counted(self: FolderTensors, key: str, *box: Sequence[int]) -> Tensor:
         piece = plain(self, key, *box)
-        found.append((key, piece.numel() * piece.itemsize))
+        boxes.append((key, piece.numel() * piece.itemsize))
         return piece
 
     monkeypatch.setattr(FolderTensors, "read", counted)
     monkeypatch.setattr(hf.Ranks, "current", classmethod(lambda cls: cls(0, 1)))  # nobody answers here
     hf.load_folder(tmp_path, tensors, table)
-    assert sum(size for _, size in found) == sum(tensor.to_local().numel() * 4 for tensor in tensors.values())
-    assert {key for key, _ in found} == {f"layers.{layer}.experts.{n}.up.weight" for layer in range(2) for n in (4, 5)}
+    assert sum(size for _, size in boxes) == sum(tensor.to_local().numel() * 4 for tensor in tensors.values())
+    assert {key for key, _ in boxes} == {f"layers.{layer}.experts.{n}.up.weight" for layer in range(2) for n in (4, 5)}
     for layer in range(2):
         for row, expert in enumerate((4, 5)):
             expected = theirs[f"layers.{layer}.experts.{expert}.up.weight"]

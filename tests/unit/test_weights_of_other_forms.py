@@ -10,7 +10,7 @@ import torch
 
 import tessera
 from tessera.checkpoint.forms import StoredForm, native_shapes
-from tessera.checkpoint.job_dcp import job_tensors
+from tessera.checkpoint.legacy.forms import job_tensors
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
@@ -104,10 +104,10 @@ def test_tensors_of_a_job_are_found_behind_its_prefixes(prefix: str, family: str
         stored[f"{prefix}{at}.down_proj"] = torch.stack([down.t() for down in downs])
     assert bool(layers) == merged
     form = InMemory({**stored, **({"optimizer.state.model.exp_avg": torch.zeros(2)} if prefix else {})})
-    found = job_tensors(form.tensors(), table, native_shapes(native))
-    assert found.keys() == published.keys()
+    job = job_tensors(form.tensors(), table, native_shapes(native))
+    assert job.keys() == published.keys()
     for name, tensor in published.items():
-        assert torch.equal(found[name].read(form, None, None), tensor), name
+        assert torch.equal(job[name].read(form, None, None), tensor), name
         if tensor.dim() > 1:  # what one of several ranks reads
             offsets, sizes = [1, *[0] * (tensor.dim() - 1)], [1, *tensor.shape[1:]]
-            assert torch.equal(found[name].read(form, offsets, sizes), tensor[1:2]), name
+            assert torch.equal(job[name].read(form, offsets, sizes), tensor[1:2]), name

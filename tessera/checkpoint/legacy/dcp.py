@@ -1,41 +1,52 @@
 """Read and write folders of `torch.distributed.checkpoint` without unpickling.
 
-Such a folder has a pickled `.metadata` and `.distcp` files, in which every part of a tensor is a file of `torch.save`
-of its own. The metadata is read by `pickles.describe`, the parts by `torch_files`.
+Such a folder has a pickled `.metadata` and `.distcp` files, in which every part of a tensor is a separate file of
+`torch.save`. The metadata is read by `pickles.describe`, the parts by `torch_files`.
+
+Over safetensors (torch's `HuggingFaceStorageWriter`), a file such as `shard-00001-model-00001-of-00002.safetensors`
+holds parts of tensors under the names of the tensors. Its header has the offsets of each part; the parts cover the
+tensor. Nothing is pickled there.
 """
 
 from __future__ import annotations
 
-import math
-import operator
-from abc import ABC, abstractmethod
+import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.files import DTYPES, Entry, open_safetensors, storage_order, stored_shape
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, describe
 from tessera.checkpoint.legacy.torch_files import MOST_AXES, StoredTensor, open_regular, read_torch_archive
 from tessera.checkpoint.legacy.torch_plan import ALIGNMENT, PickleWriter, plan_torch_file
+from tessera.checkpoint.parts import KeyedPart, SplitTensor, TensorInParts, TensorPart, check_cover
+from tessera.checkpoint.writer import plan_safetensors
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import check_inside
+from tessera.runtime.torch_internals import DCP_LAYOUT, DCP_MEMORY_FORMAT, DCP_STORAGE_INFO, DCP_STORAGE_PREFIX
 from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
+from tessera.weights.layouts import CONFIG_FILE
 
 METADATA = ".metadata"
-MOST_CELLS = 10_000_000
+_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_VERSION = {"DCP_VERSION": "1.0"}
+_OF_A_RANK = "shard-*.safetensors"
+FILE_BYTES = 5_000_000_000
 _PACKAGE = "torch.distributed.checkpoint"
 _NAMES = frozenset(
     (
         *(f"{_PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
         *(f"{_PACKAGE}.metadata.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
-        *(f"{_PACKAGE}.metadata.{name}" for name in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
-        *(f"{_PACKAGE}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-        *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath"),
-        *("collections.OrderedDict", "torch.distributed.checkpoint.filesystem.SerializationFormat"),
+        *(".".join(name) for name in (DCP_MEMORY_FORMAT, DCP_STORAGE_INFO, DCP_STORAGE_PREFIX, DCP_LAYOUT)),
+        *(f"{_PACKAGE}.metadata.ChunkStorageMetadata", f"{_PACKAGE}.filesystem.SerializationFormat"),
+        *("torch.Size", "pathlib.PosixPath", "pathlib.WindowsPath", "collections.OrderedDict"),
     )
 )
 _DTYPES = {
@@ -45,50 +56,6 @@ _DTYPES = {
         *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 }
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """Hold the place of a part of a tensor: in the tensor, and the file it is in."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: Path
-
-
-P = TypeVar("P", bound=TensorPart)
-
-
-class TensorInParts(ABC, Generic[P]):
-    """Read a tensor that lies in one file or several."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[P, ...]
-
-    @abstractmethod
-    def open_part(self, part: P) -> Callable[[Sequence[int], Sequence[int]], Tensor]:
-        """Raise unless a part is in its file as it is said to be; return a function that reads a box of it."""
-
-    def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the tensor, or a box of it, in memory. Parts outside of the box are not read."""
-        first = tuple(offsets or (0,) * len(self.shape))
-        wanted = self.shape if sizes is None else tuple(sizes)
-        found = []
-        for part in self.parts:
-            low = list(map(max, first, part.offsets))
-            high = list(map(min, map(operator.add, first, wanted), map(operator.add, part.offsets, part.sizes)))
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                there, here = (list(map(operator.sub, low, origin)) for origin in (part.offsets, first))
-                found.append((self.open_part(part), there, here, list(map(operator.sub, high, low))))
-        if len(found) == 1:
-            read, there, _, size = found[0]
-            return read(there, size)
-        # Only now: a folder may claim any shape, and all that it claims has been found in its files.
-        made = torch.empty(wanted, dtype=self.dtype)
-        for read, there, here, size in found:
-            made[tuple(slice(at, at + count) for at, count in zip(here, size, strict=True))] = read(there, size)
-        return made
 
 
 @dataclass(frozen=True)
@@ -110,11 +77,13 @@ class DcpTensor(TensorInParts[_Part]):
         return self.stored_part(part).read
 
     def stored_part(self, part: _Part) -> StoredTensor:
-        """Return a part as its file describes it, or raise if that is not what the metadata say."""
+        """Return a part as its file describes it, or raise if the metadata describe it differently."""
         with open_regular(part.file) as opened:
             stored = read_torch_archive(opened, part.file, part.start, part.length)
         if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
-            raise TesseraError(f"the part of {self.name!r} in it is not what {METADATA} says", where=str(part.file))
+            raise TesseraError(
+                f"the part of {self.name!r} in it differs from its description in {METADATA}", where=str(part.file)
+            )
         stored.check_size()
         return stored
 
@@ -151,8 +120,8 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         if name not in files:
             check_inside(folder / name, folder)
             files[name] = folder / name
-        found = (files[name], _natural(where["offset"]), _natural(where["length"]))
-        stored[_text(index.state["fqn"]), str(_size(index.state["offset"]))] = found
+        place = (files[name], _natural(where["offset"]), _natural(where["length"]))
+        stored[_text(index.state["fqn"]), str(_size(index.state["offset"]))] = place
     tensors = {}
     for name, described in metadata.state["state_dict_metadata"].items():
         if described.name.name != "TensorStorageMetadata":
@@ -167,51 +136,13 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         check_cover(_text(name), shape, chunks, str(folder / METADATA))
         missing = [offsets for offsets, _ in chunks if (name, str(offsets)) not in stored]
         if missing:
-            raise TesseraError(f"the part of {name!r} at {missing[0]} lies in no file", where=str(folder / METADATA))
+            raise TesseraError(f"the part of {name!r} at {missing[0]} is in no file", where=str(folder / METADATA))
         parts = tuple(_Part(offsets, sizes, *stored[name, str(offsets)]) for offsets, sizes in chunks)
         spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
         if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):
             raise TesseraError(f"two parts of {name!r} are the same bytes", where=str(folder / METADATA))
         tensors[name] = DcpTensor(name, dtype, shape, parts)
     return tensors
-
-
-def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str) -> None:
-    """Refuse parts that leave a hole, overlap or reach beyond the tensor."""
-    inside = all(
-        len(offsets) == len(sizes) == len(shape)
-        and all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True))
-        for offsets, sizes in chunks
-    )
-    # Also of empty parts: a list of a million of them could serve as that of a thousand tensors.
-    distinct = len({str(offsets) for offsets, _ in chunks}) == len(chunks)
-    if (
-        not inside
-        or not distinct
-        or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape)
-        or _overlap(chunks)
-    ):
-        raise TesseraError(f"the parts of {name!r} do not make the whole tensor {shape}", where=where)
-
-
-def _overlap(chunks: list[Any]) -> bool:
-    """Return whether two parts have an element in common, or lie too irregularly to tell."""
-    chunks = [chunk for chunk in chunks if 0 not in chunk[1]]
-    if len(chunks) < 2:
-        return False
-    # A grid with a line at every edge of a part: each part is a block of its cells.
-    ends = [(offsets, tuple(map(operator.add, offsets, sizes))) for offsets, sizes in chunks]
-    lines = [sorted(set(edges)) for edges in zip(*(corner for both in ends for corner in both), strict=True)]
-    places = [{edge: place for place, edge in enumerate(edges)} for edges in lines]
-    if math.prod(map(len, lines)) > MOST_CELLS:
-        return True
-    taken = torch.zeros([len(edges) for edges in lines], dtype=torch.bool)
-    for first, last in ends:
-        block = taken[tuple(slice(place[a], place[b]) for place, a, b in zip(places, first, last, strict=True))]
-        if block.any():
-            return True
-        block.fill_(True)
-    return False
 
 
 def _text(value: Any) -> str:
@@ -231,6 +162,69 @@ def _natural(number: Any) -> int:
     if type(number) is not int or not 0 <= number < 1 << 60:
         raise ValueError(f"{number if type(number) is int else type(number).__name__} where a size belongs")
     return number
+
+
+# ---------------------------------------------------------------------------------------------- over safetensors
+
+
+def is_dcp_safetensors(folder: Path) -> bool:
+    """Return whether a folder holds parts of tensors with their places.
+
+    Torch writes places also to a Hugging Face folder that one rank wrote, whose tensors are unsharded.
+    """
+    if (folder / METADATA).is_file() or not folder.is_dir():
+        return False
+    pattern = _OF_A_RANK if (folder / CONFIG_FILE).is_file() else "*.safetensors"
+    for path in sorted(folder.glob(pattern))[:1]:
+        with suppress(TesseraError), open_safetensors(path) as file:  # its reader reports what is wrong
+            return _PLACES in (file.metadata() or {})
+    return False
+
+
+def read_dcp_safetensors(folder: Path) -> dict[str, SplitTensor]:
+    """Return the tensors of a folder by name."""
+    parts: dict[str, list[KeyedPart]] = defaultdict(list)
+    kinds: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        check_inside(path, folder)
+        with open_safetensors(path) as file:
+            places = _places(file, path)
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                sizes, kind = stored_shape(file, name), file.get_slice(name).get_dtype()
+                parts[name].append(KeyedPart(_offsets(places, name, len(sizes), path), sizes, path, name))
+                if kind not in DTYPES or kinds.setdefault(name, kind) != kind:
+                    raise TesseraError(
+                        f"{name} is stored as {kind} here: not read, or not so elsewhere", where=str(path)
+                    )
+    tensors: dict[str, SplitTensor] = {}
+    for name, of_tensor in parts.items():
+        if len({len(part.sizes) for part in of_tensor}) > 1:
+            raise TesseraError(f"the parts of {name} have different numbers of axes", where=str(folder))
+        ends = zip(*([o + s for o, s in zip(part.offsets, part.sizes, strict=True)] for part in of_tensor), strict=True)
+        shape = tuple(max(axis) for axis in ends)
+        check_cover(name, shape, [(part.offsets, part.sizes) for part in of_tensor], str(folder))
+        tensors[name] = SplitTensor(DTYPES[kinds[name]], shape, tuple(of_tensor))
+    return tensors
+
+
+def _places(file: Any, path: Path) -> Mapping[str, Any]:
+    text = (file.metadata() or {}).get(_PLACES)
+    try:
+        places = json.loads(text) if text is not None else None
+    except (ValueError, RecursionError):
+        places = None
+    if not isinstance(places, dict):
+        raise TesseraError(f"its header has no offsets of parts of tensors ({_PLACES})", where=str(path))
+    return places
+
+
+def _offsets(places: Mapping[str, Any], name: str, axes: int, path: Path) -> tuple[int, ...]:
+    entry = places.get(name)
+    offsets = entry.get(_OFFSETS) if isinstance(entry, dict) else None
+    sound = isinstance(offsets, list) and len(offsets) == axes <= MOST_AXES
+    if not sound or any(type(n) is not int or not 0 <= n < 1 << 60 for n in offsets or ()):
+        raise TesseraError(f"its header has no offset of its part of {name!r}", where=str(path))
+    return tuple(offsets or ())
 
 
 # ---------------------------------------------------------------------------------------------- writing
@@ -259,24 +253,42 @@ def plan_dcp(plans: Mapping[str, PlannedTensor], prefix: str = "") -> FolderPlan
 def _metadata(plans: Mapping[str, PlannedTensor], file: str, spans: list[tuple[int, int]]) -> Described:
     """Describe the metadata as torch would pickle it."""
 
-    def made(name: str, state: Any, module: str = f"{_PACKAGE}.metadata") -> Described:
-        return Described(Name(module, name), (), state, new=True)
+    def instance(name: str, state: Any) -> Described:
+        return Described(Name(f"{_PACKAGE}.metadata", name), (), state, new=True)
 
     def size(numbers: Iterable[int]) -> Described:
         return Described(Name("torch", "Size"), (tuple(numbers),))
 
-    strided = Described(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-    usual_format = Described(Name(f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"), (0,))
+    strided = Described(Name(*DCP_LAYOUT), ("torch.strided",))
+    usual_format = Described(Name(*DCP_MEMORY_FORMAT), (0,))
     tensors, stored = {}, {}
     for (name, plan), (start, length) in zip(plans.items(), spans, strict=True):
         dtype = Name("torch", str(plan.dtype).removeprefix("torch."))
         zeros = size(0 for _ in plan.shape)
-        chunk = made("ChunkStorageMetadata", {"offsets": zeros, "sizes": size(plan.shape)})
-        properties = made("TensorProperties", (dtype, strided, False, usual_format, False))
+        chunk = instance("ChunkStorageMetadata", {"offsets": zeros, "sizes": size(plan.shape)})
+        properties = instance("TensorProperties", (dtype, strided, False, usual_format, False))
         state = {"properties": properties, "size": size(plan.shape), "chunks": [chunk]}
-        tensors[name] = made("TensorStorageMetadata", state)
-        index = made("MetadataIndex", {"fqn": name, "offset": zeros, "index": 0})
+        tensors[name] = instance("TensorStorageMetadata", state)
+        index = instance("MetadataIndex", {"fqn": name, "offset": zeros, "index": 0})
         where = {"relative_path": file, "offset": start, "length": length}
-        stored[index] = made("_StorageInfo", where, f"{_PACKAGE}.filesystem")
+        stored[index] = Described(Name(*DCP_STORAGE_INFO), (), where, new=True)
     state = {"state_dict_metadata": tensors, "planner_data": {name: (name,) for name in plans}, "storage_data": stored}
-    return made("Metadata", state | {"storage_meta": None, "version": "1.0.0"})
+    return instance("Metadata", state | {"storage_meta": None, "version": "1.0.0"})
+
+
+def plan_dcp_safetensors(
+    plans: Mapping[str, PlannedTensor], prefix: str = "", file_bytes: int = FILE_BYTES
+) -> FolderPlan:
+    """Plan a folder that torch's `HuggingFaceStorageReader` loads, as a single rank would write it.
+
+    `prefix` stands before the names in it.
+    """
+    shards: list[list[Entry]] = [[]]
+    for entry in storage_order([Entry(prefix + name, plan.dtype, plan.shape) for name, plan in plans.items()]):
+        if shards[-1] and sum(other.nbytes for other in shards[-1]) + entry.nbytes > file_bytes:
+            shards.append([])
+        shards[-1].append(entry)
+    files = {f"shard-00001-model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+    begin = {file: {entry.key: {_OFFSETS: [0] * len(entry.shape)} for entry in shard} for file, shard in files.items()}
+    plan = plan_safetensors(files, {file: {_PLACES: json.dumps(places)} | _VERSION for file, places in begin.items()})
+    return FolderPlan(plan.files, {name: plan.places[prefix + name] for name in plans})

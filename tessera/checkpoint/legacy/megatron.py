@@ -3,7 +3,7 @@
     latest_checkpointed_iteration.txt
     release/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt      (or iter_0000300/...)
 
-A `MegatronForm` says how tensors are called and divided, a `MegatronLayout` over how many ranks. Tensors are read one
+A `MegatronForm` has the names and splits of tensors, a `MegatronLayout` the numbers of ranks. Tensors are read one
 at a time and written in any order; nothing is unpickled.
 """
 
@@ -38,7 +38,7 @@ class MegatronLayout:
     """Over how many ranks a model is divided.
 
     `layers`: for each part of a pipeline ("vit", "llm", "audio", "dit") a list for each virtual stage, of the layers on
-    each pipeline rank. A part without a list lies on one stage.
+    each pipeline rank. A part without a list is on one stage.
     """
 
     tp: int = 1
@@ -62,11 +62,14 @@ class MegatronLayout:
 
 def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None:
     """Refuse a layout that does not fit the model."""
-    known = {part.option for part in form.parts}
+    options = {part.option for part in form.parts}
     for option in layout.layers:
-        if option not in known:
+        if option not in options:
             raise TesseraError(
-                f"this model has no part {option!r}", where=where, allowed=sorted(known), nearest=nearest(option, known)
+                f"this model has no part {option!r}",
+                where=where,
+                allowed=sorted(options),
+                nearest=nearest(option, options),
             )
     for part in form.parts:
         chunks = layout.layers.get(part.option, ((part.count,),) if layout.pp == layout.virtual == 1 else ())
@@ -77,9 +80,9 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
                 where=where,
                 fix="give every part a list of the same length; 0 where it has no layer",
             )
-        given = sum(layout.stages(part))
-        if given != part.count or min(layout.stages(part)) < 0:
-            raise TesseraError(f"layers of {part.option!r} sum to {given}; the model has {part.count}", where=where)
+        total = sum(layout.stages(part))
+        if total != part.count or min(layout.stages(part)) < 0:
+            raise TesseraError(f"layers of {part.option!r} sum to {total}; the model has {part.count}", where=where)
     if form.kv_heads % layout.tp and not form.splits:
         raise TesseraError(
             f"tp {layout.tp}: this family's shards are divided over pipeline stages alone, not over tensor ranks",
@@ -97,7 +100,7 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
         raise TesseraError(f"ep {layout.ep} does not divide {form.experts} experts", where=where)
 
 
-# ---------------------------------------------------------------------------------------------- where tensors lie
+# ---------------------------------------------------------------------------------------------- places of tensors
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def _rank_folder(layout: MegatronLayout, tp: int, pp: int, ep: int) -> str:
 def plan_megatron(
     form: MegatronForm, layout: MegatronLayout, tensors: Mapping[str, PlannedTensor], where: str
 ) -> FolderPlan:
-    """Plan a folder that Megatron-style jobs load. `tensors`: whole ones by Megatron names."""
+    """Plan a folder that Megatron-style jobs load. `tensors`: unsharded ones by Megatron names."""
     check_layout(form, layout, where)
     stages: list[list[tuple[str, _Slot]]] = [[] for _ in range(layout.pp * layout.virtual)]
     for name in tensors:
@@ -189,7 +192,7 @@ def _slice_plans(form: MegatronForm, layout: MegatronLayout, name: str, plan: Pl
 
 @dataclass(frozen=True)
 class MegatronTensor:
-    """Read a whole tensor of a Megatron-style folder from its slices, one for each tensor rank."""
+    """Read an unsharded tensor of a Megatron-style folder from its slices, one for each tensor rank."""
 
     name: str
     slices: tuple[StoredTensor, ...]
@@ -205,7 +208,7 @@ class MegatronTensor:
         return tuple(self._join(blanks).shape)
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the whole tensor, or a box of it, in memory. Slices are read only as far as they are in the box."""
+        """Return the unsharded tensor, or a box of it, in memory. Only the slices in the box are read."""
         split = self.form.split_of(self.name)
         if split is None or len(self.slices) == 1:
             return self.slices[0].read(offsets, sizes)
@@ -216,7 +219,7 @@ class MegatronTensor:
         return split.join_boxes([self.slices[rank].read(start, size) for rank, start, size in boxes])
 
     def read_rows(self) -> TensorRows:
-        """Return the whole tensor as parts: pages of the files, which are not joined."""
+        """Return the unsharded tensor as parts: pages of the files, which are not joined."""
         split = self.form.split_of(self.name)
         if split is None or len(self.slices) == 1 or 0 in self.shape:
             return TensorRows.of(self.read())
@@ -247,47 +250,48 @@ def is_megatron_folder(folder: Path) -> bool:
 def read_megatron(
     folder: Path, form: MegatronForm, layout: MegatronLayout | None = None, *, some_layers: bool = False
 ) -> tuple[dict[str, MegatronTensor], MegatronLayout]:
-    """Return the whole tensors of a folder by Megatron names, and the layout that its files have.
+    """Return the unsharded tensors of a folder by Megatron names, and the layout that its files have.
 
     The layout is taken from the files; one that is given must agree with it. `some_layers`: the files do not hold every
-    layer (those of adapters), and the lists of the given layout say which layers a stage has.
+    layer (those of adapters), and the lists of the given layout state the layers of a stage.
     """
     files = _rank_files(folder)
     iterations: dict[Any, Path] = {}
     contents = {rank: _models(path, iterations) for rank, path in files.items()}
     if len(iterations) > 1:
-        shown = ", ".join(f"{path.parent.name} of iteration {number}" for number, path in iterations.items())
-        raise TesseraError(f"files of different iterations lie beside each other: {shown}", where=str(folder))
+        numbers = ", ".join(f"{path.parent.name} of iteration {number}" for number, path in iterations.items())
+        raise TesseraError(f"it has files of different iterations: {numbers}", where=str(folder))
     if (
         form.experts
         and not any(third for _, _, third in contents)
-        and all(form.table in one[0] for one in contents.values())
+        and all(form.table in models[0] for models in contents.values())
     ):
         # A single number behind the tensor rank is the expert rank: every file has the table of embeddings, which only
         # one pipeline rank would have (the first that holds layers of the decoder).
         contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
-    found = _found_layout(form.parts, contents)
-    if some_layers and layout is not None and (layout.pp, layout.virtual) == (found.pp, found.virtual):
-        found = replace(found, layers=layout.layers)
-    check_layout(form, found, str(folder))
-    if layout is not None and not _same(form, layout, found):
-        raise TesseraError(f"its files are divided as {_shown(found)}, not as {_shown(layout)}", where=str(folder))
+    stored = _layout_of(form.parts, contents)
+    if some_layers and layout is not None and (layout.pp, layout.virtual) == (stored.pp, stored.virtual):
+        stored = replace(stored, layers=layout.layers)
+    check_layout(form, stored, str(folder))
+    if layout is not None and not _same(form, layout, stored):
+        what = f"its files are divided as {_layout_text(stored)}, not as {_layout_text(layout)}"
+        raise TesseraError(what, where=str(folder))
     tensors: dict[str, MegatronTensor] = {}
-    for pp in range(found.pp):
-        for ep in range(found.ep):
-            shards = [contents[tp, pp, ep] for tp in range(found.tp)]
+    for pp in range(stored.pp):
+        for ep in range(stored.ep):
+            shards = [contents[tp, pp, ep] for tp in range(stored.tp)]
             for chunk, names in enumerate(shards[0]):
-                stage = chunk * found.pp + pp
+                stage = chunk * stored.pp + pp
                 for local in names:
                     slices = tuple(_slice(shard, chunk, local, folder) for shard in shards)
-                    name = _global_name(form, found, stage, ep, local)
+                    name = _global_name(form, stored, stage, ep, local)
                     tensors.setdefault(name, MegatronTensor(name, slices, form))
-    return tensors, found
+    return tensors, stored
 
 
-def _same(form: MegatronForm, given: MegatronLayout, found: MegatronLayout) -> bool:
-    sizes = (given.tp, given.ep, given.pp, given.virtual) == (found.tp, found.ep, found.pp, found.virtual)
-    return sizes and all(given.stages(part) == found.stages(part) for part in form.parts)
+def _same(form: MegatronForm, expected: MegatronLayout, stored: MegatronLayout) -> bool:
+    sizes = [(layout.tp, layout.ep, layout.pp, layout.virtual) for layout in (expected, stored)]
+    return sizes[0] == sizes[1] and all(expected.stages(part) == stored.stages(part) for part in form.parts)
 
 
 def _slice(shard: list[dict[str, StoredTensor]], chunk: int, name: str, folder: Path) -> StoredTensor:
@@ -304,7 +308,7 @@ def newest_iteration(folder: Path) -> Path:
     except (OSError, UnicodeDecodeError) as error:
         raise TesseraError(f"{LATEST} cannot be read: {first_line(error)}", where=str(folder)) from None
     if newest != "release" and not (newest.isdecimal() and len(newest) < 20):
-        raise TesseraError(f"{LATEST} says {newest[:40]!r}, not release and no iteration", where=str(folder))
+        raise TesseraError(f"{LATEST} has {newest[:40]!r}, not release and no iteration", where=str(folder))
     inner = folder / (newest if newest == "release" else f"iter_{int(newest):07d}")
     if not inner.is_dir():
         raise TesseraError(f"{inner.name} is missing, which {LATEST} names", where=str(folder))
@@ -358,10 +362,10 @@ def _tensors(chunk: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Stored
 def stored_layout(folder: Path, parts: Sequence[PipelinePart]) -> MegatronLayout:
     """Return over how many ranks the files of a folder are divided, with the layers of each part on each stage."""
     contents = {rank: _models(path, {}) for rank, path in _rank_files(folder).items()}
-    return _found_layout(parts, contents, always=True)
+    return _layout_of(parts, contents, always=True)
 
 
-def _found_layout(
+def _layout_of(
     parts: Sequence[PipelinePart],
     contents: Mapping[tuple[int, int, int], list[dict[str, StoredTensor]]],
     *,
@@ -400,6 +404,6 @@ def _global_name(form: MegatronForm, layout: MegatronLayout, stage: int, ep: int
     return f"{expert[1]}{int(expert[2]) + ep * (form.experts // layout.ep)}{expert[3]}"
 
 
-def _shown(layout: MegatronLayout) -> str:
+def _layout_text(layout: MegatronLayout) -> str:
     lists = ", ".join(f"{option} {[list(chunk) for chunk in chunks]}" for option, chunks in layout.layers.items())
     return f"tp {layout.tp}, ep {layout.ep}" + (f", {lists}" if lists else "")

@@ -1,4 +1,4 @@
-"""Read what a pickle describes without building any of it: no class is imported and no function is called.
+"""Read the description in a pickle without building any object: no class is imported and no function is called.
 
 `describe` walks the opcodes with `pickletools`, which only decodes them. Containers and scalars become themselves; an
 object becomes a `Described` that holds the name of its class, its arguments and its state. Names that are not on the
@@ -14,7 +14,7 @@ from typing import Any
 
 from tessera.errors import TesseraError
 
-# Bounds for what a file may make us hold. The tensors of a model lie outside of its pickle.
+# Bounds for the memory that a file may take. The tensors of a model are outside of its pickle.
 LARGEST_PICKLE = 256 << 20
 MOST_OPCODES = 20_000_000
 MOST_CHOSEN_KEYS = 1000
@@ -66,7 +66,7 @@ class PersistentId:
 
 
 def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
-    """Return what a pickle describes. `allowed` says which names it may contain."""
+    """Return the description in a pickle. `allowed` returns whether it may contain a name."""
     if len(data) > LARGEST_PICKLE:
         raise TesseraError(
             f"the pickle in it has {len(data):,} bytes; at most {LARGEST_PICKLE:,} are read", where=where
@@ -94,10 +94,10 @@ class _Machine:
         self.keys = Keys()
 
     def result(self) -> Any:
-        (found,) = self.stack
-        if found is _MARK:
+        (value,) = self.stack
+        if value is _MARK:
             raise ValueError("nothing but a mark is left")
-        return found
+        return value
 
     def step(self, opcode: str, argument: Any, position: int | None) -> None:
         """Carry out one opcode."""
@@ -207,7 +207,7 @@ class _Machine:
 
     def put(self, argument: int) -> None:
         if not 0 <= argument < MOST_OPCODES:  # larger numbers could all have one hash
-            raise ValueError("an entry of the memo beyond what is read")
+            raise ValueError("an entry of the memo beyond the limit")
         self.memo[argument] = self.top()
 
     def put_next(self, _: Any) -> None:
@@ -227,14 +227,14 @@ class _Machine:
     def push_name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("a name that is no text")
-        found = Name(module, name)
-        if not self.allowed(found):
+        full_name = Name(module, name)
+        if not self.allowed(full_name):
             raise TesseraError(
-                f"it refers to {found}, which has no business in a file of weights",
+                f"it refers to {full_name}, which has no business in a file of weights",
                 where=self.where,
                 fix="do not load this file with anything else either, unless you made it yourself; ask for safetensors",
             )
-        self.stack.append(found)
+        self.stack.append(full_name)
 
     def call(self, _: Any) -> None:
         """Describe a call; nothing is called."""
@@ -266,7 +266,7 @@ class Keys:
     """Check keys of dictionaries and elements of sets before they are hashed.
 
     Hashes of strings are different in every process, and those of objects are their addresses. Those of numbers and
-    tuples are chosen by whoever makes a file: thousands with the same one would take hours to insert.
+    tuples are chosen by the author of a file: thousands with the same one would take hours to insert.
     """
 
     def __init__(self) -> None:

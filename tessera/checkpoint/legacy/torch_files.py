@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Keys, Name, PersistentId, describe
 from tessera.errors import TesseraError, first_line
+from tessera.runtime.torch_internals import SAVED_PARAMETER, SAVED_TENSOR, SAVED_TENSOR_WITH_DTYPE
 from tessera.weights.file_plan import Extent, PlannedTensor, map_elements
 
 MOST_ENTRIES = 1_000_000
@@ -42,13 +43,13 @@ _BY_DTYPE_NAME = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (*_DTYPES.values(), torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 }
-REBUILD = Name("torch._utils", "_rebuild_tensor_v2")
-_REBUILD_WITH_DTYPE = Name("torch._utils", "_rebuild_tensor_v3")
-_PARAMETER = Name("torch._utils", "_rebuild_parameter")
+REBUILD = Name(*SAVED_TENSOR)
+_REBUILD_WITH_DTYPE = Name(*SAVED_TENSOR_WITH_DTYPE)
+_PARAMETER = Name(*SAVED_PARAMETER)
 ORDERED = Name("collections", "OrderedDict")
 _SIZE = Name("torch", "Size")
 _ENCODE = Name("_codecs", "encode")
-# What training jobs store beside the weights. It is described and never built.
+# Objects that training jobs store beside the weights. They are described and never built.
 _BESIDE = (
     *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "builtins.set", "__builtin__.set"),
     *("numpy.", "torch.", "collections.", "megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm."),
@@ -64,7 +65,7 @@ def plain_names(name: Name) -> bool:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Describe a tensor in a file: where its storage begins, and how the tensor lies in it."""
+    """Describe a tensor in a file: where its storage begins, and its offset and strides there."""
 
     file: Path
     storage_offset: int
@@ -82,13 +83,13 @@ class StoredTensor:
             raise TesseraError("a tensor in it has more elements than its storage", where=str(self.file))
 
     def extent(self) -> Extent | None:
-        """Return where the tensor lies; None if it does not lie there in order."""
+        """Return where the tensor is; None if its elements are not in order."""
         in_order = torch.empty(self.shape, device="meta").stride() == self.stride or 0 in self.shape
         position = self.storage_offset + self.offset * self.dtype.itemsize
         return Extent(self.file, position, PlannedTensor(self.dtype, self.shape)) if in_order else None
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the tensor, or a box of it: its pages of the file where it lies there in order, otherwise a copy."""
+        """Return the tensor, or a box of it: mapped pages if its elements are in order, otherwise a copy."""
         self.check_size()
         all_soon = sizes is None
         offsets, sizes = offsets or (0,) * len(self.shape), self.shape if sizes is None else sizes
@@ -102,13 +103,13 @@ class StoredTensor:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return what a file of `torch.save` holds: containers, scalars, `StoredTensor`s; anything else is `Described`."""
+    """Return the content of a `torch.save` file: containers, scalars, `StoredTensor`s; other objects as `Described`."""
     with open_regular(path) as opened:
         return read_torch_archive(opened, path, 0, os.fstat(opened.fileno()).st_size)
 
 
 def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -> Any:
-    """Return what the archive in these bytes of an open file holds."""
+    """Return the content of the archive in these bytes of an open file."""
     try:
         with zipfile.ZipFile(_Window(opened, start, length)) as archive:
             entries = _entries(archive, path)
@@ -156,7 +157,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the archive's entries by name after checking that they are stored as they are and lie in the file."""
+    """Return the archive's entries by name after checking that they are uncompressed and inside the file."""
     listed = archive.infolist()
     if len(listed) > MOST_ENTRIES:
         raise TesseraError(f"it has {len(listed):,} entries; at most {MOST_ENTRIES:,} are read", where=str(path))
@@ -172,7 +173,7 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
 
 
 class _Window:
-    """Read a part of a file like a whole one."""
+    """Read a part of a file like a file."""
 
     def __init__(self, opened: IO[bytes], start: int, length: int) -> None:
         self.opened, self.start, self.length, self.position = opened, start, length, 0
@@ -191,71 +192,73 @@ class _Window:
         return self.position
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self.length - self.position, 0)
+        rest = max(self.length - self.position, 0)
         self.opened.seek(self.start + self.position)
-        asked = left if size < 0 else min(size, left)
-        if asked > LARGEST_PICKLE:  # tensors are not read here
-            raise ValueError(f"a list or a pickle of {asked:,} bytes")
-        data = self.opened.read(asked)
+        count = rest if size < 0 else min(size, rest)
+        if count > LARGEST_PICKLE:  # tensors are not read here
+            raise ValueError(f"a list or a pickle of {count:,} bytes")
+        data = self.opened.read(count)
         self.position += len(data)
         return data
 
 
 class _TorchReader:
-    """Turn what the pickle describes into containers, scalars and stored tensors."""
+    """Turn the description of a pickle into containers, scalars and stored tensors."""
 
     def __init__(
         self, path: Path, start: int, folder: str, entries: Mapping[str, zipfile.ZipInfo], opened: IO[bytes]
     ) -> None:
         self.path, self.start, self.folder, self.entries, self.opened = path, start, folder, entries, opened
         self.keys = Keys()
-        self.made: dict[int, Any] = {}  # by the id of what the pickle described, which outlives this reader
+        self.built: dict[int, Any] = {}  # by the id of a description, which outlives this reader
         self.storages: dict[str, tuple[int, int]] = {}
         self.kinds: dict[str, Name] = {}  # of storages, by their keys
 
-    def build(self, found: Any, depth: int = 0) -> Any:
+    def build(self, described: Any, depth: int = 0) -> Any:
         if depth > 200:
-            raise TesseraError("what it holds is nested more than 200 levels deep", where=str(self.path))
-        if isinstance(found, (Described, list, tuple, dict)):
-            if id(found) not in self.made:
-                self.made[id(found)] = None  # a container that contains itself
-                self.made[id(found)] = (
-                    self.build_described(found, depth)
-                    if isinstance(found, Described)
-                    else self.build_container(found, depth)
+            raise TesseraError("its content is nested more than 200 levels deep", where=str(self.path))
+        if isinstance(described, (Described, list, tuple, dict)):
+            if id(described) not in self.built:
+                self.built[id(described)] = None  # a container that contains itself
+                self.built[id(described)] = (
+                    self.build_described(described, depth)
+                    if isinstance(described, Described)
+                    else self.build_container(described, depth)
                 )
-            return self.made[id(found)]
-        if isinstance(found, Name) and found.module == "torch" and found.name in _BY_DTYPE_NAME:
-            return _BY_DTYPE_NAME[found.name]
-        return found
+            return self.built[id(described)]
+        if isinstance(described, Name) and described.module == "torch" and described.name in _BY_DTYPE_NAME:
+            return _BY_DTYPE_NAME[described.name]
+        return described
 
-    def build_container(self, found: Any, depth: int) -> Any:
-        if isinstance(found, dict):
-            return {self.keys(self.build(key, depth + 1)): self.build(item, depth + 1) for key, item in found.items()}
-        return type(found)(self.build(value, depth + 1) for value in found)
+    def build_container(self, described: Any, depth: int) -> Any:
+        if isinstance(described, dict):
+            return {
+                self.keys(self.build(key, depth + 1)): self.build(item, depth + 1) for key, item in described.items()
+            }
+        return type(described)(self.build(value, depth + 1) for value in described)
 
-    def build_described(self, found: Described, depth: int) -> Any:
-        if found.name in (REBUILD, _REBUILD_WITH_DTYPE):
-            return self.tensor(found)
-        if found.name == _PARAMETER and found.arguments:
-            return self.build(found.arguments[0], depth + 1)
-        if found.name == ORDERED:
-            pairs = found.arguments[0] if found.arguments else []
+    def build_described(self, described: Described, depth: int) -> Any:
+        if described.name in (REBUILD, _REBUILD_WITH_DTYPE):
+            return self.tensor(described)
+        if described.name == _PARAMETER and described.arguments:
+            return self.build(described.arguments[0], depth + 1)
+        if described.name == ORDERED:
+            pairs = described.arguments[0] if described.arguments else []
             # Not by way of `build`: this dictionary ends here, and its id would soon be that of another one.
-            given = {self.keys(key): value for key, value in pairs}
-            return self.build_container({**given, **found.items}, depth + 1)
-        if found.name == _SIZE and len(found.arguments) == 1:
-            return tuple(found.arguments[0])
-        if found.name == _ENCODE and len(found.arguments) == 2 and isinstance(found.arguments[0], str):
-            return found.arguments[0].encode("latin-1")
-        return found
+            items = {self.keys(key): value for key, value in pairs}
+            return self.build_container({**items, **described.items}, depth + 1)
+        if described.name == _SIZE and len(described.arguments) == 1:
+            return tuple(described.arguments[0])
+        if described.name == _ENCODE and len(described.arguments) == 2 and isinstance(described.arguments[0], str):
+            return described.arguments[0].encode("latin-1")
+        return described
 
-    def tensor(self, found: Described) -> StoredTensor:
+    def tensor(self, described: Described) -> StoredTensor:
         try:
-            storage, offset, shape, stride = found.arguments[:4]
+            storage, offset, shape, stride = described.arguments[:4]
             kind, class_name, key, _, elements = storage.value
-            if found.name == _REBUILD_WITH_DTYPE:
-                dtype = _BY_DTYPE_NAME[found.arguments[6].name]
+            if described.name == _REBUILD_WITH_DTYPE:
+                dtype = _BY_DTYPE_NAME[described.arguments[6].name]
             else:
                 dtype = _DTYPES[class_name.name]
             shape, stride = self.build(shape), self.build(stride)

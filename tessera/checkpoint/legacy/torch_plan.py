@@ -36,7 +36,7 @@ class StoragePlace:
 
 @dataclass(frozen=True)
 class TorchFilePlan:
-    """Describe an archive that `torch.load` reads: where it ends, what is no tensor, and the places of tensors."""
+    """Describe an archive that `torch.load` reads: its end, the bytes beside tensors, and the places of tensors."""
 
     end: int
     pieces: tuple[tuple[int, bytes], ...]
@@ -91,9 +91,9 @@ class _Archive:
 
     def close(self) -> list[int]:
         """Write the directory, and return the position of each entry in it."""
-        begin, found = self.position, []
+        begin, positions = self.position, []
         for name, checksum, size, header in self._entries:
-            found.append(self.position)
+            positions.append(self.position)
             wide = [size, size] * (size >= _LIMIT) + [header] * (header >= _LIMIT)
             extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
             lengths = struct.pack("<HHHHHLL", len(name), len(extra), 0, 0, 0, 0, min(header, _LIMIT))
@@ -106,7 +106,7 @@ class _Archive:
             self._put(b"PK\6\7" + struct.pack("<LQL", 0, end, 1))
         few = min(count, 0xFFFF)
         self._put(b"PK\5\6" + struct.pack("<HHHHLLH", 0, 0, few, few, min(length, _LIMIT), min(offset, _LIMIT), 0))
-        return found
+        return positions
 
     def _common(self, size: int, checksum: int) -> bytes:
         """Return the fields that an entry has both in front of its data and in the directory."""

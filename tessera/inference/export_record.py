@@ -29,7 +29,7 @@ _WITHOUT_WEIGHTS = (2, 3)  # versions that had checksums of tensors in place of 
 _MAX_BYTES = 256 << 20
 _THREADS = 4  # hashing and reading release the interpreter
 _WEIGHTS = ".safetensors"
-# Files that change what a folder means to its readers, so that one which was added later is reported.
+# Files that readers of a folder use, so that one which was added later is reported.
 _READ_BY_OTHERS = (".json", ".jinja", ".model", _WEIGHTS, ".tiktoken")
 SAME_NAMES = WeightMap((), same_names=True)
 _FEW = 64
@@ -122,7 +122,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _tensors_in(folder: Path) -> tuple[dict[str, ExportedTensor], list[str]]:
-    """Return the tensors of a folder as they are stored, and what is wrong with files that cannot be read."""
+    """Return the tensors of a folder as they are stored, and descriptions of files that cannot be read."""
     problems: list[str] = []
     try:
         paths = folder_layout(folder).weight_files()

@@ -11,20 +11,22 @@ from torch import Tensor
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import MANIFEST, box_slices
 from tessera.checkpoint.manager import CheckpointManager
+from tessera.checkpoint.state import MODEL
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.config import saved_recipe
 from tessera.config.run_config import LoraSection, load_config
 from tessera.errors import TesseraError, few_names
+from tessera.lora.exchange import FIRST, SECOND, is_adapters, match_names, open_adapters, read_saved
 from tessera.lora.experts import take_experts
 from tessera.lora.factors import Factors, check_operation, check_shapes, join_to_native, merge_factors
-from tessera.lora.files import FIRST, SECOND, is_adapters, match_names, open_adapters, read_saved
+from tessera.lora.names import layer_paths, modules_of
 from tessera.lora.peft import CONFIG, is_adapter_folder
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, spelled_out, tensor_names
 from tessera.weights.map import Identity, WeightMap
 
 
 def part_of(model: Path | None) -> str:
-    """Return which model of a pipeline lies in a folder: of two experts, files name the second one apart."""
+    """Return which model of a pipeline a folder holds: files name the second of two experts apart."""
     return SECOND if model is not None and model.name == SECOND else FIRST
 
 
@@ -39,8 +41,8 @@ def settled(
     if path is None or section.targets:
         return section
     if is_adapters(path):
-        found = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
-        adapters = {layer: factors.adapter for layer, factors in found.items()}
+        read = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
+        adapters = {layer: factors.adapter for layer, factors in read.items()}
         first = next(iter(adapters.values()))
         update = {"rank": first.rank, "alpha": first.alpha, "rslora": first.rslora, "dora": first.dora}
         saved = list(read_saved(path, parameters, weight_map))
@@ -48,8 +50,8 @@ def settled(
     if (path / "config.yaml").is_file():
         trained = load_config(saved_recipe.read_saved(path / "config.yaml")).model.lora
         if trained is not None:
-            kept = {"path": path, "dropout": section.dropout, "merge": section.merge, "forms": section.forms}
-            return trained.model_copy(update=kept)
+            options = {"path": path, "dropout": section.dropout, "merge": section.merge, "forms": section.forms}
+            return trained.model_copy(update=options)
     raise TesseraError(
         f"no adapters at {path}",
         where="model.lora.path",
@@ -58,7 +60,7 @@ def settled(
 
 
 def targets_origin(section: LoraSection) -> str | None:
-    """Return where the targets of adapters to start from stand; None where the recipe has them."""
+    """Return the file that has the targets of adapters to start from; None where it is the recipe."""
     path = section.path
     if path is None or section.targets:
         return None
@@ -76,26 +78,27 @@ def fill_adapters(
     part: str = FIRST,
     saved: Collection[str] = (),
 ) -> None:
-    """Fill the matrices of adapters among `tensors` (plain or sharded) from a file, a PEFT folder, a run or a
-    checkpoint, and the parameters that were trained whole: those of the folder, or `saved`.
+    """Fill the matrices of adapters, plain or sharded, from a file, a PEFT folder, a run or a checkpoint.
 
-    `tensors` may belong to a pipeline stage; `adapters`, and `parameters`, the names of all parameters, are those of
-    the whole model. A file must have the same adapters as `adapters`; `weight_map` translates its names.
+    Parameters that were trained in full are filled, too: those of the folder, or `saved`. `tensors` may belong to a
+    pipeline stage; `adapters`, and `parameters`, the names of all parameters, are those of all stages. A file must have
+    the same adapters as `adapters`; `weight_map` translates its names.
     """
     parameters = list(parameters)
-    whole = read_saved(path, parameters, weight_map)
+    full = read_saved(path, parameters, weight_map)
     wanted = {name for layer, adapter in adapters.items() for name in tensor_names(layer, adapter)}
-    wanted.update(whole if is_adapters(path) else saved)
+    wanted.update(full if is_adapters(path) else saved)
     here = {name: tensor for name, tensor in tensors.items() if name in wanted}
     if not is_adapters(path):
-        checkpoint = path if (path / MANIFEST).is_file() else CheckpointManager(path / "checkpoints", keep=1).latest()
-        if checkpoint is None:
+        named = {f"{MODEL}{name}": tensor for name, tensor in here.items()}
+        if (path / MANIFEST).is_file():
+            CheckpointManager(path.parent, keep=1).load(path, named)
+        elif CheckpointManager(path / "checkpoints", keep=1).load_newest(named) is None:
             raise TesseraError("this run has no checkpoint yet", where=str(path))
-        CheckpointManager(checkpoint.parent, keep=1).load(checkpoint, {f"model.{n}": t for n, t in here.items()})
         return
     paths, experts = layer_paths(parameters), expert_paths(parameters)
     Ranks.current().on_all(
-        lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part, experts), whole)
+        lambda: _fill(path, here, adapters, read_adapters(path, paths, weight_map, part, experts), full)
     )
 
 
@@ -103,19 +106,22 @@ def _fill(
     where: Path,
     tensors: Mapping[str, Tensor],
     adapters: Adapters,
-    found: Mapping[str, Factors],
+    stored: Mapping[str, Factors],
     saved: Mapping[str, Tensor],
 ) -> None:
-    for one, other, what in ((adapters, found, "has no adapter for"), (found, adapters, "also has an adapter for")):
-        missing = [path for path in one if path not in other]
+    for names, others, what in (
+        (adapters, stored, "has no adapter for"),
+        (stored, adapters, "also has an adapter for"),
+    ):
+        missing = [path for path in names if path not in others]
         if missing:
             raise TesseraError(
                 f"the folder {what} {few_names(missing, 5)}",
                 where=str(where),
                 fix="leave out model.lora.targets: the adapters name the layers that they are for",
             )
-    whole = dict(saved)
-    for path, factors in found.items():
+    full = dict(saved)
+    for path, factors in stored.items():
         if factors.adapter.dora != adapters[path].dora:
             raise TesseraError(
                 f"{path}: in the folder dora is {factors.adapter.dora}, in the recipe {adapters[path].dora}",
@@ -133,13 +139,13 @@ def _fill(
             check_shapes(
                 path, factors, (*tensors[a].shape[:-2], tensors[b].shape[-2], tensors[a].shape[-1]), str(where)
             )
-        whole |= {a: factors.a, b: factors.b}
+        full |= {a: factors.a, b: factors.b}
         if factors.m is not None:
-            whole[magnitude_name(path)] = factors.m
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+            full[magnitude_name(path)] = factors.m
+    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
 
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        return whole[name][box_slices(offsets, sizes)]
+        return full[name][box_slices(offsets, sizes)]
 
     for name, target in tensors.items():
         fill(target, TensorSource(name, (name,), Identity()), shapes, read, str(where))
@@ -162,13 +168,8 @@ def merge_into(
             f"a strength of {strength}", where=str(path), allowed=["a finite number, 1 as it was trained"]
         )
     parameters = list(parameters)
-    found = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
-    merge_factors(found, tensors, strength, str(path))
-
-
-def layer_paths(parameters: Iterable[str]) -> list[str]:
-    """Return the layers that parameters are the weights of."""
-    return [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    adapters = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
+    merge_factors(adapters, tensors, strength, str(path))
 
 
 def read_adapters(
@@ -180,8 +181,8 @@ def read_adapters(
 ) -> dict[str, Factors]:
     """Read all adapters of a file or a PEFT folder and return them by the paths of native layers.
 
-    `paths`: the layers of the model. An adapter for a layer that is not among them is an error; one for a layer that
-    nothing is computed with is passed over. `part`: see `part_of`. `experts`: see `expert_paths`.
+    `paths`: the layers of the model. An adapter for a layer that is not among them is an error; one for a layer without
+    any effect is passed over. `part`: see `part_of`. `experts`: see `expert_paths`.
     """
     if weight_map is None:
         raise TesseraError("this family has no weight map: it cannot exchange adapters", where=str(path))
@@ -194,16 +195,13 @@ def read_adapters(
     table, names = match_names(stored, paths, weight_map)
     foreign = stored.factors(names, table)
     idle = {*weight_map.idle, *table.idle}
-    found: dict[str, Factors] = {}
+    adapters: dict[str, Factors] = {}
     for layer in paths:
-        match = table.rule_for(f"{layer}.weight")
-        if match is None or layer in idle:
-            continue
-        rule, needed = match
-        present = [foreign.get(name.removesuffix(".weight")) for name in needed]
-        if any(present):
-            check_operation(rule.op, layer, stored.where)
-            found[layer] = join_to_native(rule.op, present)
-    if not found and not stacked:
+        match = modules_of(layer, table)
+        members = [] if match is None or layer in idle else [foreign.get(name) for name in match[1]]
+        if match is not None and any(members):
+            check_operation(match[0], layer, stored.where)
+            adapters[layer] = join_to_native(match[0], members)
+    if not adapters and not stacked:
         raise TesseraError("no adapters here", where=stored.where)
-    return {**found, **stacked}
+    return {**adapters, **stacked}

@@ -1,10 +1,10 @@
-"""Open the files in which people exchange LoRA adapters, whoever wrote them, and understand their names.
+"""Read the files in which people exchange LoRA adapters.
 
 | form | names of a layer |
 |---|---|
 | peft | `base_model.model.LAYER.lora_A.weight`, with `adapter_config.json` beside the file |
 | diffusers | `transformer.LAYER.lora_A.weight`; PEFT's configuration in the header, `LAYER.alpha`, or neither |
-| comfyui | `diffusion_model.LAYER.lora_down.weight`, `lora_up`, `alpha`; layers as the makers of the model call them |
+| comfyui | `diffusion_model.LAYER.lora_down.weight`, `lora_up`, `alpha`; layers as in the original checkpoint |
 | kohya | `lora_unet_LAYER.lora_down.weight`, with underscores for dots |
 """
 
@@ -23,7 +23,7 @@ from tessera.checkpoint.files import open_safetensors, read_tensors
 from tessera.config.run_config import MAX_ADAPTER_ALPHA, MAX_ADAPTER_RANK
 from tessera.errors import TesseraError, few_names, nearest
 from tessera.lora.factors import Factors
-from tessera.lora.parts import MAGNITUDE_KEY, native_saved
+from tessera.lora.names import canonical, in_memory, modules_of
 from tessera.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter_folder, parse_config, ranks_and_alphas, read_config
 from tessera.lora.select import Adapter, UnknownLayersError
 from tessera.runtime.files import PICKLE_SUFFIXES, check_inside
@@ -35,6 +35,7 @@ FILES = {
     "comfyui": "comfyui_lora.safetensors",
     "kohya": "kohya_lora.safetensors",
 }
+MAGNITUDE_KEY = ".lora_magnitude_vector"  # norms of rows, of DoRA
 HEADER_KEY = "lora_adapter_metadata"  # in the header of a file of diffusers
 FIRST, SECOND = "transformer", "transformer_2"  # the models of a pipeline that files name
 DOTTED = "diffusion_model."
@@ -51,7 +52,7 @@ _OTHER_KINDS = (
     ("hada_", "LoHa"),
     ("lora_mid", "a convolution"),
     (".bias", "a bias"),
-    (".diff", "a difference of whole weights"),
+    (".diff", "a difference of full weights"),
 )
 
 
@@ -79,7 +80,7 @@ def _refuse_without_weights(folder: Path) -> None:
 
 
 def is_adapters(path: Path) -> bool:
-    """Return whether adapters lie at a path."""
+    """Return whether a path is that of adapters."""
     return find_adapter_file(path) is not None
 
 
@@ -96,37 +97,37 @@ class StoredAdapters:
     sides: Mapping[str, Mapping[str, Tensor]]  # layer -> {"A", "B"}
     alphas: Mapping[str, float]
     underscored: bool
-    config: Mapping[str, Any] | None  # what PEFT says about them
+    config: Mapping[str, Any] | None  # PEFT's configuration
     config_where: str
-    lengths: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> lengths of rows, of DoRA
+    norms: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> norms of rows, of DoRA
 
     def factors(self, names: Mapping[str, str], weight_map: WeightMap) -> dict[str, Factors]:
-        """Return the adapters by the names that the rules of a weight map use. `names`: layer -> that name."""
+        """Return the adapters by canonical names. `names`: layer -> its canonical name."""
+        modules = {layer: in_memory(name, weight_map) for layer, name in names.items()}
         stated: Mapping[str, tuple[float, float]] = {}
-        own = {layer: weight_map.in_memory(f"{name}.weight").removesuffix(".weight") for layer, name in names.items()}
         if self.config is not None:
-            stated = ranks_and_alphas(self.config, set(own.values()), self.config_where)
-        found: dict[str, Factors] = {}
+            stated = ranks_and_alphas(self.config, set(modules.values()), self.config_where)
+        factors: dict[str, Factors] = {}
         for layer, name in names.items():
             a, b = matrices(layer, self.sides[layer], self.where)
-            adapter = self.adapter(layer, own[layer], a.shape[0], stated.get(own[layer]))
-            found[name] = Factors(adapter, a, b, self._lengths(layer, adapter, b))
-        return found
+            adapter = self.adapter(layer, modules[layer], a.shape[0], stated.get(modules[layer]))
+            factors[name] = Factors(adapter, a, b, self._norms_of(layer, adapter, b))
+        return factors
 
-    def _lengths(self, layer: str, adapter: Adapter, b: Tensor) -> Tensor | None:
-        m = self.lengths.get(layer)
+    def _norms_of(self, layer: str, adapter: Adapter, b: Tensor) -> Tensor | None:
+        m = self.norms.get(layer)
         if adapter.dora and (m is None or m.shape != b.shape[:1] or not torch.isfinite(m.float()).all()):
-            raise TesseraError(f"{layer}: use_dora, and its lengths of rows are missing or wrong", where=self.where)
+            raise TesseraError(f"{layer}: use_dora, and its {MAGNITUDE_KEY[1:]} is missing or wrong", where=self.where)
         return m if adapter.dora else None
 
-    def adapter(self, layer: str, own: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
+    def adapter(self, layer: str, module: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
         """Return the adapter of a layer whose weights have a rank; raise if another one is stated, or an absurd one."""
         if stated is None:  # without any alpha the product is taken as it is
             alpha, rslora = self.alphas.get(layer, float(rank)), False
         else:
             if stated[0] != rank:
                 raise TesseraError(
-                    f"{own}: rank {stated[0]} is stated, the weights have {rank}",
+                    f"{module}: rank {stated[0]} is stated, the weights have {rank}",
                     where=self.config_where,
                     fix="check that the configuration and the weights belong together",
                 )
@@ -181,14 +182,14 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
         check_inside(file, path)
     sides: dict[str, dict[str, Tensor]] = {}
     alphas: dict[str, float] = {}
-    lengths: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
     stated, saved = read_config(path) if peft else {}, 0
     for key, tensor in read_tensors(file).items():
         if stated.get("use_dora") and key.endswith(MAGNITUDE_KEY):
-            lengths[key.removesuffix(MAGNITUDE_KEY)] = tensor
+            norms[key.removesuffix(MAGNITUDE_KEY)] = tensor
             continue
         if stated.get("modules_to_save") and ".lora_" not in key:
-            saved += 1  # a parameter that was trained whole
+            saved += 1  # a parameter that was trained in full
             continue
         match = _KEY.fullmatch(key)
         if match is not None:
@@ -212,46 +213,60 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
         )
     if not sides:
         raise TesseraError("no adapters here", where=str(file), fix="export them again: the file holds no LoRA weights")
-    prefix, names = _stripped([*sides, *alphas, *lengths], part, str(file))
+    prefix, names = _stripped([*sides, *alphas, *norms], part, str(file))
     layers = {names[name]: halves for name, halves in sides.items() if name in names}
-    _check_alphas(layers, known := {names[name]: alpha for name, alpha in alphas.items() if name in names}, str(file))
+    layer_alphas = {names[name]: alpha for name, alpha in alphas.items() if name in names}
+    _check_alphas(layers, layer_alphas, str(file))
     if not layers:
         raise TesseraError("no adapters here", where=str(file))
     config_where = str(path / CONFIG) if peft else f"{file}, {HEADER_KEY} of its header"
-    config = read_config(path) if peft else _header_config(file, config_where, prefix)
-    if config is not None and config.get("use_dora") and not lengths:
+    config = stated if peft else _header_config(file, config_where, prefix)
+    if config is not None and config.get("use_dora") and not norms:
         raise TesseraError(
-            "use_dora, and the weights have no lengths of rows",
+            f"use_dora, and the weights have no {MAGNITUDE_KEY[1:]}",
             where=config_where,
             allowed=[f"LAYER{MAGNITUDE_KEY} in a PEFT folder"],
         )
-    if config is not None and known:
+    if config is not None and layer_alphas:
         raise TesseraError(
             "the scale of adapters is stated twice, by alpha beside the weights and by PEFT's configuration",
             where=str(file),
             fix=f"remove {HEADER_KEY} from the header, or the alphas",
         )
     underscored = prefix in (UNDERSCORED, "lora_transformer_")
-    own_lengths = {names[name]: tensor for name, tensor in lengths.items() if name in names}
-    return StoredAdapters(str(file), layers, known, underscored, config, config_where, own_lengths)
+    layer_norms = {names[name]: tensor for name, tensor in norms.items() if name in names}
+    return StoredAdapters(str(file), layers, layer_alphas, underscored, config, config_where, layer_norms)
 
 
 def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | None) -> dict[str, Tensor]:
-    """Return the parameters of a PEFT folder that were trained whole, by native names; `parameters`: of the model."""
+    """Return the parameters of a PEFT folder that were trained in full, by native names.
+
+    `parameters`: all of the model.
+    """
     if not is_adapter_folder(path) or weight_map is None or not read_config(path).get("modules_to_save"):
         return {}
     check_inside(path / WEIGHTS, path)
     stored = {key.removeprefix(PREFIX): tensor for key, tensor in read_tensors(path / WEIGHTS).items()}
-    saved = {name: tensor for name, tensor in stored.items() if ".lora_" not in name}
-    found = native_saved(saved, parameters, weight_map, str(path / WEIGHTS))
-    tied = "head.weight" not in parameters and any(name.endswith(".embed.weight") for name in found)
+    by_foreign = {weight_map.canonical(key): tensor for key, tensor in stored.items() if ".lora_" not in key}
+    saved: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for name in parameters:
+        match = weight_map.rule_for(name)
+        if match is not None and all(foreign in by_foreign for foreign in match[1]):
+            used.update(match[1])
+            saved[name] = match[0].op.to_native([by_foreign[foreign] for foreign in match[1]])
+    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head, beside its embedding
+    if unused := [key for key in by_foreign if key not in used]:
+        what = f"{unused[0]} is neither a part of an adapter nor of this model"
+        raise TesseraError(what, where=str(path / WEIGHTS))
+    tied = "head.weight" not in parameters and any(name.endswith(".embed.weight") for name in saved)
     if tied and not read_config(path).get("ensure_weight_tying"):
         raise TesseraError(
             "the embedding was trained and the head, which shares its weight here, was not",
             where=str(path / CONFIG),
             fix="train with ensure_weight_tying=True in PEFT",
         )
-    return found
+    return saved
 
 
 def parts_in(path: Path) -> set[str]:
@@ -270,19 +285,19 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
             where=where,
             fix="take a file with the adapters of the transformer alone",
         )
-    prefixes = {name: next((one for one in _PREFIXES if name.startswith(one)), "") for name in names}
+    prefixes = {name: next((start for start in _PREFIXES if name.startswith(start)), "") for name in names}
     present = set(prefixes.values())
     if present == {f"{FIRST}.", f"{SECOND}."}:
         present = {f"{part}."}
     if len(present) > 1:
-        examples = [next(name for name, one in prefixes.items() if one == prefix) for prefix in sorted(present)]
+        examples = [next(name for name, start in prefixes.items() if start == prefix) for prefix in sorted(present)]
         raise TesseraError(f"names of {len(present)} forms are mixed: {', '.join(examples)}", where=where)
     (prefix,) = present
     if prefix == f"{SECOND}." and part != SECOND:
         raise TesseraError(
             f"these adapters are for {SECOND}, the expert for little noise", where=where, fix=f"give them to {SECOND}"
         )
-    return prefix, {name: name.removeprefix(prefix) for name, one in prefixes.items() if one == prefix}
+    return prefix, {name: name.removeprefix(prefix) for name, start in prefixes.items() if start == prefix}
 
 
 def _alpha(key: str, tensor: Tensor, where: str) -> float:
@@ -293,9 +308,9 @@ def _alpha(key: str, tensor: Tensor, where: str) -> float:
 
 
 def _check_alphas(layers: Collection[str], alphas: Collection[str], where: str) -> None:
-    """Raise if some layers have an alpha and others do not: nothing would say how these are scaled."""
-    for one, other, what in ((layers, alphas, "no alpha"), (alphas, layers, "an alpha and no weights")):
-        missing = [name for name in one if name not in other]
+    """Raise if some layers have an alpha and others do not: the scale of these is unknown."""
+    for names, others, what in ((layers, alphas, "no alpha"), (alphas, layers, "an alpha and no weights")):
+        missing = [name for name in names if name not in others]
         if missing and alphas:
             raise TesseraError(
                 f"{few_names(missing, 3)}: {what}, unlike other layers",
@@ -319,35 +334,31 @@ def _header_config(file: Path, where: str, prefix: str) -> dict[str, Any] | None
 def match_names(
     stored: StoredAdapters, paths: Sequence[str], weight_map: WeightMap
 ) -> tuple[WeightMap, dict[str, str]]:
-    """Return the table of the form that a file has, and for each of its layers the name that the table's rules use.
+    """Return the table of the form that a file has, and for each of its layers the canonical name.
 
-    `paths`: the native layers of the model. The form is the one that knows most names; all must be known to it.
+    `paths`: the native layers of the model. The form is the one that has most names; it must have all of them.
     """
     best: tuple[WeightMap, dict[str, str]] | None = None
-    known: set[str] = set()
+    every: set[str] = set()
     for table in (weight_map, *weight_map.others.values()):
-        names = [name for path in paths for name in (table.rule_for(f"{path}.weight") or (0, ()))[1]]
-        modules = {name.removesuffix(".weight") for name in names}
-        known |= modules
+        modules = {name for path in paths for name in (modules_of(path, table) or (0, ()))[1]}
+        every |= modules
         spelled = {module.replace(".", "_"): module for module in modules} if stored.underscored else {}
-        found: dict[str, str] = {}
-        for layer in stored.sides:
-            name = spelled.get(layer) or table.canonical(f"{layer}.weight").removesuffix(".weight")
-            if name in modules:
-                found[layer] = name
-        if best is None or len(found) > len(best[1]):
-            best = table, found
+        names = {layer: spelled.get(layer) or canonical(layer, table) for layer in stored.sides}
+        names = {layer: name for layer, name in names.items() if name in modules}
+        if best is None or len(names) > len(best[1]):
+            best = table, names
     assert best is not None
-    left = [layer for layer in stored.sides if layer not in best[1]]
-    if left:
-        raise _unknown(left, stored, known)
+    if unmatched := [layer for layer in stored.sides if layer not in best[1]]:
+        raise _unknown(unmatched, stored, every)
     return best
 
 
-def _unknown(left: Sequence[str], stored: StoredAdapters, known: Collection[str]) -> TesseraError:
-    near = nearest(left[0], sorted(name.replace(".", "_") if stored.underscored else name for name in known))
+def _unknown(layers: Sequence[str], stored: StoredAdapters, modules: Collection[str]) -> TesseraError:
+    names = sorted(name.replace(".", "_") if stored.underscored else name for name in modules)
+    near = nearest(layers[0], names)
     error = UnknownLayersError(
-        f"adapters for {few_names(left, 5)}, which this model does not have",
+        f"adapters for {few_names(layers, 5)}, which this model does not have",
         where=stored.where,
         nearest=near,
         fix="check that the adapters belong to this model",

@@ -1,0 +1,282 @@
+"""Forms of weights beside Hugging Face folders: Megatron-style shards, and torch.distributed.checkpoint (DCP).
+
+A job with FSDP2 stores its model in a DCP folder under prefixes: `model.`, and those of its wrappers. Stacked experts
+have lost their first dimension, or the matrices of all experts of a layer are one tensor, transposed. Nothing in the
+folder states which, so it follows from the names and shapes that the model needs (`JobFolder`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tessera.checkpoint.collective import Ranks
+from tessera.checkpoint.files import box_slices, data_positions
+from tessera.checkpoint.forms import NativeTensors, StoredForm
+from tessera.checkpoint.legacy.dcp import METADATA, DcpTensor, is_dcp_safetensors, read_dcp, read_dcp_safetensors
+from tessera.checkpoint.legacy.megatron import (
+    MegatronLayout,
+    MegatronTensor,
+    is_megatron_folder,
+    newest_iteration,
+    read_megatron,
+)
+from tessera.checkpoint.parts import KeyedPart
+from tessera.checkpoint.weights import check_copy
+from tessera.errors import TesseraError, nearest
+from tessera.runtime.modules import local_shard
+from tessera.runtime.progress import WorkProgress
+from tessera.weights.file_plan import Extent, PlannedTensor
+from tessera.weights.map import WeightMap
+from tessera.weights.megatron_form import MegatronForm
+from tessera.weights.rows import TensorRows
+
+Shape = tuple[int, ...]
+
+
+class MegatronFolder(StoredForm):
+    """Read the rank files of a Megatron-style job as unsharded tensors."""
+
+    def __init__(self, folder: Path, form: MegatronForm, layout: MegatronLayout | None = None) -> None:
+        self.where = str(folder)
+        self.weight_map = form.weights
+        self._tensors, self.layout = read_megatron(folder, form, layout)
+        self._tables: dict[str, MegatronTensor] = {}  # of a tied model in a pipeline: the last stage has a copy
+        if form.tied and form.table in self._tensors and form.head in self._tensors:
+            self._tables = {form.head: self._tensors.pop(form.head), form.table: self._tensors[form.table]}
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        return {name: PlannedTensor(tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+
+    def check_copies(self, weight_map: WeightMap) -> None:
+        if self._tables:
+            head, table = self._tables
+            shapes = {name: tensor.shape for name, tensor in self._tables.items()}
+            check_copy(head, table, shapes, lambda name, *box: self._tables[name].read(*box), self.where)
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return self._tensors[name].read(offsets, sizes)
+
+    def read_rows(self, name: str) -> TensorRows:
+        return self._tensors[name].read_rows()
+
+    def extents(self, name: str) -> Sequence[Extent | None]:
+        return [part.extent() for part in self._tensors[name].slices]
+
+
+class DcpFolder(StoredForm):
+    """Read a folder of torch.distributed.checkpoint, over its own files or over safetensors.
+
+    `prefix` is removed from names; others are left out.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        self.where = str(folder)
+        check_dcp(folder)
+        stored = read_dcp(folder) if (folder / METADATA).is_file() else read_dcp_safetensors(folder)
+        self._tensors = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
+        self._positions: dict[Path, Mapping[str, int]] = {}  # of tensors in safetensors files
+        if not self._tensors:
+            raise TesseraError(f"no tensor's name begins with {prefix!r}", where=self.where, allowed=[*stored][:10])
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        return {name: PlannedTensor(tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return self._tensors[name].read(offsets, sizes)
+
+    def extents(self, name: str) -> Sequence[Extent | None]:
+        tensor = self._tensors[name]
+        if isinstance(tensor, DcpTensor):
+            return [tensor.stored_part(part).extent() for part in tensor.parts]
+        return [self._extent(part, tensor.dtype) for part in tensor.parts]
+
+    def _extent(self, part: KeyedPart, dtype: torch.dtype) -> Extent:
+        if part.file not in self._positions:
+            self._positions[part.file] = data_positions(part.file)
+        return Extent(part.file, self._positions[part.file][part.key], PlannedTensor(dtype, part.sizes))
+
+
+# ---------------------------------------------------------------------------------------------- jobs with FSDP2
+
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+@dataclass(frozen=True)
+class JobTensor:
+    """Locate a tensor of a Hugging Face folder: as it is, flattened, or in the matrix of all experts."""
+
+    stored: str
+    plan: PlannedTensor
+    flat: bool = False  # stacked experts [experts, rows, columns] as [experts * rows, columns]
+    box: tuple[Shape, Shape] | None = None  # offsets and sizes of one expert's matrix, which is transposed
+
+    def read(self, form: StoredForm, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Tensor:
+        """Return the tensor, or a box of it."""
+        if self.box is not None:
+            matrix = form.read(self.stored, *self.box)
+            matrix = matrix.reshape(matrix.shape[-2:]).t()
+            return matrix if sizes is None else matrix[box_slices(offsets or [0, 0], sizes)]
+        if not self.flat or sizes is None:
+            return form.read(self.stored, offsets, sizes).reshape(self.plan.shape if sizes is None else tuple(sizes))
+        _, rows, columns = self.plan.shape
+        first, *inside = offsets or (0, 0, 0)
+        experts = form.read(self.stored, (first * rows, 0), (sizes[0] * rows, columns)).reshape(-1, rows, columns)
+        return experts[box_slices((0, *inside), sizes)]
+
+
+def job_tensors(
+    stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]
+) -> dict[str, JobTensor]:
+    """Return the tensors of a job by the names of Hugging Face folders. `shapes`: of all native tensors."""
+    prefix = _prefix(stored, weight_map, shapes)
+    inside = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+    table = weight_map.for_names(inside)
+    needed = _needed(table, shapes)
+    merged = _merged(needed, inside, stored)
+    tensors: dict[str, JobTensor] = {}
+    for name, full_name in inside.items():
+        plan, shape = stored[full_name], needed.get(table.canonical(name), ())
+        if name in merged:
+            tensors |= merged[name]
+        elif len(shape) == 3 and len(plan.shape) == 2 and plan.shape[0] % shape[0] == 0:
+            stacked = (shape[0], plan.shape[0] // shape[0], plan.shape[1])
+            tensors[name] = JobTensor(full_name, PlannedTensor(plan.dtype, stacked), flat=True)
+        else:
+            tensors[name] = JobTensor(full_name, plan)
+    return tensors
+
+
+def _needed(weight_map: WeightMap, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return names and shapes in a Hugging Face folder of the model."""
+    blanks = {
+        name: TensorRows.of(torch.empty(shape, device="meta"))
+        for name, shape in shapes.items()
+        if weight_map.rule_for(name) is not None
+    }
+    return {name: rows.shape for name, rows in weight_map.to_foreign_rows(blanks).items()}
+
+
+def _prefix(stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]) -> str:
+    """Return the prefix behind which most names are those of the model. A job may store more: an optimizer."""
+    tables = [weight_map, *weight_map.others.values()]
+    matches = [match for table in tables for native in shapes if (match := table.rule_for(native))]
+    names = {name for _, foreign in matches for name in foreign}
+    counts: Counter[str] = Counter()
+    for name in stored:
+        parts = name.split(".")
+        for at in range(len(parts)):
+            end = ".".join(parts[at:])
+            if any(table.canonical(end) in names for table in tables):
+                counts[name[: len(name) - len(end)]] += 1
+    return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default="")
+
+
+def _merged(
+    needed: Mapping[str, Shape], inside: Mapping[str, str], stored: Mapping[str, PlannedTensor]
+) -> dict[str, dict[str, JobTensor]]:
+    """Return the tensors of single experts in each tensor that holds those of a layer."""
+    experts: dict[str, dict[str, JobTensor]] = {}
+    for name, shape in needed.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            continue
+        home = f"{match[1]}.{'down_proj' if match[3] == 'down_proj' else 'gate_up_proj'}"
+        if home not in inside:
+            continue
+        plan, number = stored[inside[home]], int(match[2])
+        (outputs, inputs), first = shape, shape[0] if match[3] == "up_proj" else 0
+        box: tuple[Shape, Shape] = ((number, 0, first), (1, inputs, outputs))
+        if len(plan.shape) == 2:
+            box = ((number * inputs, first), (inputs, outputs))
+        tensor = JobTensor(inside[home], PlannedTensor(plan.dtype, (outputs, inputs)), box=box)
+        experts.setdefault(home, {})[name] = tensor
+    return experts
+
+
+class JobFolder(StoredForm):
+    """Read the DCP folder of a job with FSDP2 by the names of Hugging Face folders."""
+
+    def __init__(self, folder: Path, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._folder = DcpFolder(folder)
+        self.where = self._folder.where
+        self._tensors = job_tensors(self._folder.tensors(), weight_map, shapes)
+
+    def tensors(self) -> Mapping[str, PlannedTensor]:
+        return {name: tensor.plan for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        return self._tensors[name].read(self._folder, offsets, sizes)
+
+
+# ---------------------------------------------------------------------------------------------- opening
+
+
+def weights_folder(folder: Path) -> Path:
+    """Return the folder that holds the files: a job that keeps DCP folders has one for each iteration."""
+    if is_megatron_folder(folder):
+        inner = newest_iteration(folder)
+        if (inner / METADATA).is_file() and not inner.is_symlink():
+            return inner
+    return folder
+
+
+def check_dcp(folder: Path, other: str = "") -> None:
+    """Raise unless a folder is one of torch.distributed.checkpoint. `other`: what else it could have been."""
+    if not folder.is_dir():
+        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+        near, fix = nearest(folder.name, beside), "check model.weights" if other else None
+        raise TesseraError("there is no such folder", where=str(folder), nearest=near, fix=fix)
+    if not (folder / METADATA).is_file() and not is_dcp_safetensors(folder):
+        raise TesseraError(
+            f"here is {'neither ' + other + ' nor' if other else 'not'} a torch DCP folder ({METADATA})",
+            where=str(folder),
+            fix="a Hugging Face folder, a run or a checkpoint is named by model.path alone" if other else None,
+        )
+
+
+def open_form(
+    folder: Path, shards: MegatronForm | None, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]
+) -> StoredForm:
+    """Open Megatron-style shards or a DCP folder, whichever it is. `shards`: how the family keeps such shards;
+    `shapes`: of all native tensors."""
+    folder = weights_folder(folder)
+    if is_megatron_folder(folder):
+        if shards is None:
+            raise TesseraError("this family has no Megatron-style form", where=str(folder))
+        return MegatronFolder(folder, shards)
+    check_dcp(folder, "Megatron-style shards")
+    return JobFolder(folder, weight_map, shapes)
+
+
+def fill_from_form(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    shards: MegatronForm | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+) -> None:
+    """Fill a model's tensors (plain or sharded) in place from a folder in another form.
+
+    `shapes`: of all native tensors, of which `tensors` may be a part. A failure of one rank is raised on all.
+    """
+
+    def work() -> None:
+        with open_form(folder, shards, weight_map, shapes) as stored:
+            native = NativeTensors(stored, weight_map, shapes, tied)
+            if Ranks.current().rank == 0:
+                stored.check_copies(weight_map)
+            sizes = {name: local_shard(target).nbytes for name, target in tensors.items()}
+            with WorkProgress("loading weights", sum(sizes.values())) as progress:
+                for name, target in tensors.items():
+                    native.fill(name, target)
+                    progress.count(sizes[name])
+
+    Ranks.current().on_all(work)
