@@ -48,6 +48,10 @@ class Stream:
         """Name the tensor with the slots, or the positions of this name, of a rank that has a part of the sequence."""
         return f"{positions}.sources"
 
+    def selection(self, name: str) -> str:
+        """Name a tensor that selects features or outputs of the encoder: `patches`, `index` or `weights`."""
+        return f"{self.slots.removesuffix('_slots')}_{name}"
+
     def elements(self, batch: Batch) -> int:
         """Return how many elements of this stream a batch has."""
         tensor = batch.get(self.tensors[0])

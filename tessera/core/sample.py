@@ -55,6 +55,21 @@ class MediaSize:
 
 
 @dataclass
+class EncodedStream:
+    """Hold the input of one encoder in one sample, not yet packed: what the `Stream` of the model's plan declares."""
+
+    tensors: dict[str, Tensor]  # by their names in a batch; they have one entry per element
+    lengths: tuple[int, ...]  # elements of each sequence: a frame, a tile, a recording
+    slots: Tensor  # [outputs] int64: tokens of the sample that the encoder's outputs replace
+    windows: tuple[int, ...] = ()  # elements of each window, for encoders with window attention
+    selected: Tensor | None = None  # [features] elements whose features become outputs; None: all of them
+    # [outputs, K]: features that each output is interpolated from, -1 for the projector's own embedding; None: each
+    # feature is an output.
+    index: Tensor | None = None
+    weights: Tensor | None = None  # [outputs, K] interpolation weights
+
+
+@dataclass
 class Encoded:
     """Hold one sample after tokenising, not yet packed. `labels[i]` is the label *of* token i (collate shifts them)."""
 
@@ -62,7 +77,7 @@ class Encoded:
     tokens: Tensor  # [L] int64
     labels: Tensor  # [L] int64, IGNORE where not trained on
     positions: Tensor  # [L] or [3, L] int64
-    media: dict[str, Tensor] = field(default_factory=dict)  # private to a family: its own `collate` reads them
+    streams: dict[str, EncodedStream] = field(default_factory=dict)  # by the name of the stream in the model's plan
     counts: dict[str, int] = field(default_factory=dict)
 
     @property

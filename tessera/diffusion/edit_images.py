@@ -21,9 +21,9 @@ from torch import Tensor
 
 from tessera.diffusion.captions import Captions, CaptionTokenizer, TextEmbedding, TextEncoder
 from tessera.errors import TesseraError, foreign_values
-from tessera.models.files.preprocessor_files import GridFiles, read_json
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, copy_side_files
 from tessera.models.vision.patches import Patches
+from tessera.models.vision.preprocessor_files import GridFiles, read_json
 from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, DiffusersFolder
 

@@ -48,7 +48,7 @@ from tessera.diffusion.given_images import Grid
 from tessera.diffusion.samples import CaptionedSample, GenerationOptions
 from tessera.errors import TesseraError
 from tessera.models.files.side_files import copy_side_files
-from tessera.models.vision.media_layout import media_size
+from tessera.models.processing.streams import media_size
 from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import pipeline_folder
 

@@ -1,15 +1,14 @@
-"""Helpers that make the specification of a family from its parts: text-only and vision-language."""
+"""Make the specification of a text-only family, and presets of all families."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field
-from torch import nn
 
 from tessera.config.reader import Section, build
 from tessera.core.batch import Batch
@@ -18,7 +17,7 @@ from tessera.core.outputs import LANGUAGE_OUTPUTS
 from tessera.core.spec import Component, ModelSpec, Processor
 from tessera.data.chat import ChatTemplate
 from tessera.errors import TesseraError
-from tessera.models.text.costs import VisionCosts, batch_flops, example_batch, language_work, vision_language_work
+from tessera.models.text.costs import batch_flops, example_batch, language_work
 from tessera.models.text.decoder import (
     ATTENTION,
     BLOCKS,
@@ -78,7 +77,7 @@ def language_family(
         name=name,
         config=config,
         main=Component(_build, _plan, {"hf": _weights}),
-        flops=functools.partial(batch_flops, language_work),
+        flops=functools.partial(batch_flops, language_work, {}),
         work=language_work,
         example=_example,
         presets=presets,
@@ -86,44 +85,6 @@ def language_family(
         task="language",
         outputs=LANGUAGE_OUTPUTS,
         hf_types=tuple(config.formats),
-    )
-
-
-def vision_family(
-    name: str,
-    config: type[Section],
-    presets: Mapping[str, Mapping[str, Any]],
-    *,
-    build: Callable[[Any], nn.Module],
-    plan: Callable[[Any], ModelPlan],
-    weights: Callable[[Any], WeightMap],
-    costs: Callable[[Any], VisionCosts],
-    example: Callable[[Any, int], Batch],
-    processor: str,
-    hf_types: tuple[str, ...] = (),
-    other_weights: Mapping[str, Callable[[Any], WeightMap]] | None = None,
-    originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
-) -> ModelSpec:
-    """Return the specification of a vision-language family from its parts.
-
-    `processor`: name of the class in the family's `processor.py`, which is imported when it is first needed: a model
-    alone needs no tokenizer and no image library. `hf_types`: `model_type` values of its folders; default: the name.
-    `other_weights`, `originals`: weight maps by form, and configurations by `model_type`, of folders in other forms.
-    """
-    work = functools.partial(vision_language_work, costs)
-    return ModelSpec(
-        name=name,
-        config=config,
-        main=Component(build, plan, {"hf": weights, **(other_weights or {})}),
-        flops=functools.partial(batch_flops, work),
-        work=work,
-        example=example,
-        presets=presets,
-        processor=functools.partial(_load_processor, name, processor),
-        task="language",
-        outputs=LANGUAGE_OUTPUTS,
-        hf_types=hf_types or (name,),
-        originals=originals or {},
     )
 
 
@@ -158,7 +119,7 @@ def quickstart_preset(*, tied: bool = True, **text: Any) -> dict[str, Any]:
     return preset(512, 128, 384, 4, (4, 2), tied=tied, initializer_range=0.06, **text)
 
 
-def _load_processor(family: str, class_name: str, config: Any, folder: Path, **options: Any) -> Processor:
+def load_processor(family: str, class_name: str, config: Any, folder: Path, **options: Any) -> Processor:
     module = importlib.import_module(f"tessera.models.{family}.processor")
     processor: Processor = getattr(module, class_name).load(config, folder, **options)
     return processor
@@ -199,4 +160,4 @@ def _weights(config: LanguageConfig) -> WeightMap:
 
 
 def _example(config: LanguageConfig, tokens: int) -> Batch:
-    return example_batch(tokens, {})
+    return example_batch(tokens)

@@ -33,6 +33,7 @@ from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.vision.grid_processor import GridProcessor
+from tessera.models.vision.processor import VISION
 from tessera.runtime import device as devices
 from tessera_compat import state
 from tessera_compat.mindspeed_mm.data_json import read_data
@@ -111,12 +112,10 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
             "attention_mask": torch.ones_like(encoded.tokens),
             "labels": encoded.labels,
         }
-        return tensors | self._media(sample, sizes, encoded.media)
+        return tensors | (self._media(sample, sizes, encoded.streams[VISION].tensors) if sizes else {})
 
     def _media(self, sample: Sample, sizes: Sequence[MediaSize], media: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return patch values in reading order, and their grids."""
-        if not sizes:
-            return {}
         processor = self.processor
         assert isinstance(processor, GridProcessor)
         kinds = [part.kind for part in sample.media()]

@@ -12,7 +12,7 @@ from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.text.decoder import TextConfig
-from tessera.models.vision.family import GridVisionConfig
+from tessera.models.vision.config import GridVisionConfig
 from tessera.weights.map import GroupByHead, GroupedRows, Reshape, Rule, Stack, TensorChunk, WeightMap
 from tessera.weights.megatron_form import (
     COLUMNS,

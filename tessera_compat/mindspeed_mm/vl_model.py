@@ -22,10 +22,11 @@ from tessera.core.outputs import LOGITS, AuxiliaryLoss, projection, tensor
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
+from tessera.models.processing.streams import MediaLayout, encode_stream, pack_stream
 from tessera.models.qwen2_5_vl.model import window_order, window_sizes
 from tessera.models.vision.grid_processor import grid_positions
-from tessera.models.vision.media_layout import MediaLayout, collate_media, media_tensors
 from tessera.models.vision.patches import block_positions
+from tessera.models.vision.processor import PATCHES
 from tessera.nn.multimodal import MultimodalModel
 from tessera.ops.loss import linear_cross_entropy
 from tessera_compat.mindspeed_mm.classes import WHERE, plain
@@ -155,7 +156,7 @@ class VLModel(MultimodalModel):
         images = _media("image", pixel_values, image_grid_thw, None)
         videos = _media("video", pixel_values_videos, video_grid_thw, second_per_grid_ts)
         config = self.family_config
-        tokens, targets, positions, slots, media, at = [], [], [], [], [], 0
+        tokens, targets, positions, media, at = [], [], [], [], 0
         for number, row in enumerate(input_ids):
             ids = row[is_token[number]]
             spans, layouts = [], []
@@ -179,9 +180,11 @@ class VLModel(MultimodalModel):
                 target[:-1] = labels[number][is_token[number]][1:]
             targets.append(target)
             if layouts:
-                streams = media_tensors([layout for layout, _ in layouts], spans)
-                slots.append(streams.pop("slots") + at)
-                media.append({**streams, **self._patches(layouts)})
+                read = [
+                    (layout, [span], self._patches(layout, pixels))
+                    for (layout, pixels), span in zip(layouts, spans, strict=True)
+                ]
+                media.append((encode_stream(read), at))
             at += len(ids)
         for kind, rest in (("image", images), ("video", videos)):
             if next(rest, None) is not None:
@@ -193,8 +196,8 @@ class VLModel(MultimodalModel):
         }
         segments = {"text": Segments.of([len(ids) for ids in tokens])}
         if media:
-            tensors["media_slots"] = torch.cat(slots)
-            collate_media(media, tensors, segments)
+            packed = pack_stream(PATCHES, media)
+            tensors, segments = tensors | packed.tensors, segments | packed.segments
         return Batch(tensors, segments).to(input_ids.device), is_token
 
     def _layout(self, grid: Sequence[int], interval: float) -> MediaLayout:
@@ -212,20 +215,16 @@ class VLModel(MultimodalModel):
             interval=interval * self.family_config.vision.tokens_per_second,
         )
 
-    def _patches(self, layouts: Sequence[tuple[MediaLayout, Tensor]]) -> dict[str, Tensor]:
-        """Return the pixels and positions of the patches of a row, in the order in which the family reads them."""
+    def _patches(self, layout: MediaLayout, values: Tensor) -> dict[str, Tensor]:
+        """Return pixels and positions of the patches of an image or video, in the order of the family's encoder."""
         merge = self.family_config.vision.spatial_merge_size
         kind = next(self.get_submodule("vision.patch_embed").parameters())
-        pixels, positions = [], []
-        for layout, values in layouts:
-            t, h, w = layout.grid
-            where = np.tile(block_positions(h, w, merge), (t, 1))
-            if layout.token_order is not None:
-                order = (layout.token_order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
-                where, values = where[order], values[torch.from_numpy(order).to(values.device)]
-            pixels.append(values.to(kind.dtype))
-            positions.append(torch.from_numpy(where))
-        return {"pixels": torch.cat(pixels), "patch_positions": torch.cat(positions)}
+        t, h, w = layout.grid
+        where = np.tile(block_positions(h, w, merge), (t, 1))
+        if layout.token_order is not None:
+            order = (layout.token_order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
+            where, values = where[order], values[torch.from_numpy(order).to(values.device)]
+        return {"pixels": values.to(kind.dtype), "patch_positions": torch.from_numpy(where)}
 
 
 VLMModel = Qwen2VLModel = InternVLModel = VLModel  # its names in other releases

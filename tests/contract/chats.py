@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from tessera.core.sample import Message, Part, Sample
+from tessera.core.sample import Encoded, Message, Part, Sample
 from tessera.data.tokenizer import train_tokenizer, write_tokenizer
+from tessera.models.processing.streams import media_size
 
 VOCAB = 400  # of a Qwen tokenizer; its last words are special
 WORDS = (
@@ -38,6 +39,18 @@ def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.
 
 def clip(frames: int, width: int = 70, height: int = 90, seed: int = 0) -> np.ndarray:
     return np.stack([np.asarray(picture(width, height, seed + number)) for number in range(frames)])
+
+
+def patches(encoded: Encoded) -> dict[str, torch.Tensor]:
+    """The tensors of an encoded sample with one entry per patch."""
+    return encoded.streams["vision"].tensors
+
+
+def grids(processor: Any, sample: Sample, media: Sequence[Any], sizes: Any = None) -> torch.Tensor:
+    """Patches along time, height and width of each picture and clip of a sample."""
+    kinds = [part.kind for part in sample.media()]
+    layouts = processor.layouts(kinds, [media_size(one) for one in media] if sizes is None else sizes)
+    return torch.tensor([layout.grid for layout in layouts])
 
 
 def text(value: str) -> Part:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from chats import clip, picture
+from chats import clip, grids, patches, picture
 from parity import numbers, queries_for_keys_of_encoders
 from PIL import Image
 from tokenizers import processors
@@ -154,9 +154,9 @@ def reference_inputs(processor: LlavaProcessor, encoded: Encoded, media: list[An
     inputs: dict[str, Any] = {"input_ids": encoded.tokens[None]}
     if not media:
         return inputs
-    squares = as_squares(processor, encoded.media["pixels"])
+    squares = as_squares(processor, patches(encoded)["pixels"])
     pieces, at = [], 0
-    for frames, down, across in encoded.media["grids"].tolist():
+    for frames, down, across in grids(processor, conversation(media), media).tolist():
         count = frames + down * across
         pieces.append(squares[at : at + count])
         at += count

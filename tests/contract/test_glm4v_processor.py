@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import by_kind, clip, in_pairs, picture, text, write_words
+from chats import by_kind, clip, grids, in_pairs, patches, picture, text, write_words
 from chats import conversation as any_conversation
 from parity import numbers
 from PIL import Image
@@ -179,8 +179,8 @@ def test_pixels_and_grids_are_the_references(
     image = picture(width, height)
     theirs = reference(images=[image], return_tensors="pt")
     ours = processor.encode(conversation("image"), [image])
-    assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
-    assert torch.equal(numbers(processor, ours.media["pixels"]), theirs["pixel_values"])
+    assert torch.equal(grids(processor, conversation("image"), [image]), theirs["image_grid_thw"])
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), theirs["pixel_values"])
 
 
 @pytest.mark.parametrize("frames", [2, 3, 5, 7, 8, 30])
@@ -195,14 +195,14 @@ def test_clips_have_the_size_of_the_references(processor: Glm4vProcessor, frames
 def test_a_clip_is_pairs_of_frames(processor: Glm4vProcessor, exported: Path) -> None:
     """Five frames: the last temporal patch holds the fifth twice."""
     ours = processor.encode(conversation("video"), [clip(5)])
-    t, h, w = ours.media["grids"][0].tolist()
+    t, h, w = grids(processor, conversation("video"), [clip(5)])[0].tolist()
     assert t == 3
     reference = Glm4vImageProcessorPil.from_pretrained(exported)
     # One frame alone, asked for in the size that the clip has.
     exact = {"shortest_edge": 2 * h * w * 196, "longest_edge": 2 * h * w * 196}
     resized = [Image.fromarray(f).resize((w * 14, h * 14), Image.Resampling.BICUBIC) for f in clip(5)]
     stills = [reference(images=[f], size=exact, return_tensors="pt")["pixel_values"] for f in resized]
-    assert torch.equal(numbers(processor, ours.media["pixels"]), in_pairs(stills))
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), in_pairs(stills))
     assert int((ours.tokens == IDS["<|image|>"]).sum()) == 3 * h * w // 4
     assert not bool((ours.tokens == IDS["<|video|>"]).any())
 
@@ -210,12 +210,12 @@ def test_a_clip_is_pairs_of_frames(processor: Glm4vProcessor, exported: Path) ->
 def test_patches_read_the_table_where_they_lie(processor: Glm4vProcessor) -> None:
     ours = processor.encode(conversation("image", "video"), [picture(61, 87), clip(4)])
     parts = []
-    for t, h, w in ours.media["grids"].tolist():
+    for t, h, w in grids(processor, conversation("image", "video"), [picture(61, 87), clip(4)]).tolist():
         count = sum(len(one[0]) for one in parts)
-        places = ours.media["patch_positions"][count : count + h * w].numpy()
+        places = patches(ours)["patch_positions"][count : count + h * w].numpy()
         parts += [bicubic_positions(places, h, w, 6)] * t  # a table for pictures of 84 x 84
-    assert torch.equal(ours.media["patch_index"], torch.from_numpy(np.concatenate([index for index, _ in parts])))
-    assert torch.equal(ours.media["patch_weights"], torch.from_numpy(np.concatenate([w for _, w in parts])))
+    assert torch.equal(patches(ours)["patch_index"], torch.from_numpy(np.concatenate([index for index, _ in parts])))
+    assert torch.equal(patches(ours)["patch_weights"], torch.from_numpy(np.concatenate([w for _, w in parts])))
 
 
 @pytest.mark.parametrize("where", ["folder", "exported"])
@@ -226,11 +226,11 @@ def test_tokens_are_the_references(processor: Glm4vProcessor, where: str, reques
     images = [picture(61, 87), picture(120, 60, seed=1)]
     sample = conversation("image", "image")
     ours = processor.encode(sample, images)
-    grids = ours.media["grids"]
-    assert ours.tokens.tolist() == [*reference_ids(at, sample, grids, []), IDS["<|user|>"]]
+    shapes = grids(processor, sample, images)
+    assert ours.tokens.tolist() == [*reference_ids(at, sample, shapes, []), IDS["<|user|>"]]
     asked = Sample("one", sample.messages[:-1])
     prompt = processor.prompt([sample], [images])
-    assert prompt["tokens"].tolist() == reference_ids(at, asked, grids, [], add_generation_prompt=True)
+    assert prompt["tokens"].tolist() == reference_ids(at, asked, shapes, [], add_generation_prompt=True)
 
 
 @pytest.mark.parametrize("where", ["folder", "exported"])
@@ -247,7 +247,7 @@ def test_seconds_are_written_behind_frames(
     chosen = processor.sampling.choose(total, rate)  # see test_sampled_frames
     chosen = chosen if len(chosen) == frames else processor.sampling.spread(frames, total)
     metadata = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=chosen)
-    image, video = ours.media["grids"]
+    image, video = grids(processor, sample, [picture(61, 87), clip(frames, 56, 56)], [MediaSize(61, 87), size])
     expected = reference_ids(request.getfixturevalue(where), sample, [image], [(metadata, video)])
     assert ours.tokens.tolist() == [*expected, IDS["<|user|>"]]
     assert processor.measure(sample, [MediaSize(61, 87), size])["tokens"] == len(ours.tokens)
@@ -257,7 +257,7 @@ def test_frames_that_come_decoded_are_timed_as_there(processor: Glm4vProcessor, 
     sample = conversation("video")
     ours = processor.encode(sample, [clip(60, 30, 30)])
     metadata = VideoMetadata(total_num_frames=60, fps=None, frames_indices=list(range(60)))
-    expected = reference_ids(folder, sample, [], [(metadata, ours.media["grids"][0])])
+    expected = reference_ids(folder, sample, [], [(metadata, grids(processor, sample, [clip(60, 30, 30)])[0])])
     assert ours.tokens.tolist() == [*expected, IDS["<|user|>"]]
 
 
@@ -285,7 +285,10 @@ def test_a_folder_with_a_system_prompt_of_its_own(folder: Path, tmp_path: Path, 
 def test_positions_are_the_references(processor: Glm4vProcessor, media: tuple[str, ...]) -> None:
     things = [clip(6) if kind == "video" else picture(61 + 30 * i, 87, i) for i, kind in enumerate(media)]
     ours = processor.encode(conversation(*media), things)
-    assert torch.equal(ours.positions, reference_positions(ours.tokens, *by_kind(ours.media["grids"], media)))
+    assert torch.equal(
+        ours.positions,
+        reference_positions(ours.tokens, *by_kind(grids(processor, conversation(*media), things), media)),
+    )
 
 
 def test_what_is_trained(processor: Glm4vProcessor) -> None:
@@ -312,7 +315,7 @@ def test_measure_is_what_encode_gives(processor: Glm4vProcessor) -> None:
     measured = processor.measure(sample, [MediaSize(333, 91), MediaSize(80, 50, 7)])
     encoded = processor.encode(sample, [picture(333, 91), np.zeros((7, 50, 80, 3), dtype=np.uint8)])
     assert {name: measured[name] for name in encoded.counts} == encoded.counts
-    assert measured["patches"] == len(encoded.media["pixels"]) == len(encoded.media["patch_index"])
+    assert measured["patches"] == len(patches(encoded)["pixels"]) == len(patches(encoded)["patch_index"])
 
 
 def test_collate_packs_rows(processor: Glm4vProcessor) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from answers import export, same_answer
-from chats import as_reference, asked_about, clip, conversation, picture, text, write_words
+from chats import as_reference, asked_about, clip, conversation, grids, patches, picture, text, write_words
 from parity import numbers
 from PIL import Image
 from transformers import AutoTokenizer
@@ -114,7 +114,7 @@ SIZES = [(32, 32), (61, 87), (300, 40), (500, 333), (9, 9), (64, 32), (40, 300),
 
 def seen(processor: Any, encoded: Encoded) -> torch.Tensor:
     """Pixels as numbers; the rows of class tokens are only places."""
-    return numbers(processor, encoded.media["pixels"]) * (encoded.media["patch_index"] > 0).unsqueeze(1)
+    return numbers(processor, patches(encoded)["pixels"]) * (patches(encoded)["patch_index"] > 0).unsqueeze(1)
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -126,10 +126,12 @@ def test_pixels_and_tiles_are_the_references(
     image = picture(width, height)
     theirs = reference(images=[image], return_tensors="pt")
     ours = processor.encode(conversation("image"), [image])
-    assert int(ours.media["grids"][0, 0]) == int(theirs["num_patches"][0])
+    assert int(grids(processor, conversation("image"), [image])[0, 0]) == int(theirs["num_patches"][0])
     assert torch.equal(seen(processor, ours), block_rows(theirs["pixel_values"]))
-    assert ours.media["pixels"].dtype == torch.uint8
-    assert reference.get_number_of_image_patches(height, width) == int(ours.media["grids"][0, 0])
+    assert patches(ours)["pixels"].dtype == torch.uint8
+    assert reference.get_number_of_image_patches(height, width) == int(
+        grids(processor, conversation("image"), [image])[0, 0]
+    )
 
 
 @pytest.mark.parametrize("bounds", [(1, 12), (1, 1), (2, 6), (4, 9), (1, 40)])
@@ -171,7 +173,7 @@ def test_tokens_are_the_references(processor: InternVLProcessor, exported: Path,
     things = [clip(3) if kind == "video" else picture(61 + 40 * i, 87, seed=i) for i, kind in enumerate(media)]
     sample = conversation(*media)
     ours = processor.encode(sample, things)
-    shown = [(kind, int(grid[0])) for kind, grid in zip(media, ours.media.get("grids", ()), strict=True)]
+    shown = [(kind, int(grid[0])) for kind, grid in zip(media, grids(processor, sample, things), strict=True)]
     tokenizer = AutoTokenizer.from_pretrained(exported)
     plain = jinja2.Environment().from_string(PUBLISHED)
     for asked, got in (
@@ -192,10 +194,10 @@ def test_a_clip_is_a_tile_for_each_frame(processor: InternVLProcessor, exported:
     reference = load_image_processor(exported)
     stills = reference(images=frames, crop_to_patches=False, return_tensors="pt")["pixel_values"]
     assert torch.equal(seen(processor, ours), block_rows(stills))
-    assert ours.media["lengths"].tolist() == [ROWS] * 5
+    assert list(ours.streams["vision"].lengths) == [ROWS] * 5
     small = np.stack([np.asarray(f.resize(processor.target("video", MediaSize(70, 90, 5)), 3)) for f in frames])
     again = processor.encode(conversation("video"), [small], [MediaSize(70, 90, 5)])
-    assert torch.equal(again.media["pixels"], ours.media["pixels"])
+    assert torch.equal(patches(again)["pixels"], patches(ours)["pixels"])
 
 
 def test_pictures_are_decoded_whole_only_if_they_are_cut(processor: InternVLProcessor) -> None:
@@ -232,7 +234,7 @@ def test_measure_is_what_encode_gives(processor: InternVLProcessor) -> None:
     encoded = processor.encode(sample, [picture(333, 91), clip(7, 80, 50)])
     assert {name: measured[name] for name in encoded.counts} == encoded.counts
     assert measured["tokens"] == len(encoded.tokens)
-    assert measured["patches"] == len(encoded.media["pixels"]) == len(encoded.media["patch_index"])
+    assert measured["patches"] == len(patches(encoded)["pixels"]) == len(patches(encoded)["patch_index"])
     assert measured["patch_pairs"] == measured["patches"] * ROWS
     assert measured["trained"] == int((encoded.labels != IGNORE).sum())
 

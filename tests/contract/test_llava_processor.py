@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from chats import as_reference, clip, picture, text
+from chats import as_reference, clip, patches, picture, text
 from llava_cases import (
     SHAPES,
     VOCAB,
@@ -45,7 +45,7 @@ from tessera.models import resolve
 from tessera.models.llava.config import PINPOINTS, LlavaConfig
 from tessera.models.llava.preprocessing import AnyResTiles
 from tessera.models.llava.processor import LlavaProcessor
-from tessera.models.vision.media_layout import media_size
+from tessera.models.processing.streams import media_size
 from tests.needs import need_transparency_over_white
 
 PLAIN, STRETCHED, TILED, TILED_CLIP, LEFTOVER = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4], SHAPES[5]
@@ -85,7 +85,7 @@ def seen(config: LlavaConfig, pixels: torch.Tensor) -> torch.Tensor:
 
 def ours(processor: LlavaProcessor, media: list[Any]) -> torch.Tensor:
     config = processor.config
-    return seen(config, as_squares(processor, processor.encode(conversation(media), media).media["pixels"]))
+    return seen(config, as_squares(processor, patches(processor.encode(conversation(media), media))["pixels"]))
 
 
 # ---------------------------------------------------------------------------------------------- pixels
@@ -153,7 +153,7 @@ def test_pictures_read_as_training_reads_them_have_the_same_pixels(shape: Shape,
     assert sizes == [MediaSize(90, 70)]
     assert (media[0].size == (90, 70)) == (processor.tiles is not None)  # made smaller where that changes nothing
     encoded = processor.encode(sample, media, sizes)
-    assert torch.equal(encoded.media["pixels"], processor.encode(sample, [picture(90, 70)]).media["pixels"])
+    assert torch.equal(patches(encoded)["pixels"], patches(processor.encode(sample, [picture(90, 70)]))["pixels"])
     assert processor.measure(sample, sizes)["tokens"] == len(encoded.tokens)
 
 

@@ -23,6 +23,8 @@ from chats import (
     by_kind,
     clip,
     conversation,
+    grids,
+    patches,
     picture,
     reference_ids,
     text,
@@ -118,10 +120,10 @@ def test_pixels_are_the_references_window_by_window(
     images = [picture(*size, seed=number) for number, size in enumerate(sizes)]
     theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=images, return_tensors="pt")
     ours = processor.encode(conversation(*["image"] * len(images)), images)
-    assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
+    assert torch.equal(grids(processor, conversation(*["image"] * len(images)), images), theirs["image_grid_thw"])
     pixels, windows = in_windows(theirs["image_grid_thw"], theirs["pixel_values"])
-    assert torch.equal(numbers(processor, ours.media["pixels"]), pixels)
-    assert ours.media["windows"].tolist() == windows
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), pixels)
+    assert list(ours.streams["vision"].windows) == windows
 
 
 def test_clips_lie_window_by_window_frame_by_frame(folder: Path) -> None:
@@ -129,11 +131,13 @@ def test_clips_lie_window_by_window_frame_by_frame(folder: Path) -> None:
     frames, sample = clip(6, 190, 130), conversation("video")
     ours = loaded(folder).encode(sample, [frames])
     plain = loaded(folder, tiny_config(window_size=100 * SIDE)).encode(sample, [frames])
-    assert plain.media["windows"].tolist() == plain.media["lengths"].tolist()
-    pixels, windows = in_windows(plain.media["grids"], plain.media["pixels"])
-    assert torch.equal(ours.media["pixels"], pixels)
-    assert ours.media["windows"].tolist() == windows
-    assert ours.media["lengths"].tolist() == plain.media["lengths"].tolist()
+    assert list(plain.streams["vision"].windows) == list(plain.streams["vision"].lengths)
+    pixels, windows = in_windows(
+        grids(loaded(folder, tiny_config(window_size=100 * SIDE)), sample, [frames]), patches(plain)["pixels"]
+    )
+    assert torch.equal(patches(ours)["pixels"], pixels)
+    assert list(ours.streams["vision"].windows) == windows
+    assert list(ours.streams["vision"].lengths) == list(plain.streams["vision"].lengths)
     assert torch.equal(ours.tokens, plain.tokens)
 
 
@@ -170,15 +174,15 @@ def test_tokens_are_the_references(processor: Qwen25VLProcessor, exported: Path,
     asked = Sample("one", sample.messages[:-1])
     prompt = processor.prompt([sample], [things])["tokens"].tolist()
     if set(media) <= {"image"}:
-        counts = [("image", int(grid.prod()) // 4) for grid in ours.media["grids"]] if media else []
+        counts = [("image", int(grid.prod()) // 4) for grid in grids(processor, sample, things)] if media else []
         assert ours.tokens.tolist() == reference_ids(exported, sample, counts)
         assert prompt == reference_ids(exported, asked, counts, add_generation_prompt=True)
     for said, tokens, answer in ((sample, ours.tokens.tolist(), False), (asked, prompt, True)):
         words = jinja2.Template(PUBLISHED).render(messages=as_reference(said), add_generation_prompt=answer)
         for kind in ("image", "video"):
-            grids = [g for g, k in zip(ours.media.get("grids", ()), media, strict=True) if k == kind]
+            shapes = [g for g, k in zip(grids(processor, sample, things), media, strict=True) if k == kind]
             head, *rest = words.split(f"<|{kind}_pad|>")
-            for grid, tail in zip(grids, rest, strict=True):
+            for grid, tail in zip(shapes, rest, strict=True):
                 head += f"<|{kind}_pad|>" * (int(grid.prod()) // 4) + tail
             words = head
         tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
@@ -212,7 +216,7 @@ def test_positions_are_the_references(
     things = [frames if kind == "video" else picture(61 + 30 * n, 87, seed=n) for n, kind in enumerate(media)]
     sizes = [size if kind == "video" else MediaSize(*thing.size) for kind, thing in zip(media, things, strict=True)]
     ours = processor.encode(conversation(*media), things, sizes)
-    images, videos = by_kind(ours.media["grids"], media)
+    images, videos = by_kind(grids(processor, conversation(*media), things, sizes), media)
     seconds = None
     if videos is not None:
         known = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=processor.sampling.spread(taken, total))
@@ -224,7 +228,9 @@ def test_frames_that_nobody_timed_are_taken_as_sampled(folder: Path) -> None:
     for fps, seconds in ((2.0, 1.0), (1.0, 2.0), (0.5, 4.0)):
         processor = loaded(folder, fps=fps)
         ours = processor.encode(conversation("video"), [clip(8, 190, 130)])
-        expected = reference_positions(ours.tokens, None, ours.media["grids"], torch.tensor([seconds]))
+        expected = reference_positions(
+            ours.tokens, None, grids(processor, conversation("video"), [clip(8, 190, 130)]), torch.tensor([seconds])
+        )
         assert torch.equal(ours.positions, expected)
 
 
@@ -250,8 +256,8 @@ def test_measure_is_what_encode_gives(processor: Qwen25VLProcessor) -> None:
     measured = processor.measure(sample, [MediaSize(333, 191), MediaSize(80, 150, 7)])
     encoded = processor.encode(sample, [picture(333, 191), clip(7, 80, 150)])
     assert {name: measured[name] for name in encoded.counts} == encoded.counts
-    assert measured["patch_pairs"] == int((encoded.media["lengths"] ** 2).sum())
-    assert measured["window_pairs"] == int((encoded.media["windows"] ** 2).sum()) < measured["patch_pairs"]
+    assert measured["patch_pairs"] == sum(n**2 for n in encoded.streams["vision"].lengths)
+    assert measured["window_pairs"] == sum(n**2 for n in encoded.streams["vision"].windows) < measured["patch_pairs"]
 
 
 def test_files_name_the_processor_and_bring_it_back(processor: Qwen25VLProcessor, exported: Path) -> None:

@@ -22,7 +22,9 @@ from chats import (
     by_kind,
     clip,
     conversation,
+    grids,
     in_pairs,
+    patches,
     picture,
     reference_ids,
     text,
@@ -112,9 +114,9 @@ def test_pixels_and_grids_are_the_references(
     image = picture(width, height)
     theirs = reference(images=[image], return_tensors="pt")
     ours = processor.encode(conversation("image"), [image])
-    assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
-    assert torch.equal(numbers(processor, ours.media["pixels"]), theirs["pixel_values"])
-    assert ours.media["pixels"].dtype == torch.uint8
+    assert torch.equal(grids(processor, conversation("image"), [image]), theirs["image_grid_thw"])
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), theirs["pixel_values"])
+    assert patches(ours)["pixels"].dtype == torch.uint8
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "CMYK", "1"])
@@ -124,7 +126,7 @@ def test_pixels_of_other_modes(processor: Qwen2VLProcessor, exported: Path, mode
     image = picture(64, 48, mode=mode)
     theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=[image], return_tensors="pt")
     ours = processor.encode(conversation("image"), [image])
-    assert torch.equal(numbers(processor, ours.media["pixels"]), theirs["pixel_values"])
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), theirs["pixel_values"])
 
 
 @pytest.mark.parametrize(("width", "height"), [(500, 333), (900, 1300), (40, 30)])
@@ -143,15 +145,15 @@ def test_pixels_of_files_are_the_references(
         assert sizes == [MediaSize(width, height)]
         assert media[0].width * media[0].height <= min(width * height, processor.image.max_pixels)
         ours = processor.encode(sample, media, sizes)
-        assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
+        assert torch.equal(grids(processor, sample, media, sizes), theirs["image_grid_thw"])
         assert processor.measure(sample, sizes)["tokens"] == len(ours.tokens)
         if draft:
-            apart = numbers(processor, ours.media["pixels"]) - theirs["pixel_values"]
+            apart = numbers(processor, patches(ours)["pixels"]) - theirs["pixel_values"]
             assert float(apart.abs().mean()) < 0.1  # of values from -2 to 2
         else:
-            assert torch.equal(numbers(processor, ours.media["pixels"]), theirs["pixel_values"])
+            assert torch.equal(numbers(processor, patches(ours)["pixels"]), theirs["pixel_values"])
         prompt = processor.prompt([sample], [media], [sizes])
-        assert torch.equal(prompt["pixels"], ours.media["pixels"])
+        assert torch.equal(prompt["pixels"], patches(ours)["pixels"])
 
 
 def test_frames_kept_small_are_the_same_frames(processor: Qwen2VLProcessor) -> None:
@@ -161,7 +163,7 @@ def test_frames_kept_small_are_the_same_frames(processor: Qwen2VLProcessor) -> N
     small = np.stack([np.asarray(Image.fromarray(frame).resize(target, Image.Resampling.BICUBIC)) for frame in frames])
     whole = processor.encode(sample, [frames])
     again = processor.encode(sample, [small], [size])
-    assert torch.equal(whole.media["pixels"], again.media["pixels"])
+    assert torch.equal(patches(whole)["pixels"], patches(again)["pixels"])
     assert torch.equal(whole.tokens, again.tokens)
 
 
@@ -204,7 +206,7 @@ def test_tokens_are_the_references(processor: Qwen2VLProcessor, exported: Path) 
     images = [picture(61, 87), picture(120, 60, seed=1)]
     sample = conversation("image", "image")
     ours = processor.encode(sample, images)
-    counts = [("image", int(grid.prod()) // 4) for grid in ours.media["grids"]]
+    counts = [("image", int(grid.prod()) // 4) for grid in grids(processor, sample, images)]
     assert ours.tokens.tolist() == reference_ids(exported, sample, counts)
     asked = Sample("one", sample.messages[:-1])
     prompt = processor.prompt([sample], [images])
@@ -242,14 +244,17 @@ def test_a_folder_with_another_system_prompt(folder: Path, tmp_path: Path, syste
 def test_positions_are_the_references(processor: Qwen2VLProcessor, media: tuple[str, ...]) -> None:
     things = [clip(6) if kind == "video" else picture(61 + 30 * i, 87, seed=i) for i, kind in enumerate(media)]
     ours = processor.encode(conversation(*media), things)
-    assert torch.equal(ours.positions, reference_positions(ours.tokens, *by_kind(ours.media["grids"], media)))
+    assert torch.equal(
+        ours.positions,
+        reference_positions(ours.tokens, *by_kind(grids(processor, conversation(*media), things), media)),
+    )
 
 
 def test_text_behind_a_video_goes_on_past_its_last_moment(processor: Qwen2VLProcessor) -> None:
     """Ten steps along time of 2 x 3 tokens: the largest position is that of time, so text begins at ten, not at three.
     The numbers are written out: this is the rule that the published weights know, whatever a library does."""
     ours = processor.encode(conversation("video", "image"), [clip(20), picture(61, 87)])
-    assert ours.media["grids"].tolist()[0] == [10, 6, 4]
+    assert grids(processor, conversation("video", "image"), [clip(20), picture(61, 87)]).tolist()[0] == [10, 6, 4]
     video = (ours.tokens == VOCAB - 1).nonzero()[:, 0]
     first, last = int(video[0]), int(video[-1])
     assert ours.positions[:, last].tolist() == [first + 9, first + 2, first + 1]
@@ -265,8 +270,8 @@ def test_a_clip_is_pairs_of_frames(processor: Qwen2VLProcessor, exported: Path) 
     reference = Qwen2VLImageProcessorPil.from_pretrained(exported)
     stills = [reference(images=[Image.fromarray(f)], size=size, return_tensors="pt") for f in clip(5)]
     _, h, w = stills[0]["image_grid_thw"][0].tolist()
-    assert ours.media["grids"].tolist() == [[3, h, w]]
-    assert torch.equal(numbers(processor, ours.media["pixels"]), in_pairs([one["pixel_values"] for one in stills]))
+    assert grids(processor, conversation("video"), [clip(5)]).tolist() == [[3, h, w]]
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), in_pairs([one["pixel_values"] for one in stills]))
     assert int((ours.tokens == VOCAB - 1).sum()) == 3 * h * w // 4
 
 
@@ -300,7 +305,7 @@ def test_measure_is_what_encode_gives(processor: Qwen2VLProcessor) -> None:
     encoded = processor.encode(sample, [picture(333, 91), clip(7, 80, 50)])
     assert {name: measured[name] for name in encoded.counts} == encoded.counts
     assert measured["tokens"] == len(encoded.tokens)
-    assert measured["patches"] == len(encoded.media["pixels"])
+    assert measured["patches"] == len(patches(encoded)["pixels"])
     assert measured["frames"] == 7
     assert measured["images"] == 1
     assert measured["trained"] == int((encoded.labels != IGNORE).sum())
@@ -326,7 +331,7 @@ def test_collate_packs_rows(processor: Qwen2VLProcessor) -> None:
     media = torch.isin(batch["tokens"], torch.tensor([VOCAB - 2, VOCAB - 1])).nonzero()[:, 0]
     assert torch.equal(batch["media_slots"], media)
     assert len(media) * 4 == len(batch["pixels"]) == len(batch["patch_positions"])
-    assert torch.equal(batch["pixels"], torch.cat([a.media["pixels"], c.media["pixels"]]))
+    assert torch.equal(batch["pixels"], torch.cat([patches(a)["pixels"], patches(c)["pixels"]]))
     assert batch.segments["vision"].bounds.diff().tolist() == [24, 16, 16, 16]
     assert batch["patch_positions"][:6].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3]]
     assert batch.counts["trained"] == int((batch["labels"] != IGNORE).sum())
@@ -346,7 +351,9 @@ def test_save_and_load_again(processor: Qwen2VLProcessor, exported: Path) -> Non
     again = Qwen2VLProcessor.load(tiny_config(), exported)
     assert (again.image, again.video) == (processor.image, processor.video)
     sample, image = conversation("image"), picture(61, 87)
-    assert torch.equal(again.encode(sample, [image]).media["pixels"], processor.encode(sample, [image]).media["pixels"])
+    assert torch.equal(
+        patches(again.encode(sample, [image]))["pixels"], patches(processor.encode(sample, [image]))["pixels"]
+    )
     assert again.fingerprint == processor.fingerprint
     assert again.training_on(["user"]).fingerprint != processor.fingerprint
     assert processor.stop_tokens == (VOCAB - 5, VOCAB - 7)

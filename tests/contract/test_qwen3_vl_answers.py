@@ -15,9 +15,9 @@ from parity import numbers
 from PIL import Image
 
 from tessera.core.batch import Batch
+from tessera.models.processing.streams import media_size
 from tessera.models.qwen3_vl import SPEC
 from tessera.models.qwen3_vl.processor import TEMPLATE
-from tessera.models.vision.media_layout import media_size
 
 VOCAB = 400
 WORDS = (*TEMPLATE.special_words(), "<|endoftext|>")

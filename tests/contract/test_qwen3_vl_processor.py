@@ -28,7 +28,9 @@ from chats import (
     by_kind,
     clip,
     conversation,
+    grids,
     in_pairs,
+    patches,
     picture,
     talk,
     text,
@@ -158,13 +160,13 @@ def test_pixels_and_their_places_are_the_references(
     images = [picture(*size, seed=number) for number, size in enumerate(sizes)]
     theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=images, return_tensors="pt")
     ours = processor.encode(conversation(*["image"] * len(images)), images)
-    assert torch.equal(ours.media["grids"], theirs["image_grid_thw"])
-    assert torch.equal(numbers(processor, ours.media["pixels"]), theirs["pixel_values"])
+    assert torch.equal(grids(processor, conversation(*["image"] * len(images)), images), theirs["image_grid_thw"])
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), theirs["pixel_values"])
     index, weights = get_vision_interpolation_indices_and_weights(
         theirs["image_grid_thw"], 9, mode="bilinear", align_corners=True, spatial_merge_size=2
     )
-    assert torch.equal(ours.media["patch_index"], index)
-    assert torch.equal(ours.media["patch_weights"], weights)
+    assert torch.equal(patches(ours)["patch_index"], index)
+    assert torch.equal(patches(ours)["patch_weights"], weights)
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3, 5, 8, 40])
@@ -186,13 +188,13 @@ def test_frames_of_a_clip_are_resized_by_the_references_formula(
 def test_a_clip_is_pairs_of_frames(processor: Qwen3VLProcessor, exported: Path) -> None:
     """Five frames: the last temporal patch holds the fifth twice."""
     ours = processor.encode(conversation("video"), [clip(5)])
-    _, h, w = ours.media["grids"][0].tolist()
-    assert ours.media["grids"].tolist() == [[3, h, w]]
+    _, h, w = grids(processor, conversation("video"), [clip(5)])[0].tolist()
+    assert grids(processor, conversation("video"), [clip(5)]).tolist() == [[3, h, w]]
     reference = Qwen2VLImageProcessorPil.from_pretrained(exported)
     size = {"shortest_edge": h * w * 256, "longest_edge": h * w * 256}
     resized = [Image.fromarray(f).resize((w * 16, h * 16), Image.Resampling.BICUBIC) for f in clip(5)]
     stills = [reference(images=[f], size=size, return_tensors="pt")["pixel_values"] for f in resized]
-    assert torch.equal(numbers(processor, ours.media["pixels"]), in_pairs(stills))
+    assert torch.equal(numbers(processor, patches(ours)["pixels"]), in_pairs(stills))
     batch = processor.collate([[ours]], len(ours.tokens))
     assert batch.segments["vision"].lengths == (h * w,) * 3
 
@@ -231,9 +233,9 @@ def test_tokens_and_positions_are_the_references(
     ]
     sample = conversation(*media)
     ours = processor.encode(sample, things, sizes)
-    grids = ours.media["grids"].tolist() if media else []
+    shapes = grids(processor, sample, things, sizes).tolist() if media else []
     words = reference.apply_chat_template(as_reference(sample), tokenize=False)
-    words = expanded(reference, words, sizes, grids)
+    words = expanded(reference, words, sizes, shapes)
     assert ours.tokens.tolist() == list(reference.tokenizer(words)["input_ids"])
     measured = processor.measure(sample, sizes)
     assert {name: measured[name] for name in ours.counts} == ours.counts
@@ -241,7 +243,7 @@ def test_tokens_and_positions_are_the_references(
     with torch.device("meta"):
         model = Qwen3VLModel(transformers.Qwen3VLConfig(**CONFIG.to_hf()))
     kinds = (ours.tokens == VOCAB - 2).int() + 2 * (ours.tokens == VOCAB - 1).int()
-    images, videos = by_kind(grids, media)
+    images, videos = by_kind(shapes, media)
     expected, _ = model.get_rope_index(ours.tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos)
     assert torch.equal(ours.positions, expected[:, 0])
 

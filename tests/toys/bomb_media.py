@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import cast
 
 from tessera.core.sample import Part, PartKind
+from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
-from tessera.data.media.read import decode, probe
-from tessera.data.media.video_frames import VideoSampling
+from tessera.data.media.read import MediaSampling, decode, probe
 from tessera.data.workers.worker import WORKER_VARIABLE
 from tessera.errors import TesseraError
 from tests.toys.memory import peak_mib
@@ -27,7 +27,7 @@ def said(file: Path) -> list[str]:
     words = []
     for what in (probe, decode):
         try:
-            what(part, file.parent, Limits(), VideoSampling())
+            what(part, file.parent, Limits(), MediaSampling(audio=AudioSampling(16_000)))
             words.append("read")
         except TesseraError as error:
             words.append(error.what)

@@ -47,8 +47,8 @@ class Spoiled:
             assert scale is not None
             pixels = torch.addcmul(scale[1], pixels.float(), scale[0])
         at = 0
-        for encoded in (item for row in rows for item in row if "pixels" in item.media):
-            count = len(encoded.media["pixels"])
+        for encoded in (item for row in rows for item in row if "vision" in item.streams):
+            count = len(encoded.streams["vision"].tensors["pixels"])
             if encoded.id in self.nan_pixels:
                 pixels[at : at + count] = float("nan")
             at += count

@@ -16,16 +16,16 @@ import numpy as np
 from PIL import Image
 
 from tessera.core.sample import MediaSize, Part, PartKind
+from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
-from tessera.data.media.read import decode, probe
-from tessera.data.media.video_frames import VideoSampling
+from tessera.data.media.read import MediaSampling, decode, probe
 from tessera.data.workers.worker import time_limit
 from tessera.errors import TesseraError
 from tests.toys import media_zoo
 from tests.toys.memory import peak_mib
 
 TARGET = (28, 28)
-SAMPLING = VideoSampling(frames=4)
+SAMPLING = MediaSampling(frames=4, audio=AudioSampling(16_000))
 
 
 def kinds(name: str) -> list[PartKind]:

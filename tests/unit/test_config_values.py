@@ -21,8 +21,8 @@ from tessera.config.values import LARGEST, members_of
 from tessera.data.kinds import KINDS
 from tessera.errors import TesseraError
 from tessera.models import FAMILIES
-from tessera.models.files.preprocessor_files import VideoOptions
-from tessera.models.text.processor import TextOptions
+from tessera.models.processing.conversation import TextOptions
+from tessera.models.vision.preprocessor_files import VideoOptions
 from tessera.tasks import TASKS
 from tessera.tasks.dpo import DpoTask
 from tessera.tasks.returns_loss import ReturnsLossTask

@@ -18,14 +18,16 @@ import pytest
 from PIL import Image, features
 
 from tessera.core.sample import Part
+from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
-from tessera.data.media.read import decode, probe
+from tessera.data.media.read import MediaSampling, decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 from tests.toys import media_zoo
 from tests.toys.media_zoo import png_chunk, saved, scene
 
 ROOT = Path(__file__).parents[2]
+SAMPLING = MediaSampling(audio=AudioSampling(16_000))
 PNG = b"\x89PNG\r\n\x1a\n"
 MANY = 128 << 20  # bytes that a bomb unpacks to
 PACKED = zlib.compress(bytes(MANY), 1)
@@ -243,7 +245,7 @@ def test_no_other_file_is_opened(tmp_path: Path, listener: tuple[str, list[bytes
             for kind in ("image", "video", "audio"):
                 for what in (probe, decode):
                     with pytest.raises(TesseraError, match="unreadable") as caught:
-                        what(Part(kind, f"file{suffix}"), tmp_path, Limits(), VideoSampling())  # type: ignore[arg-type]
+                        what(Part(kind, f"file{suffix}"), tmp_path, Limits(), SAMPLING)  # type: ignore[arg-type]
                     assert caught.value.what, name
 
 
@@ -261,7 +263,7 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     for kind in ("image", "video", "audio"):
         with pytest.raises(TesseraError, match="not a file"):
-            probe(Part(kind, "pipe.png"), tmp_path, Limits(), VideoSampling())  # type: ignore[arg-type]
+            probe(Part(kind, "pipe.png"), tmp_path, Limits(), SAMPLING)  # type: ignore[arg-type]
 
 
 def test_a_stream_larger_than_its_container_says(tmp_path: Path) -> None:

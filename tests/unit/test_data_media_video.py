@@ -16,7 +16,7 @@ from tessera.core.sample import MediaSize, Part
 from tessera.data.media import video
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import ArchiveMember, Limits
-from tessera.data.media.read import decode, probe
+from tessera.data.media.read import MediaSampling, decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 from tests.toys import media_zoo
@@ -24,6 +24,7 @@ from tests.toys.media_zoo import saved, scene
 
 LIMITS = Limits()
 SAMPLING = VideoSampling()
+SOUND = MediaSampling(audio=AudioSampling(16_000))
 
 
 def size(root: Path, name: str, sampling: VideoSampling = SAMPLING) -> MediaSize:
@@ -303,11 +304,11 @@ def test_sound(tmp_path: Path, name: str, rate: int) -> None:
     av = pytest.importorskip("av")
     if media_zoo.SOUNDS[name][1] not in av.codecs_available:
         pytest.skip(f"no encoder {media_zoo.SOUNDS[name][1]}")
-    part, sampling = Part("audio", media_zoo.sound(name, 1.5)), AudioSampling(rate=rate)
-    promised = probe(part, tmp_path, LIMITS, SAMPLING, sound=sampling)
+    part, sampling = Part("audio", media_zoo.sound(name, 1.5)), MediaSampling(audio=AudioSampling(rate))
+    promised = probe(part, tmp_path, LIMITS, sampling)
     assert (promised.width, promised.height, promised.frames) == (0, 0, 0)
     assert abs(promised.samples - 1.5 * rate) <= 0.06 * rate  # encoders add a little
-    heard = decode(part, tmp_path, LIMITS, SAMPLING, sound=sampling)
+    heard = decode(part, tmp_path, LIMITS, sampling)
     assert heard.shape == (promised.samples,)
     assert heard.dtype == np.float32
     middle = heard[rate // 4 : rate + rate // 4]
@@ -320,20 +321,20 @@ def test_sound_that_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("av")
     wav, flac = media_zoo.sound("sound.wav"), media_zoo.sound("sound.flac")
 
-    def refused(data: bytes, told: str, sampling: AudioSampling | None = None, what: Any = decode) -> None:
+    def refused(data: bytes, told: str, sampling: MediaSampling = SOUND, what: Any = decode) -> None:
         with pytest.raises(TesseraError, match=told):
-            what(Part("audio", data), tmp_path, LIMITS, SAMPLING, sound=sampling)
+            what(Part("audio", data), tmp_path, LIMITS, sampling)
 
-    refused(wav, "lasts 2 s, 1 are allowed", AudioSampling(max_seconds=1), probe)
+    refused(wav, "lasts 2 s, 1 are allowed", MediaSampling(audio=AudioSampling(16_000, max_seconds=1)), probe)
     refused(flac[: len(flac) // 2], "damaged audio")
     refused(wav[: len(wav) // 2], "damaged audio")
     refused(wav[: len(wav) // 2], "damaged audio", what=probe)
     at = wav.index(b"data") + 4
     for endless in (0x7FFFF000, 0xFFFFFFFF):  # as programs write it that do not know how much follows
         piped = wav[:at] + struct.pack("<I", endless) + wav[at + 4 :]
-        assert len(decode(Part("audio", piped), tmp_path, LIMITS, SAMPLING)) == 24_000
+        assert len(decode(Part("audio", piped), tmp_path, LIMITS, SOUND)) == 24_000
     refused(wav[:30], "unreadable audio")
     refused(b"", "unreadable audio")
     refused(media_zoo.clip("mpeg4.mp4", 4), "no sound in it", what=probe)
     refused(wav[:24] + struct.pack("<I", 7) + wav[28:], "7 samples a second", what=probe)
-    assert len(decode(Part("audio", media_zoo.tone(1, 100)), tmp_path, LIMITS, SAMPLING)) == 100
+    assert len(decode(Part("audio", media_zoo.tone(1, 100)), tmp_path, LIMITS, SOUND)) == 100

@@ -58,7 +58,7 @@ class RatedProcessor(PairProcessor):
         encoded = self.inner.encode(_as_chat(sample), media, sizes)
         counts = {name: 2 * value for name, value in encoded.counts.items()}
         good = sample.messages[-1].role == CHOSEN
-        return RatedAnswer(encoded.id, encoded.tokens, encoded.labels, encoded.positions, encoded.media, counts, good)
+        return RatedAnswer(encoded.id, encoded.tokens, encoded.labels, encoded.positions, encoded.streams, counts, good)
 
     def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
         spread, marks = [], []
@@ -114,7 +114,7 @@ def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
         torch.cat([question.tokens[:asks], answer]),
         torch.cat([question.labels[:asks], answer_of.labels[begins:]]),
         torch.cat([question.positions[..., :asks], ahead.expand(*question.positions.shape[:-1], -1)], dim=-1),
-        question.media,
+        question.streams,
         {},
     )
 

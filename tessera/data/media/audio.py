@@ -26,7 +26,7 @@ _WAV_UNKNOWN = 0x7FFF0000  # bytes: programs that write to a pipe claim about so
 class AudioSampling:
     """State how audio is decoded: one channel of `rate` samples per second. Longer than `max_seconds` is refused."""
 
-    rate: int = 16_000
+    rate: int
     max_seconds: float = 1800.0
 
 

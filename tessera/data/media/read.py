@@ -7,6 +7,7 @@ of a sample, be it for training, evaluation or serving, does it by `read_media`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
@@ -24,8 +25,14 @@ from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 
-_SOUND = AudioSampling()
 KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]  # as `ChatProcessor.target`
+
+
+@dataclass(frozen=True)
+class MediaSampling(VideoSampling):
+    """State how videos and audio are sampled, for families that read both."""
+
+    audio: AudioSampling = field(kw_only=True)
 
 
 @runtime_checkable
@@ -38,7 +45,9 @@ class MediaProcessor(Processor, Protocol):
         ...
 
     @property
-    def sampling(self) -> VideoSampling: ...
+    def sampling(self) -> VideoSampling:
+        """Return how videos are sampled; `MediaSampling` of families that also read audio."""
+        ...
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
         """Return (width, height) that an image, or each video frame, of this size is resized to; None: not resized.
@@ -98,7 +107,6 @@ def probe(
     limits: Limits,
     sampling: VideoSampling,
     target: KindTarget | None = None,
-    sound: AudioSampling | None = None,
 ) -> MediaSize:
     """Return the size of a media part from headers alone; `frames` and `samples` are how many `decode` will return.
 
@@ -116,7 +124,7 @@ def probe(
         if part.kind == "image":
             return probe_image(source, limits)
         if part.kind == "audio":
-            return audio.probe(source, limits, sound or _SOUND)
+            return audio.probe(source, limits, _audio_of(sampling))
         return video.probe(source, limits, sampling, wanted)
 
 
@@ -126,14 +134,13 @@ def decode(
     limits: Limits,
     sampling: VideoSampling,
     target: KindTarget | None = None,
-    sound: AudioSampling | None = None,
 ) -> Any:
     """Return a decoded media part: an upright RGB image, uint8 frames [F, H, W, 3], float32 audio [samples], or tensors
     by name.
 
     What `target` wants smaller than it is comes in that size.
     """
-    return _decode(part, root, limits, sampling, target, sound or _SOUND)[0]
+    return _decode(part, root, limits, sampling, target)[0]
 
 
 def read_media(
@@ -142,7 +149,7 @@ def read_media(
     """Return all media of a sample, decoded for a processor, and the sizes in their headers."""
     whole = processor.whole_media(sample) if isinstance(processor, KeepsMediaWhole) else ()
     read = [
-        _decode(part, root, limits, processor.sampling, None if number in whole else processor.target, _SOUND)
+        _decode(part, root, limits, processor.sampling, None if number in whole else processor.target)
         for number, part in enumerate(sample.media())
     ]
     return [media for media, _ in read], [size for _, size in read]
@@ -154,7 +161,6 @@ def _decode(
     limits: Limits,
     sampling: VideoSampling,
     target: KindTarget | None,
-    sound: AudioSampling,
 ) -> tuple[Any, MediaSize]:
     wanted: Target | None = None if target is None else partial(target, part.kind)
     decoded = _decoded_size(part, limits)
@@ -169,8 +175,14 @@ def _decode(
         if part.kind == "image":
             return decode_image(source, limits, wanted)
         if part.kind == "audio":
-            return audio.decode(source, limits, sound)
+            return audio.decode(source, limits, _audio_of(sampling))
         return video.decode(source, limits, sampling, wanted)
+
+
+def _audio_of(sampling: VideoSampling) -> AudioSampling:
+    if not isinstance(sampling, MediaSampling):
+        raise TesseraError("this model has no audio input", fix="leave such samples out")
+    return sampling.audio
 
 
 def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:

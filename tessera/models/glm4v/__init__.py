@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from tessera.core.batch import Batch
-from tessera.models.family import preset, quickstart_preset, vision_family
-from tessera.models.glm4v.config import Glm4vConfig
-from tessera.models.glm4v.model import bicubic_positions, build, costs, plan
-from tessera.models.glm4v.weights import weights
-from tessera.models.text.costs import example_with_images
+from tessera.models.family import preset, quickstart_preset
+from tessera.models.glm4v.model import Glm4v
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -40,22 +35,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "9b": preset(151552, 4096, 13696, 40, (32, 2), max_position_embeddings=65536),
 }
-
-
-def example(config: Glm4vConfig, tokens: int) -> Batch:
-    vision = config.vision
-    table = partial(bicubic_positions, side=vision.table_side)
-    return example_with_images(tokens, vision.spatial_merge_size, vision.patch_values, table)
-
-
-SPEC = vision_family(
-    "glm4v",
-    Glm4vConfig,
-    PRESETS,
-    build=build,
-    plan=plan,
-    weights=weights,
-    costs=costs,
-    example=example,
-    processor="Glm4vProcessor",
-)
+SPEC = Glm4v().spec(PRESETS)

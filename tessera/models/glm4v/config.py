@@ -7,13 +7,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.config.reader import build
 from tessera.models.text.decoder import TextConfig
-from tessera.models.text.hf import PLAIN_TEXT, Check, HFTextFormat, check_supported, hf_defaults, override
-from tessera.models.vision.family import GridVisionConfig, VisionLanguageConfig, rope_type
+from tessera.models.text.hf import PLAIN_TEXT, Check, HFTextFormat, hf_defaults, override
+from tessera.models.vision.config import GridVisionConfig, VisionLanguageConfig
 
 DEFAULT_SECTIONS = (8, 12, 12)
-WHERE = "config.json (glm4v)"
 TEXT = HFTextFormat(
     "glm4v_text",
     override(PLAIN_TEXT, "mrope_section", "partial_rotary_factor", sandwich_norm=True, attention_bias=True),
@@ -58,14 +56,15 @@ class Glm4vVisionConfig(GridVisionConfig):
         return self.image_size // self.patch_size
 
     @model_validator(mode="after")
-    def _divides(self) -> Glm4vVisionConfig:
-        self.check_heads("hidden_size", self.num_heads)
+    def _has_patches(self) -> Glm4vVisionConfig:
         if self.image_size < self.patch_size:
             raise ValueError(f"image_size {self.image_size} is smaller than a patch ({self.patch_size})")
         return self
 
 
 class Glm4vConfig(VisionLanguageConfig):
+    formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]] = {"glm4v": (TEXT, "Glm4vForConditionalGeneration")}
+    output_field: ClassVar[tuple[str, int]] = ("out_hidden_size", 4096)
     token_fields: ClassVar[tuple[str, ...]] = (
         "image_token_id",
         "video_token_id",
@@ -90,30 +89,8 @@ class Glm4vConfig(VisionLanguageConfig):
         return () if ends is None else (ends,) if isinstance(ends, int) else ends
 
     @classmethod
-    def from_hf(cls, data: Mapping[str, Any]) -> Glm4vConfig:
-        """From config.json: with `text_config`, or with the text's fields at the top as older folders have them."""
-        text, vision = cls.text_of(data), data.get("vision_config") or {}
-        width, head = TEXT.hidden_and_head(text)
-        checks: list[Check] = [
-            ("model_type", data.get("model_type", "glm4v"), ("glm4v",)),
-            ("head_dim", text.get("head_dim") or head, (head,)),
-            ("out_hidden_size", vision.get("out_hidden_size", 4096), (width,)),
-            ("vision_config.attention_dropout", vision.get("attention_dropout") or 0.0, (0.0,)),
-            ("vision_config rope type", rope_type(vision), ("axial",)),
-        ]
-        check_supported(checks, WHERE)
-        fields = {"text": TEXT.read(text, WHERE), "vision": Glm4vVisionConfig.read(vision)}
-        return build(cls, {**cls.read_root(data, text), **fields}, WHERE)
+    def checks(cls, text: Mapping[str, Any], vision: Mapping[str, Any]) -> list[Check]:
+        return [("vision_config.attention_dropout", vision.get("attention_dropout") or 0.0, (0.0,))]
 
-    def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that transformers 5 writes and reads."""
-        beside = {
-            "out_hidden_size": self.text.hidden_size,
-            "attention_dropout": 0.0,
-            "initializer_range": self.text.initializer_range,
-        }
-        return {
-            **self.write_root("glm4v", "Glm4vForConditionalGeneration"),
-            "text_config": TEXT.write(self.text),
-            "vision_config": self.vision.write("glm4v_vision", **beside),
-        }
+    def written_fields(self) -> dict[str, Any]:
+        return {"attention_dropout": 0.0}

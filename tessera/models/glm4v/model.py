@@ -1,76 +1,86 @@
-"""GLM-4.1V: modules from the blocks in `nn`, parallel plan and costs."""
+"""GLM-4.1V: its vision encoder and projector from the blocks in `nn`, and its parameter names in folders.
+
+The names are those of transformers' modules in memory. The renames accept a base model saved without its head.
+"""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
+from torch import nn
 
-from tessera.core.model_plan import ModelPlan, TensorStyle
+from tessera.config.reader import Section
 from tessera.models.glm4v.config import Glm4vConfig
-from tessera.models.text.costs import VisionCosts
-from tessera.models.text.decoder import build_head, build_text
-from tessera.models.vision.family import vision_language_model, vision_language_plan
-from tessera.nn.multimodal import MultimodalModel
+from tessera.models.vision.family import GridFamily
 from tessera.nn.projector import DownsampleMerger
-from tessera.nn.vit import VisionEncoder, VisionShape
+from tessera.nn.vit import VisionShape
+from tessera.weights.map import ConvToLinear, InterleavedToHalfRope, Rule, TensorChunk
+
+_TEXT = "model.language_model."
+_LAYER = _TEXT + "layers.{i}."
 
 
-def build(config: Glm4vConfig) -> MultimodalModel:
-    vision, text = VisionEncoder(vision_shape(config)), build_text(config.text, config.attention)
-    projector = DownsampleMerger(
-        vision.shape.hidden, vision.shape.merge, text.shape.hidden, config.vision.intermediate_size
-    )
-    head = build_head(text, config.tie_word_embeddings)
-    return vision_language_model(vision, projector, text, head, config.text.initializer_range)
-
-
-def vision_shape(config: Glm4vConfig) -> VisionShape:
-    vision = config.vision
-    return VisionShape(
-        patch_values=vision.patch_values,
-        hidden=vision.hidden_size,
-        intermediate=config.text.hidden_size,
-        layers=vision.depth,
-        heads=vision.num_heads,
-        merge=vision.spatial_merge_size,
-        activation=vision.hidden_act,
-        norm="rms",
-        norm_eps=vision.rms_norm_eps,
-        gated=True,
-        patch_bias=True,
-        qkv_bias=vision.attention_bias,
-        proj_bias=False,
-        mlp_bias=False,
-        rope_theta=vision.rope_theta,
-        positions=vision.table_side**2,
-        norm_patches=True,
-        norm_after=True,
-        attention=config.attention,
+class Glm4v(GridFamily):
+    name: ClassVar[str] = "glm4v"
+    config: ClassVar[type[Section]] = Glm4vConfig
+    processor: ClassVar[str] = "Glm4vProcessor"
+    tower: ClassVar[str] = "model.visual."
+    text_prefix: ClassVar[str] = _TEXT
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (("visual.", "model.visual."), ("language_model.", _TEXT))
+    ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq", "embeddings.position_ids")
+    pairs: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("vision.patch_embed.bias", "patch_embed.proj.bias"),
+        ("vision.norm_patches.weight", "post_conv_layernorm.weight"),
+        ("vision.table.weight", "embeddings.position_embedding.weight"),
+        ("vision.blocks.{i}.attn_norm.weight", "blocks.{i}.norm1.weight"),
+        ("vision.blocks.{i}.attn.proj.weight", "blocks.{i}.attn.proj.weight"),
+        ("vision.blocks.{i}.mlp_norm.weight", "blocks.{i}.norm2.weight"),
+        ("vision.blocks.{i}.mlp.{part}.weight", "blocks.{i}.mlp.{part}_proj.weight"),
+        ("vision.norm_after.weight", "post_layernorm.weight"),
+        ("projector.downsample.bias", "downsample.bias"),
+        ("projector.proj.weight", "merger.proj.weight"),
+        ("projector.norm.{kind}", "merger.post_projection_norm.{kind}"),
+        ("projector.{part}.weight", "merger.{part}_proj.weight"),
     )
 
+    def rules(self, config: Glm4vConfig) -> list[Rule]:
+        text = config.text
+        to_half_rope = InterleavedToHalfRope(text.head_size, text.rotary_dim)
+        gate_up, downsample = _LAYER + "mlp.gate_up_proj.weight", self.tower + "downsample.weight"
+        return [
+            Rule("projector.downsample.weight", downsample, ConvToLinear(config.vision.spatial_merge_size)),
+            Rule("text.layers.{i}.attn.q.{kind}", _LAYER + "self_attn.q_proj.{kind}", to_half_rope),
+            Rule("text.layers.{i}.attn.k.{kind}", _LAYER + "self_attn.k_proj.{kind}", to_half_rope),
+            Rule("text.layers.{i}.attn_out_norm.weight", _LAYER + "post_self_attn_layernorm.weight"),
+            Rule("text.layers.{i}.mlp_out_norm.weight", _LAYER + "post_mlp_layernorm.weight"),
+            Rule("text.layers.{i}.mlp.gate.weight", gate_up, TensorChunk(0, 2)),
+            Rule("text.layers.{i}.mlp.up.weight", gate_up, TensorChunk(1, 2)),
+        ]
 
-_PROJECTOR: dict[str, TensorStyle] = {
-    # The first two linear layers follow each other directly: column-parallel, then row-parallel.
-    "projector.downsample.{weight,bias}": "column",
-    "projector.proj.weight": "row",
-    "projector.norm.{weight,bias}": "replicate",
-    "projector.{gate,up}.weight": "column",
-    "projector.down.weight": "row",
-}
+    def encoder(self, config: Glm4vConfig) -> dict[str, Any]:
+        vision = config.vision
+        return {
+            "intermediate": config.text.hidden_size,
+            "norm": "rms",
+            "norm_eps": vision.rms_norm_eps,
+            "gated": True,
+            "patch_bias": True,
+            "qkv_bias": vision.attention_bias,
+            "proj_bias": False,
+            "mlp_bias": False,
+            "positions": vision.table_side**2,
+            "norm_patches": True,
+            "norm_after": True,
+        }
 
+    def projector(self, config: Glm4vConfig, shape: VisionShape) -> nn.Module:
+        return DownsampleMerger(shape.hidden, shape.merge, config.text.hidden_size, config.vision.intermediate_size)
 
-def plan(config: Glm4vConfig) -> ModelPlan:
-    per_token = config.vision.spatial_merge_size**2
-    return vision_language_plan(
-        config.text, costs(config), _PROJECTOR, tied=config.tie_word_embeddings, per_token=per_token
-    )
-
-
-def costs(config: Glm4vConfig) -> VisionCosts:
-    """Return the sizes from which the FLOPs of encoder and projector follow."""
-    vision = config.vision
-    hidden, merged = config.text.hidden_size, vision.spatial_merge_size**2
-    projector = vision.hidden_size * merged * hidden + hidden**2 + 3 * hidden * vision.intermediate_size
-    return VisionCosts(vision_shape(config), projector, merged)
+    def position_table(
+        self, config: Glm4vConfig, positions: np.ndarray, height: int, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return bicubic_positions(positions, height, width, config.vision.table_side)
 
 
 CUBIC_A = -0.75  # constant of the cubic kernel of `torch.nn.functional.grid_sample`

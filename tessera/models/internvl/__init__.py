@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from tessera.core.batch import Batch
-from tessera.models.family import preset, quickstart_preset, vision_family
-from tessera.models.internvl.config import InternVLConfig
-from tessera.models.internvl.model import build, costs, plan
-from tessera.models.internvl.original import MODEL_TYPE, hf_config, internlm_weights, original_weights
-from tessera.models.internvl.weights import weights
-from tessera.models.text.costs import example_batch
+from tessera.models.family import preset, quickstart_preset
+from tessera.models.internvl.model import InternVL
 
 _300M = {
     "hidden_size": 1024,
@@ -95,35 +88,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "3.5-30b-a3b": _qwen3((2048, 6144, 48, (32, 4)), _300M, _experts(128, 768)),
     "3.5-241b-a28b": _qwen3((4096, 12288, 94, (64, 4)), _6B, _experts(128, 1536)),
 }
-
-
-def example(config: InternVLConfig, tokens: int) -> Batch:
-    """Return a batch of `tokens` tokens of which tiles take about a quarter; without a tile if none fits."""
-    vision = config.vision
-    tiles = max(tokens // (4 * vision.tile_tokens), 1 if tokens > vision.tile_tokens else 0)
-    if not tiles:
-        return example_batch(tokens, {})
-    patches = torch.arange(tiles * vision.tile_patches)
-    media = {
-        "pixels": torch.zeros(len(patches), vision.patch_values),
-        "patch_index": patches % vision.tile_patches,
-        "media_patches": patches.view(tiles, -1)[:, 1:].flatten(),
-        "media_slots": torch.arange(tiles * vision.tile_tokens),
-    }
-    return example_batch(tokens, media, [vision.tile_patches] * tiles)
-
-
-SPEC = vision_family(
-    "internvl",
-    InternVLConfig,
-    PRESETS,
-    build=build,
-    plan=plan,
-    weights=weights,
-    # InternLM2 first: its folders have the mark of the other form as well.
-    other_weights={"internlm2": internlm_weights, "original": original_weights},
-    originals={MODEL_TYPE: hf_config},
-    costs=costs,
-    example=example,
-    processor="InternVLProcessor",
-)
+SPEC = InternVL().spec(PRESETS)

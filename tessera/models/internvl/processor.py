@@ -20,13 +20,14 @@ from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
 from tessera.errors import TesseraError, foreign_values
-from tessera.models.files.preprocessor_files import BICUBIC, VideoOptions, read_json, read_norm
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
 from tessera.models.internvl.original import CONTEXT, is_original, system_message, tile_settings
-from tessera.models.text.processor import ConversationProcessor, check_special_tokens, with_system
-from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.processing.conversation import check_special_tokens, with_system
+from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.patches import Patches, block_positions
+from tessera.models.vision.preprocessor_files import BICUBIC, VideoOptions, read_json, read_norm
+from tessera.models.vision.processor import VisionProcessor
 
 OPEN, CLOSE, VIDEO = "<img>", "</img>", "<video>"
 # Folders write one token for an image or video; transformers' processor expands it in the same way.
@@ -54,7 +55,7 @@ class TileOptions(VideoOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class InternVLProcessor(ConversationProcessor):
+class InternVLProcessor(VisionProcessor):
     version: ClassVar[str] = "internvl 2"
     axes: ClassVar[int] = 1
     replaced_words: ClassVar[tuple[str, ...]] = (VIDEO,)
@@ -91,7 +92,7 @@ class InternVLProcessor(ConversationProcessor):
         else:
             tiles = self.image.count(size.height, size.width)
             grid, tokens = (tiles, *self.image.fit(size.height, size.width)), (tiles * self.image.tokens,)
-        return MediaLayout(tokens, (self.image.tile_patches,) * tiles, grid, kept_patches=self.image.kept(tiles))
+        return MediaLayout(tokens, (self.image.tile_patches,) * tiles, grid, selected=self.image.kept(tiles))
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
         """Return the size of a tile, or None for an image that is cut: tiles are made from the full resolution."""
@@ -103,7 +104,7 @@ class InternVLProcessor(ConversationProcessor):
     def pixel_norm(self) -> Patches:
         return self.image.patches
 
-    def pixels(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         tiles, columns, rows = layout.grid
         if kind == "video":
             pixels = self.video.frames(np.asarray(media))

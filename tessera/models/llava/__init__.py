@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from tessera.core.batch import Batch
-from tessera.models.family import preset, quickstart_preset, vision_family
-from tessera.models.llava.config import PLAIN_TYPE, TILED_TYPE, LlavaConfig
-from tessera.models.llava.model import build, costs, plan
-from tessera.models.llava.weights import weights
-from tessera.models.text.costs import EXAMPLE_IMAGES, example_batch
+from tessera.models.family import preset, quickstart_preset
+from tessera.models.llava.model import Llava
 
 _CLIP = {
     "kind": "clip",
@@ -88,39 +82,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "onevision-7b": _onevision(152128, 3584, 18944, 28, (28, 4)),
     "onevision-72b": _onevision(152128, 8192, 29568, 80, (64, 8)),
 }
-
-
-def example(config: LlavaConfig, tokens: int) -> Batch:
-    """Return a batch of `tokens` tokens of which images of one square each take about half.
-
-    A sequence too short for one image holds the first part of its tokens.
-    """
-    patches, first = config.vision.patches, config.first_feature
-    image_tokens = config.features + (config.tiles is not None)  # with the newline embedding
-    images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
-    used = min(images * image_tokens, tokens)
-    kept = torch.arange(images * patches).view(images, patches)[:, first:].flatten()
-    media = {
-        "pixels": torch.zeros(images * patches, config.vision.patch_values),
-        "patch_index": torch.arange(patches).repeat(images),
-        "media_slots": torch.arange(used),
-        "media_patches": kept[:used] if config.tiles is None else kept,
-    }
-    if config.tiles is not None:
-        numbers = torch.arange(1, images * config.features + 1).view(images, -1)
-        media["media_index"] = torch.nn.functional.pad(numbers, (0, 1)).flatten()[:used]
-    return example_batch(tokens, media, [patches] * images)
-
-
-SPEC = vision_family(
-    "llava",
-    LlavaConfig,
-    PRESETS,
-    build=build,
-    plan=plan,
-    weights=weights,
-    costs=costs,
-    example=example,
-    processor="LlavaProcessor",
-    hf_types=(PLAIN_TYPE, TILED_TYPE),
-)
+SPEC = Llava().spec(PRESETS)

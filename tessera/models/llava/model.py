@@ -1,77 +1,92 @@
-"""LLaVA: modules from the blocks in `nn`, parallel plan and costs."""
+"""LLaVA: its vision encoder and projector from the blocks in `nn`, with images of one size or tiles of it."""
 
 from __future__ import annotations
 
-from tessera.core.model_plan import ModelPlan, TensorStyle
-from tessera.models.llava.config import LlavaConfig
-from tessera.models.text.costs import VisionCosts
-from tessera.models.text.decoder import build_head, build_text
-from tessera.models.vision.family import vision_language_model, vision_language_plan
-from tessera.nn.multimodal import MultimodalModel
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from tessera.config.reader import Section
+from tessera.core.batch import Batch
+from tessera.models.llava.config import PLAIN_TYPE, TILED_TYPE, LlavaConfig
+from tessera.models.llava.weights import weights
+from tessera.models.vision.costs import EXAMPLE_IMAGES, example_with_media
+from tessera.models.vision.family import VisionFamily
 from tessera.nn.projector import MLPProjector
-from tessera.nn.vit import VisionEncoder, VisionShape
+from tessera.nn.vit import VisionShape
+from tessera.weights.map import WeightMap
+
+_PATCHES_OF_TILES = 2  # per visual token: an image is encoded as one and in tiles, and video features are pooled
 
 
-def build(config: LlavaConfig) -> MultimodalModel:
-    vision, text = VisionEncoder(vision_shape(config)), build_text(config.text, config.attention)
-    projector = MLPProjector(
-        vision.shape.hidden,
-        text.shape.hidden,
-        activation=config.projector_hidden_act,
-        bias=config.multimodal_projector_bias,
-        newline=config.tiles is not None,
-    )
-    head = build_head(text, config.tie_word_embeddings)
-    return vision_language_model(vision, projector, text, head, config.text.initializer_range)
+class Llava(VisionFamily):
+    name: ClassVar[str] = "llava"
+    config: ClassVar[type[Section]] = LlavaConfig
+    processor: ClassVar[str] = "LlavaProcessor"
+    hf_types: ClassVar[tuple[str, ...]] = (PLAIN_TYPE, TILED_TYPE)
 
+    def shape(self, config: LlavaConfig) -> VisionShape:
+        vision = config.vision
+        return VisionShape(
+            patch_values=vision.patch_values,
+            hidden=vision.hidden_size,
+            intermediate=vision.intermediate_size,
+            layers=vision.num_hidden_layers,
+            heads=vision.num_attention_heads,
+            merge=1,
+            activation=vision.hidden_act,
+            norm_eps=vision.layer_norm_eps,
+            patch_bias=vision.kind == "siglip",
+            rope_theta=None,
+            positions=vision.patches,
+            class_token=vision.class_token,
+            norm_before=vision.kind == "clip",
+            norm_after=True,  # never read, and yet in every folder
+            num_blocks_used=config.blocks_read,
+            attention=config.attention,
+        )
 
-def vision_shape(config: LlavaConfig) -> VisionShape:
-    vision = config.vision
-    return VisionShape(
-        patch_values=vision.patch_values,
-        hidden=vision.hidden_size,
-        intermediate=vision.intermediate_size,
-        layers=vision.num_hidden_layers,
-        heads=vision.num_attention_heads,
-        merge=1,
-        activation=vision.hidden_act,
-        norm_eps=vision.layer_norm_eps,
-        patch_bias=vision.kind == "siglip",
-        rope_theta=None,
-        positions=vision.patches,
-        class_token=vision.class_token,
-        norm_before=vision.kind == "clip",
-        norm_after=True,  # never read, and yet in every folder
-        num_blocks_used=config.blocks_read,
-        attention=config.attention,
-    )
+    def projector(self, config: LlavaConfig, shape: VisionShape) -> nn.Module:
+        return MLPProjector(
+            shape.hidden,
+            config.text.hidden_size,
+            activation=config.projector_hidden_act,
+            bias=config.multimodal_projector_bias,
+            newline=config.tiles is not None,
+        )
 
+    def weights(self, config: LlavaConfig) -> WeightMap:
+        return weights(config)
 
-_PATCHES_OF_TILES = 2  # per visual token: an image is encoded whole and in tiles, and video features are pooled
+    def tokens_of_patches(self, config: LlavaConfig) -> tuple[int, int]:
+        return config.vision.patches, config.features
 
+    def most_patches(self, config: LlavaConfig) -> None:
+        """Do not split the encoder over stages: the number of patches per token differs between images (video features
+        are pooled, padding is dropped), and the encoder is small beside a text decoder that needs several stages."""
+        return None
 
-def plan(config: LlavaConfig) -> ModelPlan:
-    """Return the plan. The vision encoder is not split over stages: the number of patches per token differs between
-    images (video features are pooled, padding is dropped), and the encoder is small beside a text decoder that needs
-    several stages."""
-    styles: dict[str, TensorStyle] = {"projector.up.weight": "column", "projector.down.weight": "row"}
-    if config.multimodal_projector_bias:
-        styles |= {"projector.up.bias": "column", "projector.down.bias": "replicate"}
-    if config.tiles is not None:
-        styles["projector.newline"] = "replicate"
-    return vision_language_plan(
-        config.text,
-        costs(config),
-        styles,
-        tied=config.tie_word_embeddings,
-        per_token=None,
-        patches=1 if config.tiles is None else _PATCHES_OF_TILES,
-    )
+    def usual_patches(self, config: LlavaConfig) -> int:
+        return 1 if config.tiles is None else _PATCHES_OF_TILES
 
+    def example(self, config: LlavaConfig, tokens: int) -> Batch:
+        """Return a batch of `tokens` tokens of which images of one square each take about half.
 
-def costs(config: LlavaConfig) -> VisionCosts:
-    """Return the sizes from which the FLOPs of encoder and projector follow."""
-    vision = config.vision
-    hidden = config.text.hidden_size
-    projector = hidden * (vision.hidden_size + hidden)
-    return VisionCosts(vision_shape(config), projector, vision.patches, config.features)
+        A sequence too short for one image holds the first part of its tokens.
+        """
+        patches, first = config.vision.patches, config.first_feature
+        image_tokens = config.features + (config.tiles is not None)  # with the newline embedding
+        images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
+        used = min(images * image_tokens, tokens)
+        kept = torch.arange(images * patches).view(images, patches)[:, first:].flatten()
+        media = {
+            "pixels": torch.zeros(images * patches, config.vision.patch_values),
+            "patch_index": torch.arange(patches).repeat(images),
+            "media_slots": torch.arange(used),
+            "media_patches": kept[:used] if config.tiles is None else kept,
+        }
+        if config.tiles is not None:
+            numbers = torch.arange(1, images * config.features + 1).view(images, -1)
+            media["media_index"] = torch.nn.functional.pad(numbers, (0, 1)).flatten()[:used]
+        return example_with_media(tokens, media, [patches] * images)

@@ -13,10 +13,10 @@ from PIL import Image
 
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
-from tessera.models.files.preprocessor_files import read_json, read_norm
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD, Patches
+from tessera.models.vision.preprocessor_files import read_json, read_norm
 
 # How an image becomes a square: resized and cropped to its centre, or stretched.
 Fit = Literal["crop", "stretch"]

@@ -24,7 +24,6 @@ from tessera.data.tokenizer import (
     write_tokenizer,
 )
 from tessera.errors import foreign_values
-from tessera.models.files.preprocessor_files import VideoOptions
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.llava.preprocessing import (
     AnyResTiles,
@@ -33,9 +32,11 @@ from tessera.models.llava.preprocessing import (
     read_squares,
     write_files,
 )
-from tessera.models.text.processor import ConversationProcessor, check_special_tokens, with_system
-from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.processing.conversation import check_special_tokens, with_system
+from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.patches import Patches
+from tessera.models.vision.preprocessor_files import VideoOptions
+from tessera.models.vision.processor import VisionProcessor
 
 _LINES: dict[PartKind, MediaWords] = {
     "image": MediaWords("<image>", after="\n"),
@@ -78,7 +79,7 @@ class LlavaOptions(VideoOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class LlavaProcessor(ConversationProcessor):
+class LlavaProcessor(VisionProcessor):
     version: ClassVar[str] = "llava 1"
     axes: ClassVar[int] = 1
 
@@ -144,7 +145,7 @@ class LlavaProcessor(ConversationProcessor):
             tokens=(squares * self.config.features if made is None else len(made.index),),
             lengths=(patches,) * squares,
             grid=grid,
-            kept_patches=kept,
+            selected=kept,
             feature_index=None if made is None else made.index,
             feature_weights=None if made is None else made.weights,
         )
@@ -153,7 +154,7 @@ class LlavaProcessor(ConversationProcessor):
     def pixel_norm(self) -> Patches:
         return self.squares.patches
 
-    def pixels(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         _, down, across = layout.grid
         if kind == "video":
             squares = np.stack([self.squares.stretched(Image.fromarray(frame)) for frame in np.asarray(media)])
@@ -167,9 +168,6 @@ class LlavaProcessor(ConversationProcessor):
             "pixels": self.squares.cut(squares),
             "patch_index": np.tile(np.arange(self.config.vision.patches), len(squares)),
         }
-
-    def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        return np.arange(length)
 
     # ------------------------------------------------------------------------------------------ files
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from math import isqrt
 from typing import Any
 
-from tessera.core.batch import Batch, Segments
-from tessera.models.family import preset, quickstart_preset, vision_family
-from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
-from tessera.models.qwen2_5_vl.model import build, costs, plan, window_sizes
-from tessera.models.qwen2_5_vl.weights import weights
+from tessera.models.family import preset, quickstart_preset
+from tessera.models.qwen2_5_vl.model import Qwen25VL
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
-from tessera.models.text.costs import example_with_images
 
 _LONG: dict[str, Any] = {"max_position_embeddings": 128000}
 _WIDE_MLP = {"vision": {"intermediate_size": 3456}}  # all that differs in the larger vision encoder
@@ -43,27 +37,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "32b": {**preset(152064, 5120, 27648, 64, (40, 8), **_LONG), **_WIDE_MLP},
     "72b": {**preset(152064, 8192, 29568, 80, (64, 8), **_LONG), **_WIDE_MLP},
 }
-
-
-def example(config: Qwen25VLConfig, tokens: int) -> Batch:
-    vision = config.vision
-    merged = vision.spatial_merge_size**2
-    batch = example_with_images(tokens, vision.spatial_merge_size, vision.patch_values)
-    windows: list[int] = []
-    for patches in batch.segments["vision"].lengths:
-        side = isqrt(patches // merged)
-        windows += [merged * size for size in window_sizes(side, side, vision.window)]
-    return replace(batch, segments={**batch.segments, "vision.windows": Segments.of(windows)})
-
-
-SPEC = vision_family(
-    "qwen2_5_vl",
-    Qwen25VLConfig,
-    PRESETS,
-    build=build,
-    plan=plan,
-    weights=weights,
-    costs=costs,
-    example=example,
-    processor="Qwen25VLProcessor",
-)
+SPEC = Qwen25VL().spec(PRESETS)

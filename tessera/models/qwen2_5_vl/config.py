@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.config.reader import build
 from tessera.models.qwen2_vl.config import DEFAULTS, Qwen2VLTextConfig
-from tessera.models.text.hf import NO_SLIDING_WINDOW, PLAIN_TEXT, Check, HFTextFormat, check_supported, override
-from tessera.models.vision.family import GridVisionConfig, QwenVLConfig, rope_type
+from tessera.models.text.hf import NO_SLIDING_WINDOW, PLAIN_TEXT, HFTextFormat, override
+from tessera.models.vision.config import GridVisionConfig, QwenVLConfig
 
-WHERE = "config.json (qwen2_5_vl)"
 TEXT = HFTextFormat(
     "qwen2_5_vl_text",
     override(PLAIN_TEXT, "mrope_section", attention_bias=True),
@@ -20,7 +18,6 @@ TEXT = HFTextFormat(
     omitted_fields=("attention_bias", "head_dim"),
     extra_fields=NO_SLIDING_WINDOW,
 )
-_SILENT = {"hidden_size": 3584, "tokens_per_second": 4}  # what a folder means that does not say
 
 
 class Qwen25VLVisionConfig(GridVisionConfig):
@@ -44,8 +41,7 @@ class Qwen25VLVisionConfig(GridVisionConfig):
         return tuple(number for number in self.fullatt_block_indexes if number < self.depth)
 
     @model_validator(mode="after")
-    def _divides(self) -> Qwen25VLVisionConfig:
-        self.check_heads("hidden_size", self.num_heads)
+    def _has_windows(self) -> Qwen25VLVisionConfig:
         if self.window < 1:
             raise ValueError(
                 f"a window of {self.window_size} pixels is smaller than one token, "
@@ -55,29 +51,10 @@ class Qwen25VLVisionConfig(GridVisionConfig):
 
 
 class Qwen25VLConfig(QwenVLConfig):
+    formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]] = {
+        "qwen2_5_vl": (TEXT, "Qwen2_5_VLForConditionalGeneration")
+    }
+    vision_defaults: ClassVar[Mapping[str, Any]] = {"hidden_size": 3584, "tokens_per_second": 4}
+
     text: Qwen2VLTextConfig
     vision: Qwen25VLVisionConfig = Field(default_factory=lambda: Qwen25VLVisionConfig.model_validate({}))
-
-    @classmethod
-    def from_hf(cls, data: Mapping[str, Any]) -> Qwen25VLConfig:
-        """From config.json: either with the text's fields at the top, as on the hub, or with `text_config`."""
-        text, vision = cls.text_of(data), data.get("vision_config") or {}
-        width, head = TEXT.hidden_and_head(text)
-        checks: list[Check] = [
-            ("model_type", data.get("model_type", "qwen2_5_vl"), ("qwen2_5_vl",)),
-            ("head_dim", text.get("head_dim") or head, (head,)),
-            ("vision_config.out_hidden_size", vision.get("out_hidden_size", 3584), (width,)),
-            ("vision_config rope type", rope_type(vision), ("axial",)),
-        ]
-        check_supported(checks, WHERE)
-        fields = {"text": TEXT.read(text, WHERE), "vision": Qwen25VLVisionConfig.read({**_SILENT, **vision})}
-        return build(cls, {**cls.read_root(data, text), **fields}, WHERE)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that transformers 5 writes and reads."""
-        beside = {"out_hidden_size": self.text.hidden_size, "initializer_range": self.text.initializer_range}
-        return {
-            **self.write_root("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
-            "text_config": TEXT.write(self.text),
-            "vision_config": self.vision.write("qwen2_5_vl_vision", **beside),
-        }

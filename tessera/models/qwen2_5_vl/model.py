@@ -1,58 +1,50 @@
-"""Qwen2.5-VL: modules from the blocks in `nn`, parallel plan and costs."""
+"""Qwen2.5-VL: Qwen2-VL with window attention in most blocks of the vision encoder."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
+from torch import nn
 
-from tessera.core.model_plan import ModelPlan
+from tessera.config.reader import Section
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
-from tessera.models.text.costs import VisionCosts
-from tessera.models.text.decoder import build_head, build_text
-from tessera.models.vision.family import merger_styles, vision_language_model, vision_language_plan
+from tessera.models.qwen2_vl.model import MERGER, RENAMES
+from tessera.models.vision.family import GridFamily
 from tessera.nn.layers import RMSNorm
-from tessera.nn.multimodal import MultimodalModel
 from tessera.nn.projector import PatchMerger
-from tessera.nn.vit import VisionEncoder, VisionShape
+from tessera.nn.vit import VisionShape
 
 
-def build(config: Qwen25VLConfig) -> MultimodalModel:
-    vision, text = VisionEncoder(vision_shape(config)), build_text(config.text, config.attention)
-    projector = PatchMerger(vision.shape.hidden, vision.shape.merge, text.shape.hidden, norm=RMSNorm)
-    head = build_head(text, config.tie_word_embeddings)
-    return vision_language_model(vision, projector, text, head, config.text.initializer_range)
-
-
-def vision_shape(config: Qwen25VLConfig) -> VisionShape:
-    vision = config.vision
-    return VisionShape(
-        patch_values=vision.patch_values,
-        hidden=vision.hidden_size,
-        intermediate=vision.intermediate_size,
-        layers=vision.depth,
-        heads=vision.num_heads,
-        merge=vision.spatial_merge_size,
-        activation=vision.hidden_act,
-        norm="rms",
-        gated=True,
-        rope_theta=vision.rope_theta,
-        windows=True,
-        full_attn_blocks=vision.full,
-        attention=config.attention,
+class Qwen25VL(GridFamily):
+    name: ClassVar[str] = "qwen2_5_vl"
+    config: ClassVar[type[Section]] = Qwen25VLConfig
+    processor: ClassVar[str] = "Qwen25VLProcessor"
+    tower: ClassVar[str] = "visual."
+    renames: ClassVar[tuple[tuple[str, str], ...]] = RENAMES
+    pairs: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("vision.blocks.{i}.attn_norm.weight", "blocks.{i}.norm1.weight"),
+        ("vision.blocks.{i}.attn.proj.{kind}", "blocks.{i}.attn.proj.{kind}"),
+        ("vision.blocks.{i}.mlp_norm.weight", "blocks.{i}.norm2.weight"),
+        ("vision.blocks.{i}.mlp.{part}.{kind}", "blocks.{i}.mlp.{part}_proj.{kind}"),
+        *MERGER,
     )
 
+    def encoder(self, config: Qwen25VLConfig) -> dict[str, Any]:
+        vision = config.vision
+        return {
+            "intermediate": vision.intermediate_size,
+            "norm": "rms",
+            "gated": True,
+            "windows": True,
+            "full_attn_blocks": vision.full,
+        }
 
-def plan(config: Qwen25VLConfig) -> ModelPlan:
-    per_token = config.vision.spatial_merge_size**2
-    return vision_language_plan(
-        config.text, costs(config), merger_styles(norm="weight"), tied=config.tie_word_embeddings, per_token=per_token
-    )
+    def projector(self, config: Qwen25VLConfig, shape: VisionShape) -> nn.Module:
+        return PatchMerger(shape.hidden, shape.merge, config.text.hidden_size, norm=RMSNorm)
 
-
-def costs(config: Qwen25VLConfig) -> VisionCosts:
-    """Return the sizes from which the FLOPs of encoder and projector follow."""
-    vision = config.vision
-    joined = vision.hidden_size * vision.spatial_merge_size**2
-    return VisionCosts(vision_shape(config), joined * (joined + config.text.hidden_size), vision.spatial_merge_size**2)
+    def window_sizes(self, config: Qwen25VLConfig, side: int) -> list[int]:
+        return window_sizes(side, side, config.vision.window)
 
 
 def window_order(rows: int, columns: int, side: int) -> np.ndarray:

@@ -14,11 +14,11 @@ import numpy as np
 from tessera.config.reader import build
 from tessera.core.sample import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate
-from tessera.models.files.preprocessor_files import GridFiles
+from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.model import window_order, window_sizes
 from tessera.models.vision.grid_processor import GridOptions, GridProcessor
-from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.vision.preprocessor_files import GridFiles
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.core.batch import Batch
-from tessera.models.family import preset, quickstart_preset, vision_family
-from tessera.models.qwen2_vl.config import Qwen2VLConfig
-from tessera.models.qwen2_vl.model import build, costs, plan
-from tessera.models.qwen2_vl.weights import weights
-from tessera.models.text.costs import example_with_images
+from tessera.models.family import preset, quickstart_preset
+from tessera.models.qwen2_vl.model import Qwen2VL
 
 # 504 end of text (and padding), 505 and 506 open and close a message, in the order of the published models.
 QUICKSTART_TOKENS = {
@@ -36,20 +32,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "7b": preset(152064, 3584, 18944, 28, (28, 4)),
     "72b": preset(152064, 8192, 29568, 80, (64, 8)),
 }
-
-
-def example(config: Qwen2VLConfig, tokens: int) -> Batch:
-    return example_with_images(tokens, config.vision.spatial_merge_size, config.vision.patch_values)
-
-
-SPEC = vision_family(
-    "qwen2_vl",
-    Qwen2VLConfig,
-    PRESETS,
-    build=build,
-    plan=plan,
-    weights=weights,
-    costs=costs,
-    example=example,
-    processor="Qwen2VLProcessor",
-)
+SPEC = Qwen2VL().spec(PRESETS)

@@ -1,48 +1,46 @@
-"""Qwen2-VL: modules from the blocks in `nn`, parallel plan and costs."""
+"""Qwen2-VL: its vision encoder and projector from the blocks in `nn`, and its parameter names in folders.
+
+The names are the hub's (`visual.*`, `model.layers.*`, `lm_head.weight`), which transformers writes and reads. The
+renames accept the names of its modules in memory, and of a base model saved without its head.
+"""
 
 from __future__ import annotations
 
-from tessera.core.model_plan import ModelPlan
+from typing import Any, ClassVar
+
+from torch import nn
+
+from tessera.config.reader import Section
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
-from tessera.models.text.costs import VisionCosts
-from tessera.models.text.decoder import build_head, build_text
-from tessera.models.vision.family import merger_styles, vision_language_model, vision_language_plan
-from tessera.nn.multimodal import MultimodalModel
+from tessera.models.vision.family import GridFamily
 from tessera.nn.projector import PatchMerger
-from tessera.nn.vit import VisionEncoder, VisionShape
+from tessera.nn.vit import VisionShape
+
+RENAMES = (("model.visual.", "visual."), ("model.language_model.", "model."), ("language_model.", "model."))
+MERGER = (
+    ("projector.norm.{kind}", "merger.ln_q.{kind}"),
+    ("projector.up.{kind}", "merger.mlp.0.{kind}"),
+    ("projector.down.{kind}", "merger.mlp.2.{kind}"),
+)
 
 
-def build(config: Qwen2VLConfig) -> MultimodalModel:
-    vision, text = VisionEncoder(vision_shape(config)), build_text(config.text, config.attention)
-    projector = PatchMerger(vision.shape.hidden, vision.shape.merge, text.shape.hidden)
-    head = build_head(text, config.tie_word_embeddings)
-    return vision_language_model(vision, projector, text, head, config.text.initializer_range)
-
-
-def vision_shape(config: Qwen2VLConfig) -> VisionShape:
-    vision = config.vision
-    return VisionShape(
-        patch_values=vision.patch_values,
-        hidden=vision.embed_dim,
-        intermediate=vision.embed_dim * vision.mlp_ratio,
-        layers=vision.depth,
-        heads=vision.num_heads,
-        merge=vision.spatial_merge_size,
-        activation=vision.hidden_act,
-        rope_theta=vision.rope_theta,
-        attention=config.attention,
+class Qwen2VL(GridFamily):
+    name: ClassVar[str] = "qwen2_vl"
+    config: ClassVar[type[Section]] = Qwen2VLConfig
+    processor: ClassVar[str] = "Qwen2VLProcessor"
+    tower: ClassVar[str] = "visual."
+    renames: ClassVar[tuple[tuple[str, str], ...]] = RENAMES
+    pairs: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("vision.blocks.{i}.attn_norm.{kind}", "blocks.{i}.norm1.{kind}"),
+        ("vision.blocks.{i}.attn.proj.{kind}", "blocks.{i}.attn.proj.{kind}"),
+        ("vision.blocks.{i}.mlp_norm.{kind}", "blocks.{i}.norm2.{kind}"),
+        ("vision.blocks.{i}.mlp.up.{kind}", "blocks.{i}.mlp.fc1.{kind}"),
+        ("vision.blocks.{i}.mlp.down.{kind}", "blocks.{i}.mlp.fc2.{kind}"),
+        *MERGER,
     )
 
+    def encoder(self, config: Qwen2VLConfig) -> dict[str, Any]:
+        return {"intermediate": config.vision.embed_dim * config.vision.mlp_ratio}
 
-def plan(config: Qwen2VLConfig) -> ModelPlan:
-    per_token = config.vision.spatial_merge_size**2
-    return vision_language_plan(
-        config.text, costs(config), merger_styles(), tied=config.tie_word_embeddings, per_token=per_token
-    )
-
-
-def costs(config: Qwen2VLConfig) -> VisionCosts:
-    """Return the sizes from which the FLOPs of encoder and projector follow."""
-    vision = config.vision
-    joined = vision.embed_dim * vision.spatial_merge_size**2
-    return VisionCosts(vision_shape(config), joined * (joined + config.text.hidden_size), vision.spatial_merge_size**2)
+    def projector(self, config: Qwen2VLConfig, shape: VisionShape) -> nn.Module:
+        return PatchMerger(shape.hidden, shape.merge, config.text.hidden_size)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from tessera.core.batch import Batch
-from tessera.models.family import preset, quickstart_preset, vision_family
+from tessera.models.family import preset, quickstart_preset
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
-from tessera.models.qwen3_vl.config import Qwen3VLConfig
-from tessera.models.qwen3_vl.model import bilinear_positions, build, costs, plan
-from tessera.models.qwen3_vl.weights import weights
-from tessera.models.text.costs import example_with_images
+from tessera.models.qwen3_vl.model import Qwen3VL
 
 # Larger models have the encoder of the configuration's defaults.
 _SMALL_TOWER = {
@@ -64,23 +59,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "30b-a3b": preset(151936, 2048, 6144, 48, (32, 4), experts=_experts(128, 8, 768)),
     "235b-a22b": preset(151936, 4096, 12288, 94, (64, 4), experts=_experts(128, 8, 1536)),
 }
-
-
-def example(config: Qwen3VLConfig, tokens: int) -> Batch:
-    vision = config.vision
-    table = partial(bilinear_positions, side=vision.table_side)
-    return example_with_images(tokens, vision.spatial_merge_size, vision.patch_values, table)
-
-
-SPEC = vision_family(
-    "qwen3_vl",
-    Qwen3VLConfig,
-    PRESETS,
-    build=build,
-    plan=plan,
-    weights=weights,
-    costs=costs,
-    example=example,
-    processor="Qwen3VLProcessor",
-    hf_types=("qwen3_vl", "qwen3_vl_moe"),
-)
+SPEC = Qwen3VL().spec(PRESETS)

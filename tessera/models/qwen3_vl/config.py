@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isqrt
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tessera.config.reader import build
 from tessera.errors import TesseraError
 from tessera.models.text.decoder import TextConfig
 from tessera.models.text.hf import (
     PLAIN_TEXT,
     Check,
     HFTextFormat,
-    check_supported,
     hf_defaults,
     hf_expert_defaults,
     override,
 )
-from tessera.models.vision.family import GridVisionConfig, QwenVLConfig, rope_type
+from tessera.models.vision.config import GridVisionConfig, QwenVLConfig
 
 SECTIONS = (24, 20, 20)
 _FIXED = override(PLAIN_TEXT, "mrope_section", attention_bias=False, qk_norm=True, mrope_interleaved=True)
@@ -34,11 +32,6 @@ SPARSE = HFTextFormat(
     hf_defaults(151936, 2048, 5632, 24, 16, 16, 128000, head_dim=None, **_ROPE),
     hf_expert_defaults(60, 4, 1408, normalized=True),
 )
-# model_type of the whole model -> format of its text part, class of transformers
-FORMATS = {
-    "qwen3_vl": (DENSE, "Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": (SPARSE, "Qwen3VLMoeForConditionalGeneration"),
-}
 
 
 class Qwen3VLTextConfig(TextConfig):
@@ -72,7 +65,6 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Qwen3VLVisionConfig:
-        self.check_heads("hidden_size", self.num_heads)
         if self.table_side**2 != self.num_position_embeddings:
             raise ValueError(f"num_position_embeddings {self.num_position_embeddings} is not the square of a number")
         taps = self.deepstack_visual_indexes
@@ -82,6 +74,12 @@ class Qwen3VLVisionConfig(GridVisionConfig):
 
 
 class Qwen3VLConfig(QwenVLConfig):
+    formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]] = {
+        "qwen3_vl": (DENSE, "Qwen3VLForConditionalGeneration"),
+        "qwen3_vl_moe": (SPARSE, "Qwen3VLMoeForConditionalGeneration"),
+    }
+    tie_in_text: ClassVar[bool] = False  # the value in text_config is a default of its class
+
     text: Qwen3VLTextConfig
     vision: Qwen3VLVisionConfig = Field(default_factory=lambda: Qwen3VLVisionConfig.model_validate({}))
 
@@ -93,37 +91,19 @@ class Qwen3VLConfig(QwenVLConfig):
         return self
 
     @classmethod
-    def from_hf(cls, data: Mapping[str, Any]) -> Qwen3VLConfig:
-        kind = str(data.get("model_type"))
-        if kind not in FORMATS:
-            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=FORMATS)
-        where = f"config.json ({kind})"
-        text, vision = dict(data.get("text_config") or {}), data.get("vision_config") or {}
-        hidden = FORMATS[kind][0].hidden_and_head(text)[0]
-        checks: list[Check] = [
-            ("norm_topk_prob", text.get("norm_topk_prob", True), (True,)),
-            ("vision_config.out_hidden_size", vision.get("out_hidden_size", 3584), (hidden,)),
-            ("vision_config rope type", rope_type(vision), ("axial",)),
-        ]
-        check_supported(checks, where)
-        # Only the top level says whether the head is tied: the value in text_config is a default of its class.
-        fields = {"text": FORMATS[kind][0].read(text, where), "vision": Qwen3VLVisionConfig.read(vision)}
-        return build(cls, {**cls.read_root(data, {}), **fields}, where)
+    def checks(cls, text: Mapping[str, Any], vision: Mapping[str, Any]) -> list[Check]:
+        return [("norm_topk_prob", text.get("norm_topk_prob", True), (True,))]
+
+    @property
+    def model_type(self) -> str:
+        return "qwen3_vl" if self.text.experts is None else "qwen3_vl_moe"
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that transformers 5 writes and reads."""
-        text = self.text
-        kind = "qwen3_vl" if text.experts is None else "qwen3_vl_moe"
-        if text.experts is not None and not text.experts.norm_topk_prob:
+        experts = self.text.experts
+        if experts is not None and not experts.norm_topk_prob:
             raise TesseraError(
-                f"in a {kind} the weights of a token's experts add up to one",
+                f"in a {self.model_type} the weights of a token's experts add up to one",
                 where="model.config.text.experts.norm_topk_prob",
                 fix="leave it as it is in the family, or do without an export",
             )
-        text_format, architecture = FORMATS[kind]
-        beside = {"out_hidden_size": text.hidden_size, "initializer_range": text.initializer_range}
-        return {
-            **self.write_root(kind, architecture),
-            "text_config": {**text_format.write(text), "tie_word_embeddings": self.tie_word_embeddings},
-            "vision_config": self.vision.write(f"{kind}_vision", **beside),
-        }
+        return super().to_hf()

@@ -1,62 +1,65 @@
-"""Qwen3-VL: modules from the blocks in `nn`, parallel plan and costs."""
+"""Qwen3-VL: DeepStack features of the vision encoder, and its parameter names in folders.
+
+The names are those of transformers' modules in memory. The renames accept a base model saved without its head.
+"""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
+from torch import nn
 
-from tessera.core.model_plan import ModelPlan
+from tessera.config.reader import Section
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
-from tessera.models.text.costs import VisionCosts
-from tessera.models.text.decoder import build_head, build_text
-from tessera.models.vision.family import merger_styles, vision_language_model, vision_language_plan
-from tessera.nn.multimodal import MultimodalModel
+from tessera.models.vision.family import GridFamily
 from tessera.nn.projector import DeepStackMerger
-from tessera.nn.vit import VisionEncoder, VisionShape
+from tessera.nn.vit import VisionShape
+
+_TEXT = "model.language_model."
 
 
-def build(config: Qwen3VLConfig) -> MultimodalModel:
-    vision, text = VisionEncoder(vision_shape(config)), build_text(config.text, config.attention)
-    shape = vision.shape
-    projector = DeepStackMerger(shape.hidden, shape.merge, text.shape.hidden, len(shape.deepstack_blocks))
-    head = build_head(text, config.tie_word_embeddings)
-    return vision_language_model(vision, projector, text, head, config.text.initializer_range)
-
-
-def vision_shape(config: Qwen3VLConfig) -> VisionShape:
-    vision = config.vision
-    return VisionShape(
-        patch_values=vision.patch_values,
-        hidden=vision.hidden_size,
-        intermediate=vision.intermediate_size,
-        layers=vision.depth,
-        heads=vision.num_heads,
-        merge=vision.spatial_merge_size,
-        activation=vision.hidden_act,
-        patch_bias=True,
-        rope_theta=vision.rope_theta,
-        positions=vision.num_position_embeddings,
-        deepstack_blocks=vision.deepstack_visual_indexes,
-        attention=config.attention,
+class Qwen3VL(GridFamily):
+    name: ClassVar[str] = "qwen3_vl"
+    config: ClassVar[type[Section]] = Qwen3VLConfig
+    processor: ClassVar[str] = "Qwen3VLProcessor"
+    hf_types: ClassVar[tuple[str, ...]] = tuple(Qwen3VLConfig.formats)
+    tower: ClassVar[str] = "model.visual."
+    text_prefix: ClassVar[str] = _TEXT
+    renames: ClassVar[tuple[tuple[str, str], ...]] = (("visual.", "model.visual."), ("language_model.", _TEXT))
+    stacked: ClassVar[bool] = True
+    pairs: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("vision.patch_embed.bias", "patch_embed.proj.bias"),
+        ("vision.table.weight", "pos_embed.weight"),
+        ("vision.blocks.{i}.attn_norm.{kind}", "blocks.{i}.norm1.{kind}"),
+        ("vision.blocks.{i}.attn.proj.{kind}", "blocks.{i}.attn.proj.{kind}"),
+        ("vision.blocks.{i}.mlp_norm.{kind}", "blocks.{i}.norm2.{kind}"),
+        ("vision.blocks.{i}.mlp.up.{kind}", "blocks.{i}.mlp.linear_fc1.{kind}"),
+        ("vision.blocks.{i}.mlp.down.{kind}", "blocks.{i}.mlp.linear_fc2.{kind}"),
+        ("projector.last.norm.{kind}", "merger.norm.{kind}"),
+        ("projector.last.up.{kind}", "merger.linear_fc1.{kind}"),
+        ("projector.last.down.{kind}", "merger.linear_fc2.{kind}"),
+        ("projector.taps.{i}.norm.{kind}", "deepstack_merger_list.{i}.norm.{kind}"),
+        ("projector.taps.{i}.up.{kind}", "deepstack_merger_list.{i}.linear_fc1.{kind}"),
+        ("projector.taps.{i}.down.{kind}", "deepstack_merger_list.{i}.linear_fc2.{kind}"),
     )
 
+    def encoder(self, config: Qwen3VLConfig) -> dict[str, Any]:
+        vision = config.vision
+        return {
+            "intermediate": vision.intermediate_size,
+            "patch_bias": True,
+            "positions": vision.num_position_embeddings,
+            "deepstack_blocks": vision.deepstack_visual_indexes,
+        }
 
-def plan(config: Qwen3VLConfig) -> ModelPlan:
-    styles = merger_styles("projector.last")
-    if config.vision.deepstack_visual_indexes:
-        styles |= merger_styles("projector.taps.{*}")
-    per_token = config.vision.spatial_merge_size**2
-    return vision_language_plan(
-        config.text, costs(config), styles, tied=config.tie_word_embeddings, per_token=per_token
-    )
+    def projector(self, config: Qwen3VLConfig, shape: VisionShape) -> nn.Module:
+        return DeepStackMerger(shape.hidden, shape.merge, config.text.hidden_size, len(shape.deepstack_blocks))
 
-
-def costs(config: Qwen3VLConfig) -> VisionCosts:
-    """Return the sizes from which the FLOPs of encoder and projector follow."""
-    vision = config.vision
-    merged = vision.spatial_merge_size**2
-    joined = vision.hidden_size * merged
-    mergers = 1 + len(vision.deepstack_visual_indexes)
-    return VisionCosts(vision_shape(config), mergers * joined * (joined + config.text.hidden_size), merged)
+    def position_table(
+        self, config: Qwen3VLConfig, positions: np.ndarray, height: int, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return bilinear_positions(positions, height, width, config.vision.table_side)
 
 
 def bilinear_positions(positions: np.ndarray, height: int, width: int, side: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,12 +16,12 @@ from tessera.config.reader import build
 from tessera.core.sample import Part
 from tessera.data.chat import ChatSpan, ChatTemplate
 from tessera.data.media.video_frames import Rule
-from tessera.models.files.preprocessor_files import GridFiles
+from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2 import QWEN_TURNS
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.qwen3_vl.model import bilinear_positions
 from tessera.models.vision.grid_processor import GridOptions, TimestampedVideoProcessor
-from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.vision.preprocessor_files import GridFiles
 
 TEMPLATE = ChatTemplate(turns=QWEN_TURNS, system=None)
 

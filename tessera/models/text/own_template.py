@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.data.tokenizer import read_chat_template
-from tessera.models.text.processor import ConversationProcessor
+from tessera.models.processing.conversation import ConversationProcessor
 from tessera.runtime.log import logger
 
 

@@ -24,7 +24,6 @@ from tessera.core.sample import Encoded, MediaSize, Message, Part, PartKind, Sam
 from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
-from tessera.models.files.preprocessor_files import VideoOptions
 from tessera.models.files.side_files import copy_side_files, side_files, side_folder
 from tessera.models.transformers.batches import EncodedChat, Library
 from tessera.models.transformers.classes import has_prefix_types, packs
@@ -33,6 +32,7 @@ from tessera.models.transformers.library import ImageBackend, checked_processor
 from tessera.models.transformers.model import TransformersBuilder, longest_sample
 from tessera.models.transformers.rendering import TemplateLimit
 from tessera.models.transformers.turns import Turns
+from tessera.models.vision.preprocessor_files import VideoOptions
 
 VERSION = "transformers 1"  # the number is raised when the same files and options give other tokens than before
 # Files that decide how a conversation becomes tokens.

@@ -1,198 +1,245 @@
-"""What vision-language families share: configuration, parallel plan and parameter names of vision encoders."""
+"""Declare vision-language families: a family states what differs, and its model, plan, costs and weight map follow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from math import isqrt
+from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+import numpy as np
+import torch
 from torch import nn
 
 from tessera.config.reader import Section
+from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
-from tessera.models.text.costs import VisionCosts
+from tessera.core.outputs import LANGUAGE_OUTPUTS
+from tessera.core.spec import Component, ModelSpec
+from tessera.models.family import load_processor
+from tessera.models.text.costs import batch_flops
 from tessera.models.text.decoder import (
     ATTENTION,
     BLOCKS,
     TEXT_STREAM,
     TextConfig,
+    build_head,
+    build_text,
+    language_weights,
     layer_weights,
     text_experts,
     text_heads,
     text_styles,
     text_units,
 )
-from tessera.nn.decoder import TextDecoder
+from tessera.models.vision.config import GridVisionConfig
+from tessera.models.vision.costs import VisionCosts, example_with_images, vision_language_work
+from tessera.models.vision.processor import PATCHES, VISION, VISION_STREAMS
 from tessera.nn.multimodal import Encoder, MultimodalModel
 from tessera.nn.vit import VisionEncoder, VisionShape, blank_image
-from tessera.ops.attention import AttentionBackend
-from tessera.weights.map import GroupByHead, Reshape, Rule
+from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
 
-
-class GridVisionConfig(Section):
-    """Configure a vision encoder over patches of images of any size, with rotary positions over height and width."""
-
-    in_channels: int = Field(3, gt=0, le=10**8)
-    patch_size: int = Field(14, gt=0, le=10**8)
-    spatial_merge_size: int = Field(2, gt=0, le=10**8)
-    temporal_patch_size: int = Field(2, gt=0, le=10**8)
-    rope_theta: float = Field(1e4, gt=0)
-
-    @property
-    def patch_values(self) -> int:
-        """Return the number of values in one flattened patch."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
-    def check_heads(self, name: str, heads: int) -> None:
-        """Raise an error if the width in field `name` does not fit the number of heads."""
-        if getattr(self, name) % (4 * heads):
-            raise ValueError(
-                f"{name} {getattr(self, name)} over {heads} heads must give a multiple of 4: half of each head is "
-                "rotated by the height, half by the width"
-            )
-
-    @classmethod
-    def read(cls, vision: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields in the `vision_config` of a folder."""
-        fields = {name: vision[name] for name in cls.model_fields if name in vision and name != "rope_theta"}
-        if "in_channels" not in vision and "in_chans" in vision:  # the hub's name
-            fields["in_channels"] = vision["in_chans"]
-        theta = (vision.get("rope_parameters") or {}).get("rope_theta", vision.get("rope_theta"))
-        return fields if theta is None else {**fields, "rope_theta": theta}
-
-    def write(self, model_type: str, **more: Any) -> dict[str, Any]:
-        """Return the `vision_config` of a folder."""
-        rope = {"rope_type": "axial", "rope_theta": self.rope_theta}
-        plain = self.model_dump(mode="json", exclude={"rope_theta"})
-        return {"model_type": model_type, **plain, **more, "rope_parameters": rope}
-
-
-def rope_type(vision: Mapping[str, Any]) -> Any:
-    return (vision.get("rope_parameters") or {}).get("rope_type", "axial")
-
-
-class VisionLanguageConfig(Section):
-    token_fields: ClassVar[tuple[str, ...]] = (
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-    )
-
-    text: TextConfig
-    tie_word_embeddings: bool = False
-    attention: AttentionBackend = Field("auto", description="implementation of attention")
-
-    @model_validator(mode="after")
-    def _tokens_exist(self) -> VisionLanguageConfig:
-        for name in self.token_fields:
-            if getattr(self, name) >= self.text.vocab_size:
-                raise ValueError(f"{name} {getattr(self, name)} is outside the vocabulary of {self.text.vocab_size}")
-        return self
-
-    @classmethod
-    def text_of(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the text fields of a config.json: at the top level, as on the hub, or in `text_config`."""
-        return dict(data["text_config"] if isinstance(data.get("text_config"), Mapping) else data)
-
-    @classmethod
-    def read_root(cls, data: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-        fields = {name: data[name] for name in cls.token_fields if data.get(name) is not None}
-        # Releases of transformers before 5 kept the tie inside text_config.
-        tied = data.get("tie_word_embeddings") or text.get("tie_word_embeddings")
-        return {**fields, "tie_word_embeddings": bool(tied)}
-
-    def write_root(self, model_type: str, architecture: str) -> dict[str, Any]:
-        return {
-            "architectures": [architecture],
-            "model_type": model_type,
-            **{name: getattr(self, name) for name in self.token_fields},
-            "tie_word_embeddings": self.tie_word_embeddings,
-        }
-
-
-class QwenVLConfig(VisionLanguageConfig):
-    """Hold the special tokens of the Qwen-VL models."""
-
-    image_token_id: int = Field(151655, ge=0)
-    video_token_id: int = Field(151656, ge=0)
-    vision_start_token_id: int = Field(151652, ge=0)
-    vision_end_token_id: int = Field(151653, ge=0)
-
-    @property
-    def special_token_ids(self) -> dict[str, int]:
-        return {
-            "<|image_pad|>": self.image_token_id,
-            "<|video_pad|>": self.video_token_id,
-            "<|vision_start|>": self.vision_start_token_id,
-            "<|vision_end|>": self.vision_end_token_id,
-        }
-
-
-VISION = "vision"
 VISION_BLOCKS = "vision.blocks.{*}"
 WEIGHT_AND_BIAS = "{weight,bias}"
 
 
+class VisionFamily(ABC):
+    """Declare a family of a vision encoder, a projector and a text decoder; its folder exposes `spec()` as `SPEC`."""
+
+    name: ClassVar[str]
+    config: ClassVar[type[Section]]  # has `text`, `vision`, `tie_word_embeddings` and `attention`
+    # Name of the class in the family's `processor.py`, which is imported when it is first needed: a model alone needs
+    # no tokenizer and no image library.
+    processor: ClassVar[str]
+    hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` values of its folders; default: the name
+    # Weight maps by form, and configurations by `model_type`, of folders in other forms.
+    other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {}
+    originals: ClassVar[Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]]] = {}
+
+    # ------------------------------------------------------------------------------------------ what a family states
+
+    @abstractmethod
+    def shape(self, config: Any) -> VisionShape: ...
+
+    @abstractmethod
+    def projector(self, config: Any, shape: VisionShape) -> nn.Module: ...
+
+    @abstractmethod
+    def weights(self, config: Any) -> WeightMap:
+        """Return the parameter names in Hugging Face folders."""
+        ...
+
+    @abstractmethod
+    def example(self, config: Any, tokens: int) -> Batch:
+        """Return a batch of `tokens` tokens with images: see `ModelSpec.example`."""
+        ...
+
+    def tokens_of_patches(self, config: Any) -> tuple[int, int]:
+        """Return the patches of a block, a tile or an image, class token included, and how many tokens they become."""
+        return config.vision.spatial_merge_size**2, 1
+
+    def most_patches(self, config: Any) -> int | None:
+        """Return the largest number of patches per token, for activations between pipeline stages.
+
+        None: the vision encoder is not split.
+        """
+        return int(config.vision.spatial_merge_size**2)
+
+    def usual_patches(self, config: Any) -> int:
+        """Return the usual number of patches per token, for the costs of pipeline stages."""
+        return int(config.vision.spatial_merge_size**2)
+
+    def styles(self, config: Any) -> dict[str, TensorStyle]:
+        """Return tensor-parallel styles that differ from those of other families."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------ what follows
+
+    def spec(self, presets: Mapping[str, Mapping[str, Any]]) -> ModelSpec:
+        weights = {"hf": self.weights, **self.other_weights}
+        work = functools.partial(vision_language_work, self.costs)
+        return ModelSpec(
+            name=self.name,
+            config=self.config,
+            main=Component(self.build, self.plan, weights),
+            flops=functools.partial(batch_flops, work, VISION_STREAMS),
+            work=work,
+            example=self.example,
+            presets=presets,
+            processor=functools.partial(load_processor, self.name, self.processor),
+            task="language",
+            outputs=LANGUAGE_OUTPUTS,
+            hf_types=self.hf_types or (self.name,),
+            originals=self.originals,
+        )
+
+    def build(self, config: Any) -> MultimodalModel:
+        vision, text = VisionEncoder(self.shape(config)), build_text(config.text, config.attention)
+        shape = vision.shape
+        encoder = Encoder(
+            vision_stream(shape),
+            width=text.shape.hidden * (1 + len(shape.deepstack_blocks)),
+            initial={} if shape.layer_scale is None else {"_scale.weight": shape.layer_scale},
+        )
+        modules = {VISION: vision, "projector": self.projector(config, shape)}
+        head = build_head(text, config.tie_word_embeddings)
+        return MultimodalModel([encoder], modules, text, head, config.text.initializer_range)
+
+    def costs(self, config: Any) -> VisionCosts:
+        """Return the sizes from which the FLOPs of encoder and projector follow."""
+        parameters = _projector_parameters(self, config).values()
+        linear = sum(parameter.numel() for parameter in parameters if parameter.dim() == 2)
+        return VisionCosts(self.shape(config), linear, *self.tokens_of_patches(config))
+
+    def plan(self, config: Any) -> ModelPlan:
+        text, tied = config.text, config.tie_word_embeddings
+        costs, most = self.costs(config), self.most_patches(config)
+        shape = costs.shape
+        used = VISION_BLOCKS if shape.num_blocks_used is None else f"vision.blocks.{{0-{shape.num_blocks_used - 1}}}"
+        output = None if most is None else StageActivation(most, shape.width)
+        projector = {f"projector.{name}": _projector_style(name) for name in _projector_parameters(self, config)}
+        return ModelPlan(
+            blocks=(used, BLOCKS),
+            tensor={**text_styles(text, tied), **vision_styles(shape), **projector, **self.styles(config)},
+            units=_units(text, costs, used, output, self.usual_patches(config)),
+            streams={VISION: vision_stream(shape, most or 1), "text": TEXT_STREAM},
+            experts=text_experts(text),
+            fsdp_root=("text.embed", "head"),  # the loss multiplies by the head, and a tied head reads the embedding
+            attention=(f"{used}.attn.core", ATTENTION),
+            heads={f"{VISION_BLOCKS}.attn.qkv": shape.heads, **text_heads(text)},
+            tied={"head": "text.embed"} if tied else {},
+        )
+
+
+class GridFamily(VisionFamily):
+    """Declare a family that cuts images of any size into a grid of patches."""
+
+    pairs: ClassVar[tuple[tuple[str, str], ...]]  # native names, and foreign names below `tower`
+    tower: ClassVar[str]  # prefix of the vision encoder's foreign names
+    text_prefix: ClassVar[str] = "model."
+    renames: ClassVar[tuple[tuple[str, str], ...]]  # other spellings of foreign prefixes that folders have
+    ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers below `tower` that are not read
+    stacked: ClassVar[bool] = False  # folders have one tensor for all experts of a layer
+
+    def rules(self, config: Any) -> list[Rule]:
+        """Return weight rules of tensors that are not stored as they are, besides those of all such families."""
+        return []
+
+    def weights(self, config: Any) -> WeightMap:
+        return language_weights(
+            config.text,
+            config.tie_word_embeddings,
+            [*self.rules(config), *_tower_rules(config.vision, self.tower, self.pairs)],
+            prefix=self.text_prefix,
+            stacked=self.stacked,
+            renames=self.renames,
+            ignored=tuple(self.tower + name for name in self.ignored),
+        )
+
+    def shape(self, config: Any) -> VisionShape:
+        vision = config.vision
+        return VisionShape(
+            patch_values=vision.patch_values,
+            hidden=vision.width,
+            layers=vision.depth,
+            heads=vision.num_heads,
+            merge=vision.spatial_merge_size,
+            activation=vision.hidden_act,
+            rope_theta=vision.rope_theta,
+            attention=config.attention,
+            **self.encoder(config),
+        )
+
+    @abstractmethod
+    def encoder(self, config: Any) -> dict[str, Any]:
+        """Return the fields of `VisionShape` that differ between families; `intermediate` at least."""
+        ...
+
+    def position_table(
+        self, config: Any, positions: np.ndarray, height: int, width: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return entries of a learned position embedding, and their weights, for patches at `positions` [P, 2] of an
+        image; None: the encoder has none."""
+        return None
+
+    def window_sizes(self, config: Any, side: int) -> list[int]:
+        """Return the tokens of each attention window of a square image; none: the encoder has no windows."""
+        return []
+
+    def example(self, config: Any, tokens: int) -> Batch:
+        """Return a batch of which square images of one size take about a quarter."""
+        vision = config.vision
+        merge = vision.spatial_merge_size
+        table = functools.partial(self.position_table, config)
+        batch = example_with_images(tokens, merge, vision.patch_values, table)
+        sides = [isqrt(patches) // merge for patches in batch.segments[VISION].lengths]
+        windows = [merge**2 * size for side in sides for size in self.window_sizes(config, side)]
+        if not windows:
+            return batch
+        return replace(batch, segments={**batch.segments, PATCHES.windows: Segments.of(windows)})
+
+
 def vision_stream(shape: VisionShape, per_slot: int = 1) -> Stream:
     """Describe the patches of a batch. `per_slot`: patches that make one token, at most."""
-    return Stream(
-        tensors=("pixels", "patch_positions", "patch_index", "patch_weights"),
-        segments=VISION,
-        windows=f"{VISION}.windows",
-        module=VISION,
-        projector="projector",
-        slots="media_slots",
-        per_slot=per_slot,
-        width=shape.width,
-        blank=partial(blank_image, shape),
-    )
+    return replace(PATCHES, per_slot=per_slot, width=shape.width, blank=functools.partial(blank_image, shape))
 
 
-def vision_language_model(
-    vision: VisionEncoder, projector: nn.Module, text: TextDecoder, head: nn.Module, initializer_range: float
-) -> MultimodalModel:
-    """Return a model of a text decoder and one vision encoder."""
-    shape = vision.shape
-    encoder = Encoder(
-        vision_stream(shape),
-        width=text.shape.hidden * (1 + len(shape.deepstack_blocks)),
-        initial={} if shape.layer_scale is None else {"_scale.weight": shape.layer_scale},
-    )
-    modules = {VISION: vision, "projector": projector}
-    return MultimodalModel([encoder], modules, text, head, initializer_range)
+@functools.lru_cache(maxsize=8)
+def _projector_parameters(family: VisionFamily, config: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters of the projector without memory. Costs are asked for with every batch."""
+    with torch.device("meta"):
+        return dict(family.projector(config, family.shape(config)).named_parameters())
 
 
-def vision_language_plan(
-    text: TextConfig,
-    costs: VisionCosts,
-    styles: Mapping[str, TensorStyle],
-    *,
-    tied: bool,
-    per_token: int | None,
-    patches: int | None = None,
-) -> ModelPlan:
-    """Return the plan of a vision encoder, a projector and a text decoder.
-
-    `styles`: tensor-parallel styles of the projector; they also override those of the other parts. `per_token`: largest
-    number of patches per visual token, for activations between pipeline stages; None: the vision encoder is not split.
-    `patches`: usual number of patches per visual token, for costs; default: merge^2.
-    """
-    shape = costs.shape
-    used = VISION_BLOCKS if shape.num_blocks_used is None else f"vision.blocks.{{0-{shape.num_blocks_used - 1}}}"
-    output = None if per_token is None else StageActivation(per_token, shape.width)
-    return ModelPlan(
-        blocks=(used, BLOCKS),
-        tensor={**text_styles(text, tied), **vision_styles(shape), **styles},
-        units=_units(text, costs, used, output, shape.merge**2 if patches is None else patches),
-        streams={VISION: vision_stream(shape, per_token or 1), "text": TEXT_STREAM},
-        experts=text_experts(text),
-        fsdp_root=("text.embed", "head"),  # the loss multiplies by the head, and a tied head reads the embedding
-        attention=(f"{used}.attn.core", ATTENTION),
-        heads={f"{VISION_BLOCKS}.attn.qkv": shape.heads, **text_heads(text)},
-        tied={"head": "text.embed"} if tied else {},
-    )
+def _projector_style(name: str) -> TensorStyle:
+    """Return the tensor-parallel style of a parameter: layers of a projector follow each other in pairs."""
+    layer, kind = name.split(".")[-2:] if "." in name else ("", "")
+    if layer in ("up", "gate", "downsample"):
+        return "column"
+    return "row" if layer in ("down", "proj") and kind == "weight" else "replicate"
 
 
 def vision_styles(shape: VisionShape) -> dict[str, TensorStyle]:
@@ -222,16 +269,6 @@ def vision_styles(shape: VisionShape) -> dict[str, TensorStyle]:
     return {**styles, **{f"vision.{name}": "replicate" for name, present in replicated.items() if present}}
 
 
-def merger_styles(path: str = "projector", norm: str = WEIGHT_AND_BIAS) -> dict[str, TensorStyle]:
-    """Return the tensor-parallel styles of a `PatchMerger`. `norm`: parameters of its norm."""
-    return {
-        f"{path}.norm.{norm}": "replicate",
-        f"{path}.up.{WEIGHT_AND_BIAS}": "column",
-        f"{path}.down.weight": "row",
-        f"{path}.down.bias": "replicate",
-    }
-
-
 def _kinds(bias: bool) -> str:
     return WEIGHT_AND_BIAS if bias else "weight"
 
@@ -254,18 +291,16 @@ def _units(
     )
 
 
-def grid_tower_rules(
-    vision: GridVisionConfig, width: int, heads: int, prefix: str, pairs: Iterable[tuple[str, str]]
-) -> list[Rule]:
+def _tower_rules(vision: GridVisionConfig, prefix: str, pairs: Iterable[tuple[str, str]]) -> list[Rule]:
     """Return the weight rules of a vision encoder.
 
     `pairs`: native names, and foreign names without `prefix`, of tensors that are stored as they are. Folders store the
     patch embedding as a convolution, and the rows of `qkv` grouped by query, key and value.
     """
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    as_convolution = Reshape((width, vision.patch_values), (width, *patch))
+    as_convolution = Reshape((vision.width, vision.patch_values), (vision.width, *patch))
     return [
         Rule("vision.patch_embed.weight", prefix + "patch_embed.proj.weight", as_convolution),
-        Rule("vision.blocks.{i}.attn.qkv.{kind}", prefix + "blocks.{i}.attn.qkv.{kind}", GroupByHead(heads)),
+        Rule("vision.blocks.{i}.attn.qkv.{kind}", prefix + "blocks.{i}.attn.qkv.{kind}", GroupByHead(vision.num_heads)),
         *(Rule(native, prefix + foreign) for native, foreign in pairs),
     ]

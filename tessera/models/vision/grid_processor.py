@@ -18,11 +18,12 @@ from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import Rule
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer
 from tessera.errors import TesseraError, foreign_values
-from tessera.models.files.preprocessor_files import Geometry, GridFiles, VideoOptions
 from tessera.models.files.side_files import IMAGE_FILE, VIDEO_FILE
-from tessera.models.text.processor import ConversationProcessor, check_special_tokens, with_system
-from tessera.models.vision.media_layout import MediaLayout
+from tessera.models.processing.conversation import check_special_tokens, with_system
+from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.patches import Patches, block_positions
+from tessera.models.vision.preprocessor_files import Geometry, GridFiles, VideoOptions
+from tessera.models.vision.processor import VisionProcessor
 
 
 class GridOptions(VideoOptions):
@@ -35,7 +36,7 @@ class GridOptions(VideoOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class GridProcessor(ConversationProcessor):
+class GridProcessor(VisionProcessor):
     """Cut media into a grid of patches (time, height, width), which are merged block by block into tokens."""
 
     files: ClassVar[GridFiles] = GridFiles()
@@ -99,7 +100,7 @@ class GridProcessor(ConversationProcessor):
         t, h, w = patches.grid(size.height, size.width, size.frames)
         return MediaLayout(tokens=(patches.tokens((t, h, w)),), lengths=(h * w,) * t, grid=(t, h, w))
 
-    def pixels(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         t, h, w = layout.grid
         frames = [to_rgb(media)] if isinstance(media, Image.Image) else np.asarray(media)
         positions = np.tile(block_positions(h, w, self.image.merge), (t, 1))
@@ -190,11 +191,11 @@ class TimestampedVideoProcessor(GridProcessor):
             timestamps=timestamps if kind == "video" else (),
         )
 
-    def pixels(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
         t, h, w = layout.grid
         index, weights = self.position_table(block_positions(h, w, self.image.merge), h, w)
         return {
-            **super().pixels(kind, media, layout),
+            **super().elements(kind, media, layout),
             "patch_index": np.tile(index, (t, 1)),
             "patch_weights": np.tile(weights, (t, 1)),
         }

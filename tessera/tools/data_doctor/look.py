@@ -16,9 +16,9 @@ import numpy as np
 from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
 from tessera.data.index.split import TruncateToLength
 from tessera.data.kinds.preference import PairProcessor
+from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
-from tessera.data.media.read import CaptionProcessor, ChatProcessor, decode, probe, read_media
-from tessera.data.media.video_frames import VideoSampling
+from tessera.data.media.read import CaptionProcessor, ChatProcessor, MediaSampling, decode, probe, read_media
 from tessera.data.sources.container import RecordError, reason_of
 from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.data.sources.source import Source
@@ -34,6 +34,7 @@ MEDIA_KINDS = ("image", "video", "audio")
 ENLARGED, SHRUNK = 1.5, 0.25  # target over own pixels: beyond rounding to whole blocks; less than half of each side
 _KNOWN_SIZES = 10_000
 _OF_ANY_TEXT = ("mojibake", "control-character")  # the other problems are about turns of a conversation
+_NO_FAMILY = MediaSampling(audio=AudioSampling(rate=16_000))  # to look at data without a model
 _PER_MEDIA = {"row": np.int64, "hash": np.uint64, "kind": np.uint8, "pixels": np.int64, "ratio": np.float32}
 
 
@@ -96,7 +97,7 @@ class Examiner:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        self.sampling = VideoSampling() if self.processor is None else self.processor.sampling
+        self.sampling = _NO_FAMILY if self.processor is None else self.processor.sampling
         self._media_tokens: dict[tuple[str, MediaSize], int] = {}
 
     @property

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
-from tessera.models.text.processor import TextOptions
+from tessera.models.processing.conversation import TextOptions
 from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD, Patches
 from tessera.runtime import files
 

@@ -1,0 +1,354 @@
+"""Processors of conversations: tokens, labels, packing, files.
+
+A family with media declares its streams (`MediaStream`), and adds how media of a given size become tokens
+(`MediaLayout`), how they are written in the text, which positions their tokens have, and the elements that an encoder
+reads. Packing follows from the streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from tessera.config.reader import Section
+from tessera.core.batch import IGNORE, Batch, Segments, trained_positions
+from tessera.core.sample import Encoded, EncodedStream, MediaSize, Part, PartKind, Sample
+from tessera.data.chat import ChatSpan, ChatTemplate
+from tessera.data.media.video_frames import VideoSampling
+from tessera.data.tokenizer import (
+    ChatEncoder,
+    class_for,
+    read_chat_template,
+    write_tokenizer,
+)
+from tessera.errors import TesseraError
+from tessera.models.processing.streams import (
+    EncodedMedium,
+    MediaLayout,
+    MediaStream,
+    MediaStreams,
+    encode_stream,
+    media_size,
+    pack_stream,
+    token_runs,
+)
+
+# A row with one sample is computed as one segment, padding included, if the sample fills this share of it: kernels for
+# rows of one length are up to twice as fast, but attention to padding grows with the square of its length.
+_MIN_FILLED = 0.8
+
+
+@dataclass(frozen=True, eq=False)
+class ConversationProcessor:
+    """Turn conversations into batches and tokens back into text."""
+
+    version: ClassVar[str]  # family and a number, raised when the same options give other tokens than before
+    streams: ClassVar[MediaStreams] = {}  # the encoders of the model's plan, by name
+    axes: ClassVar[int] = 3  # axes of positions: 3 (time, height and width) or 1
+    tokenizer_kind: ClassVar[str | None] = None  # transformers' class named in exports; None: chosen by the tokenizer
+    # Named tokens that transformers' processor replaces before a model sees them: a tokenizer may lack their ids.
+    replaced_words: ClassVar[tuple[str, ...]] = ()
+
+    encoder: ChatEncoder
+    template: ChatTemplate
+    sampling: VideoSampling
+    train_on: tuple[str, ...]
+    last_only: bool
+
+    def __post_init__(self) -> None:
+        """Make tokenizer and template agree on the special tokens that only the template may write."""
+        template = self.template.with_words_of(self.encoder.added_words)
+        object.__setattr__(self, "template", template)
+        object.__setattr__(self, "encoder", self.encoder.with_control(template.control_words()))
+
+    # ------------------------------------------------------------------------------------------ what a family defines
+
+    def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
+        """Return the tokens and elements of media of this size."""
+        raise AssertionError("a template without media lets none through")
+
+    def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
+        """Return the tensors of the stream that reads this kind, with one entry per element in the encoder's order.
+
+        `media` is a PIL image, frames [F, H, W, 3] or sound [samples].
+        """
+        raise AssertionError("a template without media lets none through")
+
+    def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
+        """Return the width and height to which media are resized, so that decoding may already scale down.
+
+        None: the processor needs all pixels.
+        """
+        return None
+
+    def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
+        """Return positions of tokens, [3, length] or [length].
+
+        `spans`: first token and number of tokens of each run of tokens that stand for media.
+        """
+        return np.arange(length)
+
+    def constants(self, stream: str) -> Mapping[str, np.ndarray]:
+        """Return further tensors of every batch that has input for this stream: the same for all samples."""
+        return {}
+
+    def save_preprocessor(self, folder: Path) -> None:
+        """Write the preprocessor files of a Hugging Face folder, beside its tokenizer."""
+        return None
+
+    def layouts(self, kinds: Sequence[PartKind], sizes: Sequence[MediaSize]) -> list[MediaLayout]:
+        """Return the layouts of all media of a sample; one may depend on the others."""
+        return [self.layout(kind, size) for kind, size in zip(kinds, sizes, strict=True)]
+
+    def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
+        """Return the text of a media part in a conversation."""
+        return self.template.show(part, role)
+
+    def fingerprint_fields(self) -> list[Any]:
+        """Return JSON values that `measure` depends on, besides tokenizer, template and sampling."""
+        return []
+
+    def named_tokens(self) -> dict[str, str]:
+        """Return special tokens that transformers' processor of the family finds in the tokenizer by attribute name."""
+        return {}
+
+    # ------------------------------------------------------------------------------------------ one sample
+
+    def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
+        return replace(self, train_on=tuple(roles), last_only=last_only)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a hash that changes whenever `measure` could give another answer."""
+        settings = [asdict(self.template), asdict(self.sampling), self.fingerprint_fields(), *self.encoder.unmarked]
+        facts = json.dumps([self.version, self.encoder.json, settings, self.train_on, self.last_only], sort_keys=True)
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        layouts = self._layouts(sample, sizes)
+        _, trained, _ = self.encoder.encode(self._chat_spans(sample, layouts), token_runs(layouts))
+        measures = self._counts(sample, layouts, sizes, trained)
+        for stream in self.streams.values():
+            measures |= stream.measure(self._read_by(stream, sample, layouts))
+        return measures
+
+    def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Encoded:
+        sizes = [media_size(item) for item in media] if sizes is None else sizes
+        layouts = self._layouts(sample, sizes)
+        return self._encode(sample, media, sizes, layouts, self._chat_spans(sample, layouts))
+
+    def _layouts(self, sample: Sample, sizes: Sequence[MediaSize]) -> list[MediaLayout]:
+        parts = sample.media()
+        assert len(parts) == len(sizes), "one size for each media part"
+        for part in parts:
+            self.template.words_of(part)  # raises an error if the family does not take such media
+        return self.layouts([part.kind for part in parts], sizes)
+
+    def _chat_spans(self, sample: Sample, layouts: Sequence[MediaLayout], prompt: bool = False) -> list[ChatSpan]:
+        """Return the rendered conversation. `prompt`: it ends where the assistant's answer begins."""
+        remaining = iter(layouts)
+        return self.template.render(
+            sample.messages,
+            () if prompt else self.train_on,
+            last_only=self.last_only,
+            answer=prompt,
+            show=lambda part, role: self.show(part, role, next(remaining)),
+        )
+
+    def _encode(
+        self,
+        sample: Sample,
+        media: Sequence[Any],
+        sizes: Sequence[MediaSize],
+        layouts: Sequence[MediaLayout],
+        spans: Sequence[ChatSpan],
+    ) -> Encoded:
+        ids, trained, media_spans = self.encoder.encode(spans, token_runs(layouts))
+        tokens = torch.tensor(ids, dtype=torch.int64)
+        labels = torch.where(torch.tensor(trained), tokens, IGNORE)
+        positions = torch.from_numpy(self.positions(len(ids), media_spans, layouts))
+        streams = self._streams(sample, media, layouts, media_spans)
+        return Encoded(sample.id, tokens, labels, positions, streams, self._counts(sample, layouts, sizes, trained))
+
+    def _streams(
+        self, sample: Sample, media: Sequence[Any], layouts: Sequence[MediaLayout], spans: Sequence[tuple[int, int]]
+    ) -> dict[str, EncodedStream]:
+        """Return the input of each encoder that reads some of the media."""
+        remaining = iter(spans)
+        inputs: dict[str, list[EncodedMedium]] = {}
+        for part, medium, layout in zip(sample.media(), media, layouts, strict=True):
+            runs = [next(remaining) for _ in layout.tokens]
+            arrays = self.elements(part.kind, medium, layout)
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            inputs.setdefault(self._stream_of(part.kind), []).append((layout, runs, tensors))
+        return {name: encode_stream(read, self.streams[name].stream.dim) for name, read in inputs.items()}
+
+    def _stream_of(self, kind: PartKind) -> str:
+        return next(name for name, stream in self.streams.items() if kind in stream.kinds)
+
+    def _read_by(self, stream: MediaStream, sample: Sample, layouts: Sequence[MediaLayout]) -> list[MediaLayout]:
+        """Return the layouts of the media that a stream reads."""
+        return [layout for part, layout in zip(sample.media(), layouts, strict=True) if part.kind in stream.kinds]
+
+    def _counts(
+        self, sample: Sample, layouts: Sequence[MediaLayout], sizes: Sequence[MediaSize], trained: Sequence[bool]
+    ) -> dict[str, int]:
+        kinds = [part.kind for part in sample.media()]
+        return {
+            "samples": 1,
+            "tokens": len(trained),
+            "trained": sum(trained[1:]),  # nothing comes before the first token, so nothing predicts it
+            "images": kinds.count("image"),
+            "frames": sum(size.frames for kind, size in zip(kinds, sizes, strict=True) if kind == "video"),
+            **{s.elements: s.count(self._read_by(s, sample, layouts)) for s in self.streams.values()},
+        }
+
+    # ------------------------------------------------------------------------------------------ batches
+
+    def collate(self, rows: Sequence[Sequence[Encoded]], length: int) -> Batch:
+        for row in rows:
+            assert sum(len(item.tokens) for item in row) <= length, "the packer keeps rows within the length"
+        alone = all(len(row) == 1 and len(row[0].tokens) >= _MIN_FILLED * length for row in rows)
+        batch = self._pack(rows, [length] * len(rows), whole=alone)
+        return batch.with_tensors(trained=trained_positions(batch["labels"]))
+
+    def prompt(
+        self,
+        samples: Sequence[Sample],
+        media: Sequence[Sequence[Any]],
+        sizes: Sequence[Sequence[MediaSize]] | None = None,
+    ) -> Batch:
+        """Return a batch of prompts, without a last answer of the assistant: that is what the model shall generate."""
+        items = []
+        for number, (sample, objects) in enumerate(zip(samples, media, strict=True)):
+            count = max((n for n, message in enumerate(sample.messages, 1) if message.role != "assistant"), default=0)
+            question = Sample(sample.id, sample.messages[:count])
+            objects = objects[: len(question.media())]
+            read = [media_size(item) for item in objects] if sizes is None else sizes[number][: len(objects)]
+            layouts = self._layouts(question, read)
+            spans = self._chat_spans(question, layouts, prompt=True)
+            items.append(self._encode(question, objects, read, layouts, spans))
+        batch = self._pack([[item] for item in items], [len(item.tokens) for item in items])
+        return replace(batch, sample_ids=tuple(item.id for item in items))
+
+    def _pack(self, rows: Sequence[Sequence[Encoded]], lengths: Sequence[int], whole: bool = False) -> Batch:
+        """Return rows of samples as one packed batch. `whole`: each row has one sample and is one segment."""
+        total = sum(lengths)
+        tokens = torch.full((total,), self._pad, dtype=torch.int64)
+        labels = torch.full((total,), IGNORE, dtype=torch.int64)
+        positions = torch.zeros(*([3] if self.axes == 3 else []), total, dtype=torch.int64)
+        texts: list[int] = []
+        placed: list[tuple[Encoded, int]] = []  # with the first token of each
+        start = 0
+        for row, length in zip(rows, lengths, strict=True):
+            at, end = start, start + length
+            for item in row:
+                size = len(item.tokens)
+                tokens[at : at + size] = item.tokens
+                labels[at : at + size - 1] = item.labels[1:]
+                positions[..., at : at + size] = item.positions  # [L] stands for all axes
+                placed.append((item, at))
+                texts.append(size)
+                at += size
+            if at < end:
+                positions[..., at:end] = torch.arange(end - at)
+                texts.append(end - at)
+            start = end
+        tensors = {"tokens": tokens, "labels": labels, "positions": positions}
+        segments = {"text": Segments.of(texts, rows=len(rows) if whole else 0)}
+        for name, media in self.streams.items():
+            parts = [(item.streams[name], at) for item, at in placed if name in item.streams]
+            if parts:
+                packed = pack_stream(media.stream, parts)
+                tensors |= packed.tensors | {key: torch.from_numpy(v) for key, v in self.constants(name).items()}
+                segments |= packed.segments
+        counts = Counter({media.elements: 0 for media in self.streams.values()})
+        for item, _ in placed:
+            counts.update(item.counts)
+        return Batch(tensors, segments, counts=dict(counts))
+
+    # ------------------------------------------------------------------------------------------ text and files
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.encoder.decode(tokens)
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        return self.encoder.spell(tokens)
+
+    @cached_property
+    def stop_tokens(self) -> tuple[int, ...]:
+        words = dict.fromkeys([*self.template.stop_words, self.template.end_of_text])
+        return tuple(id for id in map(self.encoder.find, words) if id is not None)
+
+    @cached_property
+    def _pad(self) -> int:
+        return self.stop_tokens[-1]
+
+    def save(self, folder: Path) -> None:
+        end = next(iter(self.template.stop_words), self.template.end_of_text)
+        pad = self.template.end_of_text if self.encoder.find(self.template.end_of_text) is not None else end
+        known = {
+            name: word
+            for name, word in self.named_tokens().items()
+            if self.encoder.find(word) is not None or word in self.replaced_words
+        }
+        write_tokenizer(
+            folder,
+            self.encoder.json,
+            chat_template=self.template.jinja(),
+            end=end,
+            pad=pad,
+            kind=self.tokenizer_kind or class_for(self.encoder.json),
+            named=known,
+            begin=self.template.begin if self.encoder.find(self.template.begin) is not None else None,
+        )
+        self.save_preprocessor(folder)
+
+
+def check_special_tokens(
+    encoder: ChatEncoder, template: ChatTemplate, ids: dict[str, int], vocabulary: int, folder: Path
+) -> None:
+    """Raise an error unless tokenizer and model agree on ids: a mismatched pair would train without learning anything.
+
+    `ids`: the ids of special tokens in the model's configuration.
+    """
+    for word in template.special_words():
+        found = encoder.id_of(word)
+        if found != ids.get(word, found):
+            raise TesseraError(
+                f"{word} is {found} for the tokenizer and {ids[word]} for the model",
+                where=str(folder / "tokenizer.json"),
+                fix="use the tokenizer that belongs to the model, or set the ids in model.config",
+            )
+    if encoder.size > vocabulary:
+        raise TesseraError(
+            f"the tokenizer has {encoder.size} words, the model only {vocabulary}",
+            where=str(folder / "tokenizer.json"),
+            fix="raise text.vocab_size in model.config",
+        )
+
+
+class TextOptions(Section):
+    """Declare the keys of `data.processor` that concern text."""
+
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # it is data.train_on
+    train_on: tuple[str, ...] = ("assistant",)
+    system: str | None = Field(None, description="said when a conversation has no system message")
+
+
+def with_system(template: ChatTemplate, options: TextOptions, folder: Path) -> ChatTemplate:
+    """Return the template with the system message of the recipe, or else of the folder's own chat template."""
+    jinja = read_chat_template(folder)
+    if "system" in options.model_fields_set:
+        return replace(template, system=options.system)
+    return template if jinja is None else replace(template, system=template.system_in(jinja))

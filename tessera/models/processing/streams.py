@@ -1,0 +1,166 @@
+"""Turn media into the streams of a model's plan: the elements that an encoder reads, and the slots of its outputs.
+
+A family's processor lays out each image, video or recording (`MediaLayout`) and makes its elements: patches, frames of
+sound. Everything else follows from the `Stream` that the plan declares, whatever the encoder reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tessera.core.batch import Batch, Segments
+from tessera.core.model_plan import Stream
+from tessera.core.sample import EncodedStream, MediaSize, PartKind
+
+
+@dataclass(frozen=True, eq=False)
+class MediaLayout:
+    """Hold the tokens and elements of one image, video or recording. All of it follows from the size of the media."""
+
+    tokens: tuple[int, ...]  # tokens in each run of its placeholder
+    lengths: tuple[int, ...]  # elements of each attention segment: frames, tiles
+    grid: tuple[int, ...] = ()  # elements along time, height and width, or what else a family counts
+    windows: tuple[int, ...] = ()  # elements of each window, for encoders with window attention
+    token_order: np.ndarray | None = None  # its tokens in the order of the encoder's output; None: as in the text
+    selected: np.ndarray | None = None  # elements whose features become tokens; None: all
+    # [tokens, K]: features that each token is interpolated from; -1 is the projector's own embedding. None: each
+    # feature is a token.
+    feature_index: np.ndarray | None = None
+    feature_weights: np.ndarray | None = None  # [tokens, K]: interpolation weights; None: all 1
+    interval: float = 1.0  # positions from one step along time to the next
+    timestamps: tuple[str, ...] = ()  # text written beside each run, for families that do so
+
+
+@dataclass(frozen=True)
+class MediaStream:
+    """Declare the media that an encoder reads: its stream in the plan, and the names of its counts.
+
+    Pairs are sums of squared lengths: what the FLOPs of attention grow with.
+    """
+
+    stream: Stream
+    kinds: tuple[PartKind, ...]
+    elements: str  # count of elements
+    pairs: str  # pairs of elements in one attention segment
+    window_pairs: str = ""  # pairs of elements in one window; empty: the encoder has no windows
+
+    def count(self, layouts: Iterable[MediaLayout]) -> int:
+        return sum(length for layout in layouts for length in layout.lengths)
+
+    def measure(self, layouts: Sequence[MediaLayout]) -> dict[str, int]:
+        """Return the pairs of the media of a sample."""
+        return self._pairs(
+            (length for layout in layouts for length in layout.lengths),
+            (length for layout in layouts for length in layout.windows),
+        )
+
+    def measures_of(self, batch: Batch) -> dict[str, int]:
+        """Return elements and pairs of a batch, under the names that the sample index uses."""
+        whole, windows = batch.segments.get(self.stream.segments), batch.segments.get(self.stream.windows)
+        pairs = self._pairs(() if whole is None else whole.lengths, () if windows is None else windows.lengths)
+        return {self.elements: self.stream.elements(batch), **pairs}
+
+    def _pairs(self, lengths: Iterable[int], windows: Iterable[int]) -> dict[str, int]:
+        pairs = {self.pairs: sum(length**2 for length in lengths)}
+        return {**pairs, self.window_pairs: sum(length**2 for length in windows)} if self.window_pairs else pairs
+
+
+MediaStreams = Mapping[str, MediaStream]  # by the name of the stream in the plan
+
+
+def media_size(media: Any) -> MediaSize:
+    """Return the size of a PIL image, of frames [F, H, W, 3] or of sound [samples]."""
+    if isinstance(media, Image.Image):
+        return MediaSize(*media.size)
+    if np.ndim(media) == 1:
+        return MediaSize(0, 0, 0, samples=len(media))
+    frames, height, width, _ = np.shape(media)
+    return MediaSize(width, height, frames)
+
+
+def token_runs(layouts: Sequence[MediaLayout]) -> list[int]:
+    """Return the number of tokens in each run of placeholders, over all media of a sample."""
+    return [count for layout in layouts for count in layout.tokens]
+
+
+Runs = Sequence[tuple[int, int]]  # first token and number of tokens of each run of placeholders
+EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]  # with the tensors of its elements
+
+
+def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream:
+    """Return the input of one encoder from the media of a sample that it reads. `dim`: see `Stream`."""
+    slots, selected, indices, elements, features = [], [], [], 0, 0
+    for layout, runs, _ in media:
+        positions = torch.cat([torch.arange(start, start + count) for start, count in runs])
+        slots.append(positions if layout.token_order is None else positions[torch.from_numpy(layout.token_order)])
+        if layout.selected is not None:
+            selected.append(torch.from_numpy(layout.selected) + elements)
+        if layout.feature_index is not None:
+            index = _shift_features(torch.from_numpy(layout.feature_index), features)
+            weights = layout.feature_weights
+            indices.append((index, torch.ones(index.shape) if weights is None else torch.from_numpy(weights)))
+        elements += sum(layout.lengths)
+        features += sum(layout.lengths) if layout.selected is None else len(layout.selected)
+    layouts = [layout for layout, _, _ in media]
+    return EncodedStream(
+        {name: _joined([tensors[name] for _, _, tensors in media], dim) for name in media[0][2]},
+        lengths=tuple(length for layout in layouts for length in layout.lengths),
+        slots=torch.cat(slots),
+        windows=tuple(length for layout in layouts for length in layout.windows),
+        selected=torch.cat(selected) if selected else None,
+        index=_concatenate_padded([index for index, _ in indices]) if indices else None,
+        weights=_concatenate_padded([weights for _, weights in indices]) if indices else None,
+    )
+
+
+def pack_stream(stream: Stream, parts: Sequence[tuple[EncodedStream, int]]) -> Batch:
+    """Return the tensors and segments of one encoder in a batch.
+
+    `parts`: its input in each sample that has some, with the position of the sample's first token in the batch.
+    """
+    inputs = [part for part, _ in parts]
+    first = inputs[0]
+    tensors = {name: torch.cat([part.tensors[name] for part in inputs], stream.dim) for name in first.tensors}
+    tensors[stream.slots] = torch.cat([part.slots + start for part, start in parts])
+    segments = {stream.segments: Segments.of([length for part in inputs for length in part.lengths])}
+    if first.windows:
+        segments[stream.windows] = Segments.of([length for part in inputs for length in part.windows])
+    if first.selected is not None:
+        starts = _starts(sum(part.lengths) for part in inputs)
+        selected = [part.selected + at for part, at in zip(inputs, starts, strict=True) if part.selected is not None]
+        tensors[stream.selection("patches")] = torch.cat(selected)
+    if first.index is not None:
+        starts = _starts(sum(part.lengths) if part.selected is None else len(part.selected) for part in inputs)
+        shifted = [_shift_features(p.index, at) for p, at in zip(inputs, starts, strict=True) if p.index is not None]
+        index = _concatenate_padded(shifted) + 1  # the projector's own embedding comes first
+        tensors[stream.selection("index")] = index if index.shape[1] > 1 else index.flatten()
+        if index.shape[1] > 1:
+            weights = [part.weights for part in inputs if part.weights is not None]
+            tensors[stream.selection("weights")] = _concatenate_padded(weights)
+    return Batch(tensors, segments)
+
+
+def _starts(counts: Iterable[int]) -> list[int]:
+    return [int(start) for start in np.cumsum([0, *counts])[:-1]]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]
+
+
+def _shift_features(index: Tensor, features: int) -> Tensor:
+    """Add the number of earlier features to the indices; -1, the projector's own embedding, stays."""
+    return torch.where(index < 0, index, index + features)
+
+
+def _concatenate_padded(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate [N, K] tensors of different K, padded with zeros to the widest."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

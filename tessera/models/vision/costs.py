@@ -1,0 +1,101 @@
+"""FLOPs of vision encoders, and example batches with images for estimates and dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tessera.core.batch import Batch, Segments
+from tessera.core.spec import FULL, Training
+from tessera.models.text.costs import Measures, example_batch, text_work
+from tessera.models.vision.patches import block_positions
+from tessera.models.vision.processor import PATCHES
+from tessera.nn.vit import VisionShape
+
+EXAMPLE_IMAGES = 16  # a common number of ranks among which images are sharded
+
+
+@dataclass(frozen=True)
+class VisionCosts:
+    """Hold the sizes from which the FLOPs of a vision encoder and its projector follow."""
+
+    shape: VisionShape
+    projector_weights: int  # weights that one visual token is multiplied by in the projector
+    patches: int  # of a block of merged patches, a tile or an image, class token included
+    tokens: int = 1  # visual tokens made of that many patches
+
+    def work(self, measures: Measures, training: Training) -> np.ndarray:
+        """Return the FLOPs of encoder and projector for each sample."""
+        patches = measures["patches"].astype(np.float64)
+        shape, blocks = self.shape, self.shape.blocks_used
+        full = len(shape.full_attn_blocks) if shape.windows else blocks
+        pairs = full * measures["patch_pairs"].astype(np.float64)
+        if shape.windows:
+            pairs = pairs + (blocks - full) * measures["window_pairs"].astype(np.float64)
+        encoder, projector = training.get("vision", FULL), training.get("projector", FULL)
+        total: np.ndarray = (
+            encoder.weights * 2 * patches * blocks * shape.block_weights
+            + projector.weights * 2 * (patches / self.patches * self.tokens) * self.projector_weights
+            + encoder.attention * 4 * shape.hidden * pairs
+            + encoder.first * 2 * patches * shape.patch_values * shape.hidden
+        )
+        return total
+
+
+def vision_language_work(
+    costs: Callable[[Any], VisionCosts],
+    config: Any,
+    measures: Measures,
+    training: Training = MappingProxyType({}),
+) -> dict[str, np.ndarray]:
+    """Return the FLOPs of samples of a vision-language family, by stream."""
+    return {
+        "text": text_work(config.text, measures, training),
+        "vision": costs(config).work(measures, training),
+    }
+
+
+def example_with_media(tokens: int, media: Mapping[str, Tensor], lengths: Sequence[int], axes: int = 1) -> Batch:
+    """Return an example batch with the tensors of images. `lengths`: patches of each. `axes`: see `example_batch`."""
+    text = example_batch(tokens, axes)
+    segments = {**text.segments, PATCHES.segments: Segments.of(lengths)}
+    return replace(text, tensors={**text.tensors, **media}, segments=segments)
+
+
+def example_with_images(
+    tokens: int,
+    merge: int,
+    patch_values: int,
+    table: Callable[[np.ndarray, int, int], tuple[np.ndarray, np.ndarray] | None],
+) -> Batch:
+    """Return a batch of `tokens` tokens of which square images of one size take about a quarter.
+
+    `table`: returns table indices and weights of patches for encoders with learned position embeddings, from their
+    positions and the height and width of the image in patches.
+    """
+    side = max(1, isqrt(tokens // (4 * EXAMPLE_IMAGES)))
+    images = max(1, min(EXAMPLE_IMAGES, tokens // (4 * side * side)))
+    patches = side * merge
+    positions = block_positions(patches, patches, merge)
+    pixels = torch.zeros(images * patches**2, patch_values)
+
+    def for_all_images(values: np.ndarray) -> Tensor:
+        # On the current default device: estimates make batches on the meta device.
+        return torch.as_tensor(values, device=pixels.device).repeat(images, 1)
+
+    media = {
+        "pixels": pixels,
+        "patch_positions": for_all_images(positions),
+        "media_slots": torch.arange(images * side * side),
+    }
+    entries = table(positions, patches, patches)
+    if entries is not None:
+        media["patch_index"], media["patch_weights"] = map(for_all_images, entries)
+    return example_with_media(tokens, media, [patches**2] * images, axes=3)
