@@ -107,8 +107,8 @@ class ChatTemplate:
         turns = [text for turn in self.turns.values() for text in (turn.before, turn.after, turn.between)]
         turns += [text for turn in self.turns.values() for text in (turn.text_before, turn.text_after)]
         media = [text for words in self.media.values() for text in (words.before, words.after)]
-        known, written = set(self.control_words()), "\n".join([self.begin, *turns, *media])
-        more = [word for word in added if word in written and word not in known and _MARKUP.fullmatch(word)]
+        control, written = set(self.control_words()), "\n".join([self.begin, *turns, *media])
+        more = [word for word in added if word in written and word not in control and _MARKUP.fullmatch(word)]
         return replace(self, special=(*self.special, *sorted(more))) if more else self
 
     @cached_property
@@ -226,20 +226,20 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------ folders
 
     def system_in(self, jinja: str) -> str | None:
-        """Return what a folder's own template says first without a system message: `jinja` read backwards."""
+        """Return the system message that a folder's own template writes by default: `jinja` read backwards."""
         turn = self._turn("system")
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
         if not before:  # nothing tells it from other words but where our own templates say it
             start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
-            own = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
-            return None if own is None else own[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
+            branch = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
+            return None if branch is None else branch[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
         # Templates write line ends as they are, or as strings do. What holds Jinja of its own is another branch.
         # Where nothing ends a turn, the next tag does.
         said = r"(\{% raw %\}.+?\{% endraw %\}|.+?)(?=\{%)" if not after else "(.*?)" + re.escape(after)
-        for found in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
-            text = str(found).removeprefix("{% raw %}").removesuffix("{% endraw %}")
-            if text != found or not re.search(r"\{[%{]|[%}]\}|^['\"] *\+", text):  # or a string that is put together
+        for match in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
+            text = str(match).removeprefix("{% raw %}").removesuffix("{% endraw %}")
+            if text != match or not re.search(r"\{[%{]|[%}]\}|^['\"] *\+", text):  # or a string that is put together
                 return text
         return None
 
@@ -253,19 +253,19 @@ class ChatTemplate:
         One is enough: templates put the others together from the names of roles.
         """
         text = jinja.replace("\\n", "\n")
-        found = [self.header(role) for role in ("user", "assistant")]
-        found += [part for role in ("user", "assistant") for part in self._turn(role).before.split("{role}")]
-        return any(len(word) > 3 and word in text for word in (one.strip() for one in found))
+        parts = [self.header(role) for role in ("user", "assistant")]
+        parts += [part for role in ("user", "assistant") for part in self._turn(role).before.split("{role}")]
+        return any(len(word) > 3 and word in text for word in (one.strip() for one in parts))
 
     def jinja(self) -> str:
         """Return the template as Jinja, for tools that read it from the tokenizer's folder."""
         first = self._turn("system")
         header, said = first.before.replace("{role}", "system"), ""
-        own = _raw(self.system) if self.system else ""
+        prompt = _raw(self.system) if self.system else ""
         if self.system is not None:
-            words = first.text_before + own + first.text_after if own else ""
+            words = first.text_before + prompt + first.text_after if prompt else ""
             said = _UNLESS_SYSTEM + _NO_TOOLS + " %}" + header + words + first.after + "{% endif %}"
-        words = first.text_before + own + (JINJA_BLANK if own else "") + JINJA_LISTING + first.text_after
+        words = first.text_before + prompt + (JINJA_BLANK if prompt else "") + JINJA_LISTING + first.text_after
         said += _UNLESS_SYSTEM + " and tools %}" + header + words + first.after + "{% endif %}"
         return (
             JINJA_MACRO
@@ -292,11 +292,11 @@ class ChatTemplate:
     def _by_role(self, text: Callable[[Turn], str]) -> str:
         other = text(self.turns[_ANY]) if _ANY in self.turns else ""
         named = {role: text(turn) for role, turn in self.turns.items() if role != _ANY}
-        if all(one == other for one in named.values()):
+        if all(text_of == other for text_of in named.values()):
             return other
         tests = "".join(
-            ("{% if" if n == 0 else "{% elif") + f" message.role == '{role}' %}}{one}"
-            for n, (role, one) in enumerate(named.items())
+            ("{% if" if n == 0 else "{% elif") + f" message.role == '{role}' %}}{text_of}"
+            for n, (role, text_of) in enumerate(named.items())
         )
         return tests + ("{% else %}" + other if other else "") + "{% endif %}"
 
@@ -306,7 +306,7 @@ class ChatTemplate:
         return self._jinja_enclosed("{{ " + value + " }}{% if " + listed + " %}" + tools + "{% endif %}")
 
     def _jinja_enclosed(self, text: str) -> str:
-        before = self._by_role(lambda turn: _kept(turn.text_before))
+        before = self._by_role(lambda turn: _with_line_end(turn.text_before))
         return before + text + self._by_role(lambda turn: turn.text_after)
 
     def _jinja_media(self) -> str:
@@ -317,8 +317,8 @@ class ChatTemplate:
         for number, (kind, words) in enumerate(self.media.items()):
             also = " or 'image_url' in part" if kind == "image" else ""
             word = "if" if number == 0 else "elif"
-            shown = words.mark or f"{words.before}{words.word}{words.after}"
-            out += f"{{% {word} part.type == '{kind}' or '{kind}' in part{also} %}}{shown}"
+            written = words.mark or f"{words.before}{words.word}{words.after}"
+            out += f"{{% {word} part.type == '{kind}' or '{kind}' in part{also} %}}{written}"
         if self.media_first:
             again = "{% endif %}{% endfor %}{% for part in message.content %}"
             return out + again + "{% if 'text' in part %}" + text + "{% endif %}"
@@ -341,7 +341,7 @@ def _jinja_after(turn: Turn) -> str:
     return "{% if " + same + " %}{{ '" + again + "' }}{% else %}{{ '" + end + "' }}{% endif %}"
 
 
-def _kept(text: str) -> str:
+def _with_line_end(text: str) -> str:
     """Return text behind a tag: readers of templates would take away a line end that begins it."""
     return "{{ '\\n' }}" + text[1:] if text.startswith("\n") else text
 

@@ -64,10 +64,10 @@ def _from_merges(folder: Path) -> Tokenizer:
     lines = read_text(folder / "merges.txt", _MAX_BYTES).splitlines()
     merges = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
     vocab = read_json_mapping(folder / "vocab.json", _MAX_BYTES)
-    known = config.get("added_tokens_decoder") or {}
+    added = config.get("added_tokens_decoder") or {}
     with _library_errors(f"vocab.json and merges.txt make no tokenizer ({folder})"):
         tokenizer = _byte_level(BPE(vocab=vocab, merges=merges))
-        for number, token in sorted(known.items(), key=lambda one: int(one[0])):
+        for number, token in sorted(added.items(), key=lambda one: int(one[0])):
             add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
             add([AddedToken(**token)])
             if tokenizer.token_to_id(token["content"]) != int(number):
@@ -120,8 +120,8 @@ def _highest_id(data: Mapping[str, Any]) -> int:
 
 def _may_take_long(data: Any) -> bool:
     if isinstance(data, dict):
-        own = data.get("Regex")
-        if isinstance(own, str) and _may_backtrack(own):
+        pattern = data.get("Regex")
+        if isinstance(pattern, str) and _may_backtrack(pattern):
             return True
         written = [data.get("content") if data.get("type") == "Replace" else None, data.get("prepend")]
         if any(isinstance(text, str) and len(text) > 1 for text in written):  # a few, and texts explode
@@ -187,14 +187,14 @@ class ChatEncoder:
 
     def with_control(self, words: Iterable[str]) -> ChatEncoder:
         """Return the encoder for a template that writes these words."""
-        found = copy.copy(self)
-        found._control([*self.control, *words])
-        return self if found.control == self.control else found
+        changed = copy.copy(self)
+        changed._control([*self.control, *words])
+        return self if changed.control == self.control else changed
 
     def _control(self, words: Iterable[str]) -> None:
         self.control = tuple(sorted({word for word in words if self.find(word) is not None}))
         self._control_ids = frozenset(map(self.id_of, self.control))
-        self._known: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
+        self._encoded: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
         marked = {token.content for token in self._text.get_added_tokens_decoder().values() if token.special}
         more = [word for word in self.control if word not in marked]
         if more:  # without this, text would become such a word
@@ -207,22 +207,22 @@ class ChatEncoder:
         return {"json": self.json, "control": self.control}
 
     def __copy__(self) -> ChatEncoder:
-        found = ChatEncoder.__new__(ChatEncoder)
-        found.__dict__.update(self.__dict__)
-        return found
+        copied = ChatEncoder.__new__(ChatEncoder)
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(Tokenizer.from_str(state["json"]), state["control"])  # type: ignore[misc]
 
     def id_of(self, word: str) -> int:
-        found = self._text.token_to_id(word)
-        if found is None:
+        number = self._text.token_to_id(word)
+        if number is None:
             raise UnknownConversationError(
                 f"the tokenizer does not know {word}",
                 where="tokenizer.json",
                 fix="use the tokenizer of the model's family",
             )
-        return int(found)
+        return int(number)
 
     def find(self, word: str) -> int | None:
         return self._text.token_to_id(word)
@@ -282,16 +282,16 @@ class ChatEncoder:
 
     def _ids_and_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a text; those of headers, line ends and short answers are kept."""
-        found = self._known.get(text)
-        if found is None:
+        encoded = self._encoded.get(text)
+        if encoded is None:
             with _library_errors("the tokenizer cannot encode this text"):
                 encoding = self._text.encode(text, add_special_tokens=False)
-            found = (encoding.ids, encoding.offsets)
+            encoded = (encoding.ids, encoding.offsets)
             if not self._control_ids.isdisjoint(encoding.ids):
-                found = self._in_parts(text, *found)
-            if len(text) <= _SHORT and len(self._known) < _MANY:
-                self._known[text] = found
-        return found
+                encoded = self._in_parts(text, *encoded)
+            if len(text) <= _SHORT and len(self._encoded) < _MANY:
+                self._encoded[text] = encoded
+        return encoded
 
     def _in_parts(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
@@ -367,12 +367,12 @@ def read_chat_template(folder: Path) -> str | None:
         return read_text(folder / "chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (folder / name).is_file():
-            found = read_json_mapping(folder / name).get("chat_template")
-            if isinstance(found, list):  # older folders name several of them, one as the usual one
-                named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-                found = named.get("default")
-            if isinstance(found, str):
-                return found
+            template = read_json_mapping(folder / name).get("chat_template")
+            if isinstance(template, list):  # older folders name several of them, one as the usual one
+                named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+                template = named.get("default")
+            if isinstance(template, str):
+                return template
     return None
 
 

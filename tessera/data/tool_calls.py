@@ -69,8 +69,8 @@ def _listed(tools: Any) -> Sequence[Any]:
 def format_spoken_calls(value: str) -> str:
     """Return a `function_call` turn as tool-call tags. Text that is no call in JSON stays as it is."""
     try:
-        given = json.loads(value)
-        calls = given if isinstance(given, list) else [given]
+        parsed = json.loads(value)
+        calls = parsed if isinstance(parsed, list) else [parsed]
         return format_calls(calls) if calls else value
     except (ValueError, RecursionError):
         return value
@@ -89,15 +89,15 @@ def format_calls(calls: Any) -> str:
     return "\n".join(texts)
 
 
-def _arguments(given: Any) -> str:
+def _arguments(arguments: Any) -> str:
     """Return arguments as JSON. Where they are the text of an object already, it stays as it is written."""
-    if not isinstance(given, str):
-        return json.dumps(given, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
     try:
-        json.loads(given)
+        json.loads(arguments)
     except (ValueError, RecursionError):
-        raise ValueError(f"arguments of a call are not readable as JSON: {given!r:.40}") from None
-    return given
+        raise ValueError(f"arguments of a call are not readable as JSON: {arguments!r:.40}") from None
+    return arguments
 
 
 # ---------------------------------------------------------------------------------------------- the same in Jinja

@@ -108,7 +108,7 @@ def trained_target(
 ) -> FolderTarget:
     """Return how the Hugging Face folder of a trained model is written. `tensors`: native ones, maybe without data."""
     read = None if spec.processor is None else functools.partial(spec.processor, config)
-    add_files = functools.partial(write_side_files, processor=processor, read=read, own=files, weights=files)
+    add_files = functools.partial(write_side_files, processor=processor, read=read, source=files, weights=files)
     described = exported_config(config, base_config(files), main_dtype(tensors), spec.gives(REWARDS))
     return FolderTarget(_as_in_base(table, spec, base), described, add_files)
 

@@ -40,19 +40,19 @@ def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
     Where no family has a model of its own for it, the library's class is run, if it has one. `with_code`: the folder
     brings a class of its own (`auto_map`), which is never run.
     """
-    known: list[str] = []
+    types: list[str] = []
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
         if model_type in spec.hf_types or model_type in spec.originals:
             return spec
-        known.extend([*spec.hf_types, *spec.originals])
+        types.extend([*spec.hf_types, *spec.originals])
     if _in_library(model_type):
         return FAMILIES.get(FOREIGN)
     raise TesseraError(
         f"no model family reads models of type {model_type!r}",
         where="config.json",
-        allowed=sorted(known),
-        nearest=nearest(model_type, known),
+        allowed=sorted(types),
+        nearest=nearest(model_type, types),
         fix=_advice(with_code),
     )
 
@@ -78,7 +78,7 @@ def families_with_layers(layers: Collection[str]) -> list[str]:
 
     Dots may be written as underscores.
     """
-    found: list[str] = []
+    families: list[str] = []
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
         if spec.task != "diffusion" or "quickstart" not in spec.presets:
@@ -86,8 +86,8 @@ def families_with_layers(layers: Collection[str]) -> list[str]:
         hub = spec.main.weight_map(resolve(ModelSection(family=name, preset="quickstart"))[1])
         tables = [] if hub is None else [hub, *hub.others.values()]
         if any(all(_has_layer(table, layer) for layer in layers) for table in tables):
-            found.append(name)
-    return found
+            families.append(name)
+    return families
 
 
 def _has_layer(table: WeightMap, layer: str) -> bool:
@@ -250,10 +250,10 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found.extend(_leaves(value, f"{prefix}{key}."))
+            leaves.extend(_leaves(value, f"{prefix}{key}."))
         else:
-            found.append((f"{prefix}{key}", value))
-    return found
+            leaves.append((f"{prefix}{key}", value))
+    return leaves

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -12,40 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tessera.config.registry import refuse_standard_library
+from tessera.config.registry import import_object
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError, nearest
 
-IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 C = TypeVar("C")
 
 
 def import_class(path: str, base: type[C], where: str) -> type[C]:
     """Return the class at `package.module:Name`, which must be a subclass of `base`."""
-    if not IMPORT_PATH.fullmatch(path):
-        raise TesseraError(f"not an import path: {path!r}", where=where, fix="write package.module:ClassName")
-    refuse_standard_library(path, where)
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise  # the module exists, something it needs does not
-        raise TesseraError(
-            f"no module named {module_name!r}",
-            where=where,
-            fix="run where Python finds it: install the package, or put its folder on PYTHONPATH",
-        ) from None
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        classes = [n for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)]
-        raise TesseraError(
-            f"{path} is not a subclass of {base.__name__}" if found is not None else f"{module_name} has no {name!r}",
-            where=where,
-            allowed=classes,
-            nearest=nearest(name, classes),
-        )
-    return found
+    kind = import_object(path, where)
+    if isinstance(kind, type) and issubclass(kind, base):
+        return kind
+    name = path.partition(":")[2]
+    others = vars(sys.modules[path.partition(":")[0]]).items()
+    classes = [other for other, value in others if isinstance(value, type) and issubclass(value, base)]
+    raise TesseraError(
+        f"{path} is not a subclass of {base.__name__}", where=where, allowed=classes, nearest=nearest(name, classes)
+    )
 
 
 def takes_batch(module: nn.Module) -> bool:
@@ -64,9 +47,9 @@ def accept_batches(module: nn.Module, arguments: Callable[[Batch], Mapping[str, 
     def spread(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:
         if len(args) != 1 or not isinstance(args[0], Batch):
             return None
-        given = arguments(args[0])
+        tensors = arguments(args[0])
         dtype = _computed_in(owner)
-        cast = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in given.items()}
+        cast = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in tensors.items()}
         return (), {**cast, **kwargs}
 
     module.register_forward_pre_hook(spread, with_kwargs=True)
@@ -88,19 +71,19 @@ class Arguments:
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters.values()
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.owner = type(module).__name__
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        given = {name: tensor for name, tensor in batch.tensors.items() if "." not in name}
-        for name in given:
-            if not self.open and name not in self.known:
+        tensors = {name: tensor for name, tensor in batch.tensors.items() if "." not in name}
+        for name in tensors:
+            if not self.open and name not in self.names:
                 raise TesseraError(
                     f"{self.owner}.forward takes no argument {name!r}, which the data gives",
                     where="data.kind",
-                    allowed=self.known,
-                    nearest=nearest(name, self.known),
+                    allowed=self.names,
+                    nearest=nearest(name, self.names),
                     fix="give the tensors of a batch the names of forward's parameters, "
                     "or call its first parameter `batch` to get the batch itself",
                 )
-        return given
+        return tensors

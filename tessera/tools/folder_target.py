@@ -52,7 +52,8 @@ def hf_target(
     if spec.processor is not None and (original or (is_source and _has_processor(spec, folder))):
         read = functools.partial(spec.processor, config)
         try:
-            files = functools.partial(write_side_files, processor=read(folder), read=read, own=folder, weights=folder)
+            write = functools.partial(write_side_files, processor=read(folder), read=read)
+            files = functools.partial(write, source=folder, weights=folder)
         except UnknownConversationError as error:
             if original:
                 raise

@@ -240,7 +240,7 @@ def keep_side_files(config: RunConfig, setup: ModelSetup, processor: Processor |
     if processor is None and weights is None:
         return
     read = None if make is None else functools.partial(make, setup.config)
-    write_side_files(folder, processor, read=read, own=_processor_source(config), weights=weights)
+    write_side_files(folder, processor, read=read, source=_processor_source(config), weights=weights)
     keep_base_config(weights, folder)
     seal_side_files(folder)
 

@@ -296,8 +296,8 @@ def test_a_folder_never_names_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "told", "near"),
     [
-        ({"class": "tests.toys.own_modelz:PlainNet"}, "no module named", None),
-        ({"class": "tests.toys.own_models:PlaneNet"}, "has no 'PlaneNet'", "PlainNet"),
+        ({"class": "tests.toys.own_modelz:PlainNet"}, "cannot import tests.toys.own_modelz", None),
+        ({"class": "tests.toys.own_models:PlaneNet"}, "no 'PlaneNet'", "PlainNet"),
         ({"class": "tests.toys.own_data:keyed"}, "not a subclass of Module", None),
         ({"class": "PlainNet"}, "not an import path", None),
         ({"class": PLAIN, "arguments": {"widht": 3}}, "unexpected keyword argument 'widht'", "width"),

@@ -118,18 +118,18 @@ def _describes(candidate: Mapping[str, Any], config: Any, written: Mapping[str, 
         return False
 
 
-def _joined(written: Mapping[str, Any], base: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+def _joined(written: Mapping[str, Any], base: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Return what is written, with the values of the base that have other names than anything written.
 
     Lists and mappings of the base are left out: they may hold an entry for each layer of another model.
     """
-    kept = {key: value for key, value in base.items() if key not in known and not isinstance(value, list | Mapping)}
+    values = {key: value for key, value in base.items() if key not in names and not isinstance(value, list | Mapping)}
     parts = {
-        key: _joined(value, base[key], known)
+        key: _joined(value, base[key], names)
         for key, value in written.items()
         if key.endswith("_config") and isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
     }
-    return {**kept, **written, **parts}
+    return {**values, **written, **parts}
 
 
 def _names(fields: Mapping[str, Any]) -> Iterator[str]:

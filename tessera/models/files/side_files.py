@@ -62,16 +62,16 @@ def side_files(folder: Path, code: bool = False) -> dict[str, Path]:
     A link that leads out of the folder is left out, with a warning: what lies there was not meant to be published.
     The cache of downloads, whose folders are links to files beside them, is known.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for name, path in _candidates(folder, code):
         real = path.resolve()
         if leads_out(path, folder):
             _log.warning("%s is not copied: it is a link out of its folder, to %s", path, real)
         elif real.is_file() and real.stat().st_size <= _MAX_BYTES:
-            found[name] = real
-        if len(found) >= _MAX_FILES:
+            files[name] = real
+        if len(files) >= _MAX_FILES:
             break
-    return found
+    return files
 
 
 def _candidates(folder: Path, code: bool) -> Iterator[tuple[str, Path]]:
@@ -111,10 +111,10 @@ def side_file_differences(folder: Path, base: Path) -> dict[str, str]:
     """Return, by name, what is wrong with each side file of `base` in a folder that should have it, in words."""
     wrong = {}
     for name, path in side_files(base).items():
-        own = folder / name
-        if not own.is_file():
+        copy = folder / name
+        if not copy.is_file():
             wrong[name] = f"{name} is missing"
-        elif _sha256(own) != _sha256(path):
+        elif _sha256(copy) != _sha256(path):
             wrong[name] = f"{name} is not that of {base.name}"
     return wrong
 
@@ -133,11 +133,11 @@ def damaged_side_files(folder: Path) -> list[str]:
         hashes = read_json_mapping(folder / SEAL)
     except TesseraError:
         return [SEAL]
-    return [name for name, known in hashes.items() if not _is_whole(folder / Path(name).name, known)]
+    return [name for name, digest in hashes.items() if not _has_digest(folder / Path(name).name, digest)]
 
 
-def _is_whole(path: Path, known: object) -> bool:
-    return path.is_file() and _sha256(path) == known
+def _has_digest(path: Path, digest: object) -> bool:
+    return path.is_file() and _sha256(path) == digest
 
 
 def _sha256(path: Path) -> str:
@@ -149,97 +149,89 @@ def write_side_files(
     processor: Processor | None,
     *,
     read: Callable[[Path], Processor] | None,
-    own: Path | None,
+    source: Path | None,
     weights: Path | None = None,
 ) -> None:
     """Write everything beside the weights of a new folder.
 
-    `own`: the folder that the processor was read from. `weights`: the folder that the weights came from, where that
-    is another one. `read` gives the processor that a folder stands for when a recipe says nothing: it tells whether a
-    folder's own files still mean what was trained with.
+    `source`: the folder that the processor was read from. `weights`: the folder that the weights came from, where that
+    is another one. `read` returns the processor of a folder with the defaults of a recipe: its fingerprint shows
+    whether the copied files still mean what was trained with.
     """
     target.mkdir(parents=True, exist_ok=True)
-    if weights is not None and weights.is_dir() and weights != own:
+    if weights is not None and weights.is_dir() and weights != source:
         copy_side_files(weights, target, lambda name: name == GENERATION or is_legal(name))
     if processor is None:
         return
-    # Before files are compared: a chat template that exceeds its limits is found out by it, once.
+    # Before files are compared: it renders the chat template, and so finds one that exceeds its limits, once.
     stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     processor.save(target)
-    if own is None or not own.is_dir() or own.resolve() == target.resolve():
+    if source is None or not source.is_dir() or source.resolve() == target.resolve():
         _stop_where_trained(target / GENERATION, stops)
         return
-    made = {path.name: path.read_bytes() for path in target.iterdir() if path.suffix in (".json", ".jinja")}
-    copied = copy_side_files(own, target)
-    writer = _Writer(target, own, made, frozenset(copied))
-    for choice in _CHOICES:
-        writer.write(*choice)
+    written = {path.name: path.read_bytes() for path in target.iterdir() if path.suffix in (".json", ".jinja")}
+    writer = _Writer(target, source, written, frozenset(copy_side_files(source, target)))
+    for preprocessors, template in _CANDIDATES:
+        writer.write_preprocessors(preprocessors)
+        writer.write_template(template)
         if read is None or _means_the_same(processor, read, target):
             break
     _stop_where_trained(target / GENERATION, stops)
 
 
-# Whose files are tried in turn, (preprocessors, template), until what they say together is what was trained with.
-_CHOICES = [(files, template) for template in ("own", "made") for files in ("own", "joined", "made")]
+# Where preprocessor files and the chat template come from: copied from the source folder, written by the processor, or
+# fields of both joined. Tried in this order until the fingerprint is that of the processor.
+_CANDIDATES = [(files, template) for template in ("copied", "written") for files in ("copied", "joined", "written")]
 
 
 class _Writer:
-    """Write preprocessor files and chat template into a folder: its own, those of a processor, or both joined."""
+    """Write preprocessor files and the chat template into a folder."""
 
-    def __init__(self, target: Path, own: Path, made: Mapping[str, bytes], copied: frozenset[str]) -> None:
-        self._target, self._own, self._made, self._copied = target, own, made, copied
+    def __init__(self, target: Path, source: Path, written: Mapping[str, bytes], copied: frozenset[str]) -> None:
+        self._target, self._source, self._written, self._copied = target, source, written, copied
 
-    def write(self, files: str, template: str) -> None:
-        self._preprocessors(files)
-        self._template(template)
-
-    def _preprocessors(self, choice: str) -> None:
-        both = self._read(BOTH_FILE)
+    def write_preprocessors(self, origin: str) -> None:
+        both = self._read_copied(BOTH_FILE)
         for name, part in ((IMAGE_FILE, "image_processor"), (VIDEO_FILE, "video_processor")):
-            made, nested = self._json(name), both.get(part)
-            if made is None:
+            fields, nested = self._read_written(name), both.get(part)
+            if fields is None:
                 continue
-            if isinstance(nested, dict) and choice != "made":
-                both[part] = {**nested, **(made if choice == "joined" else {})}
-                if name not in self._copied:  # one file says it
+            if isinstance(nested, dict) and origin != "written":
+                both[part] = {**nested, **(fields if origin == "joined" else {})}
+                if name not in self._copied:  # one file has it
                     (self._target / name).unlink(missing_ok=True)
                     continue
-            own = self._read(name)
-            if choice == "made" or not own:
+            copied = self._read_copied(name)
+            if origin == "written" or not copied:
                 both.pop(part, None)
-                self._put(name, made)
-            elif choice == "joined":
-                self._put(name, {**own, **made})
-        if both and choice != "own":
-            made = self._json(BOTH_FILE) or {}
-            self._put(BOTH_FILE, {**both, **made})
+                self._put(name, fields)
+            elif origin == "joined":
+                self._put(name, {**copied, **fields})
+        if both and origin != "copied":
+            self._put(BOTH_FILE, {**both, **(self._read_written(BOTH_FILE) or {})})
 
-    def _template(self, choice: str) -> None:
-        own, made = self._read(TOKENIZER_CONFIG), self._json(TOKENIZER_CONFIG) or {}
-        if own:
-            config = _with_named_words(own, made.get("extra_special_tokens"))
-            if choice == "made" and "chat_template" in made:
-                config = {**config, "chat_template": made["chat_template"]}
-            if config != own:
+    def write_template(self, origin: str) -> None:
+        copied, written = self._read_copied(TOKENIZER_CONFIG), self._read_written(TOKENIZER_CONFIG) or {}
+        if copied:
+            config = _with_named_words(copied, written.get("extra_special_tokens"))
+            if origin == "written" and "chat_template" in written:
+                config = {**config, "chat_template": written["chat_template"]}
+            if config != copied:
                 self._put(TOKENIZER_CONFIG, config)
-        has_own = bool(own.get("chat_template")) or any(
-            name in self._copied for name in (TEMPLATE, _OTHER_TEMPLATES[0])
-        )
-        if choice == "made" and TEMPLATE in self._made:
-            (self._target / TEMPLATE).write_bytes(self._made[TEMPLATE])
+        has_template = copied.get("chat_template") or self._copied & {TEMPLATE, _OTHER_TEMPLATES[0]}
+        if origin == "written" and TEMPLATE in self._written:
+            (self._target / TEMPLATE).write_bytes(self._written[TEMPLATE])
             (self._target / _OTHER_TEMPLATES[0]).unlink(missing_ok=True)
             shutil.rmtree(self._target / _OTHER_TEMPLATES[1], ignore_errors=True)
-        elif has_own and TEMPLATE not in self._copied:
+        elif has_template and TEMPLATE not in self._copied:
             (self._target / TEMPLATE).unlink(missing_ok=True)
 
-    def _json(self, name: str) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = json.loads(self._made[name]) if name in self._made else None
-        return found
+    def _read_written(self, name: str) -> dict[str, Any] | None:
+        content: dict[str, Any] | None = json.loads(self._written[name]) if name in self._written else None
+        return content
 
-    def _read(self, name: str) -> dict[str, Any]:
-        if name not in self._copied:
-            return {}
-        data = read_json(self._own / name)
+    def _read_copied(self, name: str) -> dict[str, Any]:
+        data = read_json(self._source / name) if name in self._copied else {}
         return data if isinstance(data, dict) else {}
 
     def _put(self, name: str, content: Mapping[str, Any]) -> None:
@@ -250,8 +242,8 @@ class _Writer:
 def _with_named_words(config: Mapping[str, Any], words: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the settings with the special words that the family's processor asks the tokenizer for by name."""
     named = config.get("extra_special_tokens") or {}
-    given = words if isinstance(words, Mapping) else {}  # a list of words has no names
-    missing = {name: word for name, word in given.items() if name not in config and name not in named}
+    special = words if isinstance(words, Mapping) else {}  # a list of words has no names
+    missing = {name: word for name, word in special.items() if name not in config and name not in named}
     if not missing or not isinstance(named, dict):
         return dict(config)
     return {**config, "extra_special_tokens": {**named, **missing}}
@@ -276,8 +268,8 @@ def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
     settings = read_json(path) if path.is_file() else {}
     if not isinstance(settings, dict):
         return
-    known = settings.get("eos_token_id")
-    ends = known if isinstance(known, list) else [] if known is None else [known]
+    stored = settings.get("eos_token_id")
+    ends = stored if isinstance(stored, list) else [] if stored is None else [stored]
     if set(ends) & set(stops[:-1] or stops):  # the last is what plain text ends with
         return
     padding = {} if settings.get("pad_token_id") is not None else {"pad_token_id": stops[-1]}

@@ -74,16 +74,15 @@ class Glm4vOptions(GridOptions):
     max_frames: int = Field(600, gt=0, le=10**6, description="taken even from a long video")
 
     def sampling(self, folder: Path) -> VideoSampling:
-        """Preprocessor files hold a number of frames beside the rate, which this family's reference passes over."""
-        found = super().sampling(folder)
-        said = read_sampling(folder)
-        if "fps" in said:
-            found = replace(found, frames=self.frames)
+        """Preprocessor files hold a number of frames beside the rate, which this family's reference ignores."""
+        sampling, stored = super().sampling(folder), read_sampling(folder)
+        if "fps" in stored:
+            sampling = replace(sampling, frames=self.frames)
         max_length = read_json(folder / VIDEO_FILE).get("max_duration")
-        free = "max_frames" not in said.keys() | self.model_fields_set
+        free = "max_frames" not in stored.keys() | self.model_fields_set
         if free and isinstance(max_length, (int, float)) and max_length > 0:  # in seconds
-            found = replace(found, max_frames=max(1, int(max_length * found.fps)))
-        return found
+            sampling = replace(sampling, max_frames=max(1, int(max_length * sampling.fps)))
+        return sampling
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class Glm4vProcessor(TimestampedVideoProcessor):
 
     @classmethod
     def load(cls, config: Glm4vConfig, folder: Path, **options: Any) -> Glm4vProcessor:
-        made = cls.from_folder(
+        processor = cls.from_folder(
             Path(folder),
             build(Glm4vOptions, options, "data.processor"),
             GLM4V,
@@ -130,7 +129,7 @@ class Glm4vProcessor(TimestampedVideoProcessor):
             },
             vocabulary=config.text.vocab_size,
         )
-        return replace(made, table_side=config.vision.table_side, ends=config.end_tokens)
+        return replace(processor, table_side=config.vision.table_side, ends=config.end_tokens)
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -157,10 +156,10 @@ class Glm4vProcessor(TimestampedVideoProcessor):
 def _refuse_others(folder: Path, processor: str) -> None:
     """Later models have the same architecture and `model_type`, and write their conversations in another way."""
     for name in (IMAGE_FILE, BOTH_FILE):
-        said = read_json(folder / name).get("processor_class")
-        if said not in (None, processor):
+        writer = read_json(folder / name).get("processor_class")
+        if writer not in (None, processor):
             raise TesseraError(
-                f"this folder's conversations are written by a {said}",
+                f"this folder's conversations are written by a {writer}",
                 where=str(folder / name),
                 allowed=[processor],
                 fix="train it with the tokenizer and preprocessor files of GLM-4.1V, or use model.family=transformers",

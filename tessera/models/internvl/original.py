@@ -46,7 +46,7 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
         WHERE,
     )
     tied = bool(llm.get("tie_word_embeddings", False))
-    found = {
+    fields = {
         "model_type": "internvl",
         "downsample_ratio": data.get("downsample_ratio", 0.5),
         "tie_word_embeddings": tied,
@@ -59,7 +59,7 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
         },
     }
     context = _context_id(folder, str(llm.get("model_type")))
-    return found if context is None else {**found, "image_token_id": context}
+    return fields if context is None else {**fields, "image_token_id": context}
 
 
 # Fields of the encoder under their other names, with the defaults of its makers' class.
@@ -72,10 +72,10 @@ _RENAMED = {
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = data.get(name)
-    if not isinstance(found, Mapping):
+    section = data.get(name)
+    if not isinstance(section, Mapping):
         raise TesseraError(f"no {name} in it", where=WHERE, fix="fetch the folder again, or take the one ending in -hf")
-    return found
+    return section
 
 
 def _text(llm: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,9 +90,9 @@ def _text(llm: Mapping[str, Any]) -> dict[str, Any]:
 def _context_id(folder: Path, model_type: str) -> int | None:
     """Return the id of the word that stands for a piece of an image, as the tokenizer files say it."""
     if (folder / "added_tokens.json").is_file():
-        found = read_json_mapping(folder / "added_tokens.json").get(CONTEXT)
-        if type(found) is int:
-            return found
+        number = read_json_mapping(folder / "added_tokens.json").get(CONTEXT)
+        if type(number) is int:
+            return number
     if (folder / "tokenizer.json").is_file():
         added = read_json_mapping(folder / "tokenizer.json", _MAX_BYTES).get("added_tokens")
         for token in added if isinstance(added, list) else ():
@@ -128,8 +128,8 @@ def tile_settings(folder: Path) -> dict[str, Any]:
 def system_message(folder: Path) -> str | None:
     """Return the system message that config.json gives. The one in the code of such folders is not used, and not in
     their Hugging Face form either: a recipe names it in data.processor.system."""
-    found = read_json_mapping(folder / CONFIG_FILE).get("system_message")
-    return found if isinstance(found, str) and found else None
+    message = read_json_mapping(folder / CONFIG_FILE).get("system_message")
+    return message if isinstance(message, str) and message else None
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -167,8 +167,8 @@ _INTERNLM_PAIRS = (
 def original_weights(config: InternVLConfig) -> WeightMap:
     """Return the names of an `internvl_chat` folder whose decoder has the names of Hugging Face: Qwen, Llama."""
     head = "language_model.lm_head.weight"
-    made = language_weights(config.text, config.tie_word_embeddings, _vision(config), prefix=_TEXT, head=head)
-    return replace(made, mark=_EMBEDDINGS + "class_embedding")
+    table = language_weights(config.text, config.tie_word_embeddings, _vision(config), prefix=_TEXT, head=head)
+    return replace(table, mark=_EMBEDDINGS + "class_embedding")
 
 
 def internlm_weights(config: InternVLConfig) -> WeightMap:
@@ -181,8 +181,8 @@ def internlm_weights(config: InternVLConfig) -> WeightMap:
         for n, kind in enumerate("qkv")
     ]
     first = (*_vision(config), *rules)
-    made = language_weights(text, config.tie_word_embeddings, first, prefix=_TEXT, head=head)
-    return replace(made, mark=_TEXT + "tok_embeddings.weight")
+    table = language_weights(text, config.tie_word_embeddings, first, prefix=_TEXT, head=head)
+    return replace(table, mark=_TEXT + "tok_embeddings.weight")
 
 
 def _vision(config: InternVLConfig) -> list[Rule]:

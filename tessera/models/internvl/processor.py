@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -26,7 +25,15 @@ from tessera.models.internvl.original import CONTEXT, is_original, system_messag
 from tessera.models.processing.conversation import check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.patches import Patches, block_positions
-from tessera.models.vision.preprocessor_files import BICUBIC, VideoOptions, read_json, read_norm
+from tessera.models.vision.preprocessor_files import (
+    VideoOptions,
+    check_fields,
+    pixel_fields,
+    read_files,
+    read_norm,
+    sampling_fields,
+    write_json,
+)
 from tessera.models.vision.processor import VisionProcessor
 
 OPEN, CLOSE, VIDEO = "<img>", "</img>", "<video>"
@@ -92,7 +99,9 @@ class InternVLProcessor(VisionProcessor):
         else:
             tiles = self.image.count(size.height, size.width)
             grid, tokens = (tiles, *self.image.fit(size.height, size.width)), (tiles * self.image.tokens,)
-        return MediaLayout(tokens, (self.image.tile_patches,) * tiles, grid, selected=self.image.kept(tiles))
+        return MediaLayout(
+            tokens, (self.image.tile_patches,) * tiles, grid, selected=self.image.without_class_tokens(tiles)
+        )
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
         """Return the size of a tile, or None for an image that is cut: tiles are made from the full resolution."""
@@ -218,23 +227,23 @@ class TileCutter:
         positions = block_positions(self.side, self.side, self.merge)
         return np.concatenate([[0], 1 + positions[:, 0] * self.side + positions[:, 1]])
 
-    def kept(self, tiles: int) -> np.ndarray:
+    def without_class_tokens(self, tiles: int) -> np.ndarray:
         """Return the patches that become tokens: all but class tokens."""
         numbers = np.arange(tiles * self.tile_patches)
         return numbers[numbers % self.tile_patches > 0]
 
     def _patches_of(self, tiles: np.ndarray) -> np.ndarray:
         cut = self.patches.cut(np.ascontiguousarray(tiles), (len(tiles), self.side, self.side))
-        found = np.zeros((len(tiles), self.tile_patches, self.patches.width), dtype=np.uint8)
-        found[:, 1:] = cut.reshape(len(tiles), -1, self.patches.width)
-        return found.reshape(-1, self.patches.width)
+        rows = np.zeros((len(tiles), self.tile_patches, self.patches.width), dtype=np.uint8)
+        rows[:, 1:] = cut.reshape(len(tiles), -1, self.patches.width)
+        return rows.reshape(-1, self.patches.width)
 
     @cached_property
     def _arrangements(self) -> Sequence[tuple[int, int]]:
         """Return all (columns, rows), with fewer tiles first, and of equal numbers narrow ones first."""
         sides = range(1, self.most + 1)
-        found = [(columns, rows) for columns in sides for rows in sides if self.least <= columns * rows <= self.most]
-        return sorted(found, key=lambda one: one[0] * one[1])
+        shapes = [(columns, rows) for columns in sides for rows in sides if self.least <= columns * rows <= self.most]
+        return sorted(shapes, key=lambda shape: shape[0] * shape[1])
 
     @cached_property
     def patches(self) -> Patches:
@@ -252,77 +261,53 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
 def read_tiles(
     folder: Path, vision: InternVLVisionConfig, least: int | None, most: int | None
 ) -> tuple[TileCutter, TileCutter]:
-    """Return the tile cutters of images and of videos. Numbers that are given take precedence over the folder's.
+    """Return the tile cutters of images and of videos. The recipe's numbers take precedence over the folder's.
 
-    `crop_to_patches` is not read: published folders say false, and transformers' processor cuts all the same.
+    `crop_to_patches` is not read: it is false in published folders, and transformers' processor cuts all the same.
     """
-    both = read_json(folder / BOTH_FILE)
-    image_file = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
+    image_file, video_file = read_files(folder)
     if is_original(folder):  # its file is that of a single tile
         single = {"size": vision.image_size, "crop_size": vision.image_size, "do_center_crop": True}
         wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
         if wrong:
             raise TesseraError(f"{wrong[0]} = {image_file[wrong[0]]!r} is not that of a tile", where=str(folder))
         image_file = {key: value for key, value in image_file.items() if key not in single} | tile_settings(folder)
-    video_file = read_json(folder / VIDEO_FILE) or both.get("video_processor") or image_file
     fewest = least or image_file.get("min_patches") or 1
     largest = most or image_file.get("max_patches") or max(12, fewest)
     if fewest > largest:
         raise TesseraError(f"min_tiles ({fewest}) is more than max_tiles ({largest})", where="data.processor")
     image = _tiles(image_file, vision, folder / IMAGE_FILE)
-    video = _tiles(video_file, vision, folder / VIDEO_FILE)
+    video = _tiles(video_file or image_file, vision, folder / VIDEO_FILE)
     return replace(image, least=fewest, most=largest), replace(video, least=1, most=1)
 
 
 def write_tiles(folder: Path, image: TileCutter, video: TileCutter, sampling: VideoSampling) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    named = {"processor_class": "InternVLProcessor"}
+    processor, side = {"processor_class": "InternVLProcessor"}, {"height": image.size, "width": image.size}
     image_fields = {
-        **named,
+        **processor,
         "image_processor_type": "GotOcr2ImageProcessor",
-        **_common(image),
+        **pixel_fields(image.patches),
+        "size": side,
         "crop_to_patches": image.most > 1,
         "min_patches": image.least,
         "max_patches": image.most,
     }
-    # transformers takes all given frames, as with published folders, unless num_frames is set: its own frame rate has
-    # no bounds. Our fps and bounds are written for further training.
-    video_fields = {**named, "video_processor_type": "InternVLVideoProcessor", **_common(video)}
-    if sampling.frames is None:
-        bounds = {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
-        video_fields |= {"do_sample_frames": False, **bounds}
-    else:
-        video_fields |= {"do_sample_frames": True, "num_frames": sampling.frames}
-    joint = {**named, "image_seq_length": image.tokens}
-    for name, content in ((IMAGE_FILE, image_fields), (VIDEO_FILE, video_fields), (BOTH_FILE, joint)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    video_fields = {
+        **processor,
+        "video_processor_type": "InternVLVideoProcessor",
+        **pixel_fields(video.patches),
+        "size": side,
+        # transformers takes all frames, as with published folders, unless num_frames is set: its own frame rate has no
+        # bounds. Our fps and bounds are written for further training.
+        "do_sample_frames": sampling.frames is not None,
+        **sampling_fields(sampling),
+    }
+    write_json(folder / IMAGE_FILE, image_fields)
+    write_json(folder / VIDEO_FILE, video_fields)
+    write_json(folder / BOTH_FILE, {**processor, "image_seq_length": image.tokens})
 
 
 def _tiles(data: Mapping[str, Any], vision: InternVLVisionConfig, path: Path) -> TileCutter:
     side = vision.image_size
-    checks: dict[str, Any] = {
-        "size": {"height": side, "width": side},
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": BICUBIC,
-        "do_center_crop": False,
-    }
-    for key, wanted in checks.items():
-        if data.get(key) is not None and data[key] != wanted:
-            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
+    check_fields(data, path, size={"height": side, "width": side}, do_center_crop=False)
     return TileCutter(side, vision.patch_size, vision.spatial_merge_size, **read_norm(data, path))
-
-
-def _common(tiles: TileCutter) -> dict[str, Any]:
-    return {
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": BICUBIC,
-        "rescale_factor": tiles.scale,
-        "image_mean": list(tiles.mean),
-        "image_std": list(tiles.std),
-        "size": {"height": tiles.size, "width": tiles.size},
-    }

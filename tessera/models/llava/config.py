@@ -264,9 +264,9 @@ def _one_layer(layer: Any, where: str) -> int:
 
 
 def _most(ratio: Any, where: str) -> int:
-    found = re.fullmatch(_ANYRES + r"(\d+)", str(ratio))
-    if found is None:
+    match = re.fullmatch(_ANYRES + r"(\d+)", str(ratio))
+    if match is None:
         raise UnsupportedValueError(
             f"vision_aspect_ratio = {ratio!r} is not supported", where=where, allowed=[f"{_ANYRES}9"]
         )
-    return int(found.group(1))
+    return int(match.group(1))

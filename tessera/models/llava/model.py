@@ -79,12 +79,12 @@ class Llava(VisionFamily):
         image_tokens = config.features + (config.tiles is not None)  # with the newline embedding
         images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
         used = min(images * image_tokens, tokens)
-        kept = torch.arange(images * patches).view(images, patches)[:, first:].flatten()
+        features = torch.arange(images * patches).view(images, patches)[:, first:].flatten()
         media = {
             "pixels": torch.zeros(images * patches, config.vision.patch_values),
             "patch_index": torch.arange(patches).repeat(images),
             "media_slots": torch.arange(used),
-            "media_patches": kept[:used] if config.tiles is None else kept,
+            "media_patches": features[:used] if config.tiles is None else features,
         }
         if config.tiles is not None:
             numbers = torch.arange(1, images * config.features + 1).view(images, -1)

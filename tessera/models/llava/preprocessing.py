@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,14 @@ from tessera.errors import TesseraError
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD, Patches
-from tessera.models.vision.preprocessor_files import read_json, read_norm
+from tessera.models.vision.preprocessor_files import (
+    check_fields,
+    pixel_fields,
+    read_files,
+    read_norm,
+    sampling_fields,
+    write_json,
+)
 
 # How an image becomes a square: resized and cropped to its centre, or stretched.
 Fit = Literal["crop", "stretch"]
@@ -46,8 +52,8 @@ class SquareImages:
         if self.pad:
             image = self.padded(image)
         pixels = np.asarray(_resize(image, *self.resized(*image.size)))
-        above, left = (pixels.shape[0] - self.size) // 2, (pixels.shape[1] - self.size) // 2
-        return pixels[above : above + self.size, left : left + self.size]
+        top, side = (pixels.shape[0] - self.size) // 2, (pixels.shape[1] - self.size) // 2
+        return pixels[top : top + self.size, side : side + self.size]
 
     def stretched(self, image: Image.Image) -> np.ndarray:
         return np.asarray(_resize(image, self.size, self.size))
@@ -71,8 +77,8 @@ class SquareImages:
         else:
             new = (min(math.ceil(width * (high / height)), wide), high)
         canvas = np.zeros((high, wide, 3), dtype=np.uint8)
-        above, left = (high - new[1]) // 2, (wide - new[0]) // 2
-        canvas[above : above + new[1], left : left + new[0]] = np.asarray(_resize(image, *new))
+        top, side = (high - new[1]) // 2, (wide - new[0]) // 2
+        canvas[top : top + new[1], side : side + new[0]] = np.asarray(_resize(image, *new))
         cut = canvas.reshape(down, self.size, across, self.size, 3).transpose(0, 2, 1, 3, 4)
         return np.concatenate([self.stretched(image)[None], cut.reshape(-1, self.size, self.size, 3)])
 
@@ -118,8 +124,8 @@ class AnyResTiles:
         best, best_rank = self.pinpoints[0], (0, -math.inf)
         for high, wide in self.pinpoints:
             scale = min(wide / width, high / height)
-            kept = min(int(width * scale) * int(height * scale), width * height)
-            rank = (kept, kept - high * wide)
+            pixels = min(int(width * scale) * int(height * scale), width * height)
+            rank = (pixels, pixels - high * wide)
             if rank > best_rank:
                 best, best_rank = (high, wide), rank
         return best[0] // self.size, best[1] // self.size
@@ -159,12 +165,12 @@ class AnyResTiles:
 
     def _unpadded(self, height: int, width: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows and columns of features that are not padding; the image is centred in its tiles."""
-        above = left = 0
+        top = side = 0
         if width / height > columns / rows:
-            above = (rows - int(round(height * (columns / width), 7))) // 2
+            top = (rows - int(round(height * (columns / width), 7))) // 2
         else:
-            left = (columns - int(round(width * (rows / height), 7))) // 2
-        return np.arange(above, rows - above), np.arange(left, columns - left)
+            side = (columns - int(round(width * (rows / height), 7))) // 2
+        return np.arange(top, rows - top), np.arange(side, columns - side)
 
     def _features(self, rows: np.ndarray, columns: np.ndarray, across: int) -> np.ndarray:
         """Return the index of each feature, [rows, columns]: the whole image has the first ones, then come tiles."""
@@ -176,8 +182,8 @@ class AnyResTiles:
 def _smaller(features: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Return features [rows, columns, 4] and weights of a bilinear interpolation to this size."""
     top, bottom, below = _between(features.shape[0], rows)
-    left, right, beside = _between(features.shape[1], columns)
-    corners = [features[np.ix_(y, x)] for y in (top, bottom) for x in (left, right)]
+    near, far, beside = _between(features.shape[1], columns)
+    corners = [features[np.ix_(y, x)] for y in (top, bottom) for x in (near, far)]
     shares = [np.outer(h, w) for h in (1 - below, below) for w in (1 - beside, beside)]
     return np.stack(corners, axis=-1), np.stack(shares, axis=-1)
 
@@ -190,20 +196,15 @@ def _between(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return first, np.minimum(first + 1, old - 1), (points - first).astype(np.float32)
 
 
-_BICUBIC = 3  # Pillow's number for it
 _HALF = (0.5, 0.5, 0.5)
 
 
 def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
-    path = folder / IMAGE_FILE
-    data = read_json(path) or read_json(folder / BOTH_FILE).get("image_processor") or {}
-    vision = config.vision
-    for key, wanted in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
-        if data.get(key) is not None and data[key] != wanted:
-            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
+    path, data, vision = folder / IMAGE_FILE, read_files(folder)[0], config.vision
+    check_fields(data, path)
     is_clip = vision.kind == "clip"
-    usual = {"mean": CLIP_MEAN, "std": CLIP_STD} if is_clip else {"mean": _HALF, "std": _HALF}
-    norm = {**usual, "scale": 1 / 255, **read_norm(data, path)}
+    defaults = {"mean": CLIP_MEAN, "std": CLIP_STD} if is_clip else {"mean": _HALF, "std": _HALF}
+    norm = {**defaults, "scale": 1 / 255, **read_norm(data, path)}
     # SquareImages have one size: there are no bounds.
     patches = Patches(1, 1 << 62, vision.patch_size, merge=1, temporal=1, **norm)
     if config.tiles is not None:
@@ -216,29 +217,23 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
     shortest = int(size if isinstance(size, int) else size.get("shortest_edge") or 0)
     fit_size = vision.image_size if shortest else size.get("height")
     if crops and shortest:
-        given = data.get("crop_size") or vision.image_size
-        fit_size = given if isinstance(given, int) else given.get("height")
+        crop = data.get("crop_size") or vision.image_size
+        fit_size = crop if isinstance(crop, int) else crop.get("height")
     if fit_size != vision.image_size or (shortest and (not crops or shortest < vision.image_size)):
         raise TesseraError(
             f"size {size} (crop: {data.get('crop_size') if crops else None}) does not give images of "
             f"{vision.image_size}x{vision.image_size}, which the model needs",
             where=str(path),
         )
-    return SquareImages(
-        vision.image_size,
-        patches,
-        vision.class_token,
-        fit="crop" if shortest else "stretch",
-        shortest=shortest,
-        pad=bool(data.get("do_pad")),
-    )
+    fit: Fit = "crop" if shortest else "stretch"
+    return SquareImages(vision.image_size, patches, vision.class_token, fit, shortest, pad=bool(data.get("do_pad")))
 
 
 def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
     """Model and preprocessor each have a list of resolutions: two that differ train without an error, and wrong."""
     assert config.tiles is not None
-    given = data.get("image_grid_pinpoints")
-    if given is not None and tuple(map(tuple, given)) != config.tiles.pinpoints:
+    pinpoints = data.get("image_grid_pinpoints")
+    if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:
         raise TesseraError(
             "image_grid_pinpoints are others than the model's", where=str(path), fix="set them as in config.json"
         )
@@ -249,69 +244,30 @@ def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
 
 
 def write_files(folder: Path, config: LlavaConfig, squares: SquareImages, sampling: VideoSampling) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tiled = config.tiles is not None
-    named = {"processor_class": "LlavaOnevisionProcessor" if tiled else "LlavaProcessor"}
-    side = {"height": squares.size, "width": squares.size}
-    common = {
-        **named,
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": _BICUBIC,
-        "rescale_factor": squares.patches.scale,
-        "image_mean": list(squares.patches.mean),
-        "image_std": list(squares.patches.std),
-    }
-    if tiled:
-        image = {**common, **_tiled_image(config), "size": side}
-        video = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": side, "do_sample_frames": True}
-        _write(folder / VIDEO_FILE, {**common, **video, **_sampled(sampling)})
-    elif squares.fit == "crop":
-        kind = {"image_processor_type": "LlavaImageProcessor", "do_pad": squares.pad, "do_center_crop": True}
-        image = {**common, **kind, "size": {"shortest_edge": squares.shortest}, "crop_size": side}
-    else:
-        kind = {"image_processor_type": "LlavaImageProcessor", "do_pad": squares.pad, "do_center_crop": False}
-        image = {**common, **kind, "size": side}
-    _write(folder / IMAGE_FILE, image)
-    _write(folder / BOTH_FILE, {**named, **_processor(config)})
-
-
-def _tiled_image(config: LlavaConfig) -> dict[str, Any]:
-    assert config.tiles is not None
-    return {
-        "image_processor_type": "LlavaOnevisionImageProcessor",
-        "do_pad": True,
-        "image_grid_pinpoints": [list(size) for size in config.tiles.pinpoints],
-    }
-
-
-def _sampled(sampling: VideoSampling) -> dict[str, Any]:
-    if sampling.frames is not None:
-        return {"num_frames": sampling.frames}
-    return {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
-
-
-def _processor(config: LlavaConfig) -> dict[str, Any]:
-    vision = config.vision
-    fields: dict[str, Any] = {
+    vision, tiles = config.vision, config.tiles
+    processor = {"processor_class": "LlavaProcessor" if tiles is None else "LlavaOnevisionProcessor"}
+    common, side = {**processor, **pixel_fields(squares.patches)}, {"height": squares.size, "width": squares.size}
+    both = {
+        **processor,
         "image_token": "<image>",
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
     }
-    if config.tiles is None:
-        return {
-            **fields,
-            "patch_size": vision.patch_size,
-            "num_additional_image_tokens": int(vision.class_token),
-        }
-    return {
-        **fields,
-        "video_token": "<video>",
-        "num_image_tokens": vision.patches,
-        "vision_aspect_ratio": f"anyres_max_{config.tiles.most}",
+    if tiles is None:
+        crops = squares.fit == "crop"
+        sizes = {"size": {"shortest_edge": squares.shortest}, "crop_size": side} if crops else {"size": side}
+        kind = {"image_processor_type": "LlavaImageProcessor", "do_pad": squares.pad, "do_center_crop": crops}
+        write_json(folder / IMAGE_FILE, {**common, **kind, **sizes})
+        extra = {"patch_size": vision.patch_size, "num_additional_image_tokens": int(vision.class_token)}
+        write_json(folder / BOTH_FILE, {**both, **extra})
+        return
+    image = {
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "do_pad": True,
+        "image_grid_pinpoints": [list(resolution) for resolution in tiles.pinpoints],
+        "size": side,
     }
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / IMAGE_FILE, {**common, **image})
+    video = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": side, "do_sample_frames": True}
+    write_json(folder / VIDEO_FILE, {**common, **video, **sampling_fields(sampling)})
+    tokens = {"video_token": "<video>", "num_image_tokens": vision.patches}
+    write_json(folder / BOTH_FILE, {**both, **tokens, "vision_aspect_ratio": f"anyres_max_{tiles.most}"})

@@ -135,19 +135,21 @@ class LlavaProcessor(VisionProcessor):
         down, across = self.tiles.grid(size.height, size.width)
         return self._layout(1 + down * across, (1, down, across), self.tiles.tiled_image(size.height, size.width))
 
-    def _layout(self, squares: int, grid: tuple[int, int, int], made: FeatureInterpolation | None) -> MediaLayout:
+    def _layout(
+        self, squares: int, grid: tuple[int, int, int], interpolation: FeatureInterpolation | None
+    ) -> MediaLayout:
         """Return a layout. `grid`: frames, and rows and columns of tiles; 0 where nothing is cut."""
         patches, first = self.config.vision.patches, self.config.first_feature
-        kept = None
+        selected = None
         if first:
-            kept = np.delete(np.arange(squares * patches).reshape(squares, patches), 0, axis=1).reshape(-1)
+            selected = np.delete(np.arange(squares * patches).reshape(squares, patches), 0, axis=1).reshape(-1)
         return MediaLayout(
-            tokens=(squares * self.config.features if made is None else len(made.index),),
+            tokens=(squares * self.config.features if interpolation is None else len(interpolation.index),),
             lengths=(patches,) * squares,
             grid=grid,
-            selected=kept,
-            feature_index=None if made is None else made.index,
-            feature_weights=None if made is None else made.weights,
+            selected=selected,
+            feature_index=None if interpolation is None else interpolation.index,
+            feature_weights=None if interpolation is None else interpolation.weights,
         )
 
     @property
@@ -194,8 +196,8 @@ class LlavaProcessor(VisionProcessor):
     def _begins_itself(self) -> bool:
         from tokenizers import Tokenizer
 
-        found = Tokenizer.from_str(self.encoder.json).encode("a").ids
-        return found[:1] == [self.encoder.find(self.template.begin)]
+        ids = Tokenizer.from_str(self.encoder.json).encode("a").ids
+        return ids[:1] == [self.encoder.find(self.template.begin)]
 
     def save_preprocessor(self, folder: Path) -> None:
         write_files(folder, self.config, self.squares, self.sampling)

@@ -50,8 +50,8 @@ def spec_of_object(module: nn.Module) -> tuple[ModelSpec, ModuleConfig]:
     def on_meta(_: ModuleConfig) -> nn.Module:
         # Parameters are not copied: deepcopy takes what stands in for them from the memo.
         memo = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in module.parameters()}
-        made = copy.deepcopy(module, memo)
-        return made if takes_batch(made) else accept_batches(made, Arguments(made))
+        copied = copy.deepcopy(module, memo)
+        return copied if takes_batch(copied) else accept_batches(copied, Arguments(copied))
 
     same_names = WeightMap((), same_names=True)
     component = Component(

@@ -297,7 +297,7 @@ class ConversationProcessor:
     def save(self, folder: Path) -> None:
         end = next(iter(self.template.stop_words), self.template.end_of_text)
         pad = self.template.end_of_text if self.encoder.find(self.template.end_of_text) is not None else end
-        known = {
+        named = {
             name: word
             for name, word in self.named_tokens().items()
             if self.encoder.find(word) is not None or word in self.replaced_words
@@ -309,7 +309,7 @@ class ConversationProcessor:
             end=end,
             pad=pad,
             kind=self.tokenizer_kind or class_for(self.encoder.json),
-            named=known,
+            named=named,
             begin=self.template.begin if self.encoder.find(self.template.begin) is not None else None,
         )
         self.save_preprocessor(folder)
@@ -323,10 +323,10 @@ def check_special_tokens(
     `ids`: the ids of special tokens in the model's configuration.
     """
     for word in template.special_words():
-        found = encoder.id_of(word)
-        if found != ids.get(word, found):
+        token = encoder.id_of(word)
+        if token != ids.get(word, token):
             raise TesseraError(
-                f"{word} is {found} for the tokenizer and {ids[word]} for the model",
+                f"{word} is {token} for the tokenizer and {ids[word]} for the model",
                 where=str(folder / "tokenizer.json"),
                 fix="use the tokenizer that belongs to the model, or set the ids in model.config",
             )

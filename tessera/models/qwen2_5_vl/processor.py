@@ -31,7 +31,7 @@ class Qwen25VLProcessor(GridProcessor):
 
     @classmethod
     def load(cls, config: Qwen25VLConfig, folder: Path, **options: Any) -> Qwen25VLProcessor:
-        made = cls.from_folder(
+        processor = cls.from_folder(
             Path(folder),
             build(GridOptions, options, "data.processor"),
             ChatTemplate(),
@@ -39,7 +39,7 @@ class Qwen25VLProcessor(GridProcessor):
             ids=config.special_token_ids,
             vocabulary=config.text.vocab_size,
         )
-        return replace(made, window=config.vision.window, tokens_per_second=config.vision.tokens_per_second)
+        return replace(processor, window=config.vision.window, tokens_per_second=config.vision.tokens_per_second)
 
     def fingerprint_fields(self) -> list[Any]:
         return [*super().fingerprint_fields(), self.window]
@@ -48,12 +48,12 @@ class Qwen25VLProcessor(GridProcessor):
         plain = super().layout(kind, size)
         merge = self.image.merge
         t, rows, columns = plain.grid[0], plain.grid[1] // merge, plain.grid[2] // merge
-        one = window_order(rows, columns, self.window)
+        frame = window_order(rows, columns, self.window)
         windows = [merge**2 * count for count in window_sizes(rows, columns, self.window)]
         return replace(
             plain,
             windows=tuple(windows) * t,
-            token_order=(np.arange(t)[:, None] * (rows * columns) + one).reshape(-1),
+            token_order=(np.arange(t)[:, None] * (rows * columns) + frame).reshape(-1),
             interval=self._interval(size) if kind == "video" else 1.0,
         )
 

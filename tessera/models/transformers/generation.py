@@ -17,12 +17,12 @@ Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows
 
 
 class _Chosen:
-    """Leave one token to choose at each step, and keep the tokens of each row up to its end."""
+    """Force the token that `choose` takes at each step (a logits processor), and record the tokens of each row."""
 
     def __init__(self, rows: int, stop_tokens: Collection[int], choose: Choose, on_token: Any) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.done = [False] * rows
-        self.asked = False
+        self.called = False
         self._stops, self._choose, self._on_token = set(stop_tokens), choose, on_token
 
     def add(self, chosen: Tensor) -> None:
@@ -35,7 +35,7 @@ class _Chosen:
                 self._on_token(row, token)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.asked = True
+        self.called = True
         chosen = self._choose(scores)
         self.add(chosen)
         return torch.full_like(scores, -torch.inf).scatter_(-1, chosen.unsqueeze(-1), 0.0)
@@ -84,7 +84,7 @@ def continue_prompts(
         logits_processor=LogitsProcessorList([chosen]),
         stopping_criteria=StoppingCriteriaList([finished]),
     )
-    if not chosen.asked:  # a class with a `generate` of its own may not ask
+    if not chosen.called:  # a class with a `generate` of its own may not call it
         if not greedy:
             raise TesseraError(
                 f"{type(module).__name__}.generate chooses tokens by itself", where="temperature", allowed=[0]

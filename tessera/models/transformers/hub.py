@@ -44,24 +44,24 @@ class ClassHub:
             name = self.classes[name]
         if ":" in name:
             return import_class(name, _base(), WHERE)
-        found = getattr(_library(), name, None)
-        if isinstance(found, type) and issubclass(found, _base()):
-            return found
-        known = [*self.classes, *_class_names()]
+        kind = getattr(_library(), name, None)
+        if isinstance(kind, type) and issubclass(kind, _base()):
+            return kind
+        names = [*self.classes, *_class_names()]
         raise TesseraError(
             f"no class of transformers is called {name!r}",
             where=WHERE,
             allowed=[*self.classes, "a class of transformers", "an import path like my_package.my_module:MyClass"],
-            nearest=nearest(name, known),
+            nearest=nearest(name, names),
         )
 
-    def choose(self, hf: Mapping[str, Any], asked: str | None) -> type[PreTrainedModel]:
+    def choose(self, hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:
         """Return the class for a config.json: the requested one, the hub's for its model_type, or the one it names.
 
         A folder names classes of the library only. Code that lies in the folder (`auto_map`) is never run.
         """
-        if asked is not None:
-            return _from_auto(asked, hf) or self.find(asked)
+        if name is not None:
+            return _from_auto(name, hf) or self.find(name)
         model_type, named = hf.get("model_type"), hf.get("architectures")
         classifies = isinstance(named, list) and str(next(iter(named), "")).endswith("ForSequenceClassification")
         if isinstance(model_type, str) and model_type in self.classes and not classifies:

@@ -87,8 +87,8 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True),
         "video_processor": lambda: None,
     }
-    found, _ = kind.get_processor_dict(folder)
-    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], found)  # type: ignore[no-untyped-call]
+    fields, _ = kind.get_processor_dict(folder)
+    return WithoutVideo.from_args_and_dict([parts[name]() for name in kind.get_attributes()], fields)  # type: ignore[no-untyped-call]
 
 
 def checked_processor(folder: Path | None, config: Mapping[str, Any], image_backend: ImageBackend = "pil") -> Any:
@@ -146,10 +146,10 @@ def _code_in(folder: Path) -> str | None:
 
 def chat_template(processor: Any, tokenizer: Any) -> str | None:
     """Return the chat template of a processor; the one called default where it has several."""
-    found = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
-    if isinstance(found, Mapping):
-        found = found.get("default")
-    return found if isinstance(found, str) and found.strip() else None
+    template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template if isinstance(template, str) and template.strip() else None
 
 
 @contextlib.contextmanager
@@ -165,10 +165,10 @@ def library_errors(what: str) -> Iterator[None]:
 
 def with_parts(processor: Any, **parts: Any) -> Any:
     """Return a copy of a processor with other parts; the processor itself stays as it is."""
-    found = copy.copy(processor)
+    changed = copy.copy(processor)
     for name, part in parts.items():
-        setattr(found, name, part)
-    return found
+        setattr(changed, name, part)
+    return changed
 
 
 class SizedImages:
@@ -176,22 +176,22 @@ class SizedImages:
 
     def __init__(self, real: Any) -> None:
         self._real = real
-        self._known: OrderedDict[Any, Any] = OrderedDict()
+        self._outputs: OrderedDict[Any, Any] = OrderedDict()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def __call__(self, images: Any, *args: Any, **options: Any) -> Any:
         key = (_sizes(images), repr(args), repr(sorted(options.items(), key=lambda one: one[0])))
-        if key not in self._known:
-            found = self._real(images, *args, **options)
-            for name, value in found.items():
-                found[name] = _shape_of(value)
-            self._known[key] = found
-            if len(self._known) > _KEPT_SIZES:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return copy.copy(self._known[key])  # a processor takes out of it what is not for the model
+        if key not in self._outputs:
+            outputs = self._real(images, *args, **options)
+            for name, value in outputs.items():
+                outputs[name] = _shape_of(value)
+            self._outputs[key] = outputs
+            if len(self._outputs) > _KEPT_SIZES:
+                self._outputs.popitem(last=False)
+        self._outputs.move_to_end(key)
+        return copy.copy(self._outputs[key])  # a processor takes out of it what is not for the model
 
 
 def _shape_of(value: Any) -> Any:

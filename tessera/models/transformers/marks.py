@@ -119,7 +119,7 @@ class MarkedTokenizer:
                 fix="use a folder with a tokenizer.json",
             )
         self.seen = [
-            Encoding(one, spans, list(found.ids), list(found.offsets))
-            for (one, spans), found in zip(cleaned, out.encodings, strict=True)
+            Encoding(text, spans, list(encoding.ids), list(encoding.offsets))
+            for (text, spans), encoding in zip(cleaned, out.encodings, strict=True)
         ]
         return out

@@ -48,8 +48,8 @@ class TransformersBuilder:
     @property
     def published(self) -> type[PreTrainedModel]:
         """Return the library's own class: the class itself, or the one that a user's class extends."""
-        own = (c for c in self.model_class.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
-        return next(own)  # at the latest PreTrainedModel
+        classes = (c for c in self.model_class.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
+        return next(classes)  # at the latest PreTrainedModel
 
     def build(self) -> nn.Module:
         """Return the module without weights; called with a `Batch` it takes its tensors as keyword arguments."""
@@ -95,8 +95,8 @@ class TransformersBuilder:
 
 def _decoder_of(module: Any) -> str:
     """Return the path of the decoder of text; empty for a class that is nothing else, or does not tell."""
-    found = module.get_decoder() if hasattr(module, "get_decoder") else None
-    return next((path for path, part in module.named_modules() if part is found), "")
+    decoder = module.get_decoder() if hasattr(module, "get_decoder") else None
+    return next((path for path, part in module.named_modules() if part is decoder), "")
 
 
 def _without_cache(settings: Any) -> None:
@@ -119,16 +119,16 @@ def _arguments_of(module: nn.Module, depends_on_length: bool) -> Callable[[Batch
     arguments, limit = Arguments(module), longest_sample(module)
     makes_decoder_inputs = bool(getattr(module.config, "is_encoder_decoder", False))
 
-    def given(batch: Batch) -> dict[str, Tensor]:
-        found = arguments(batch)
-        if makes_decoder_inputs and "decoder_input_ids" not in found and LABELS in batch:
-            found["labels"] = batch[LABELS]  # the class shifts them into the decoder's inputs
-        if POSITIONS not in found:
+    def inputs_of(batch: Batch) -> dict[str, Tensor]:
+        inputs = arguments(batch)
+        if makes_decoder_inputs and "decoder_input_ids" not in inputs and LABELS in batch:
+            inputs["labels"] = batch[LABELS]  # the class shifts them into the decoder's inputs
+        if POSITIONS not in inputs:
             names = ("decoder_input_ids", "labels") if makes_decoder_inputs else (IDS,)
-            tokens = next((found[name] for name in names if name in found), None)
+            tokens = next((inputs[name] for name in names if name in inputs), None)
             check_length(0 if tokens is None else tokens.shape[-1], limit, where=f"a batch for {arguments.owner}")
-            if depends_on_length and MASK in found:
-                found[POSITIONS] = masked_positions(found[MASK])
-        return found
+            if depends_on_length and MASK in inputs:
+                inputs[POSITIONS] = masked_positions(inputs[MASK])
+        return inputs
 
-    return given
+    return inputs_of

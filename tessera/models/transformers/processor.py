@@ -88,11 +88,11 @@ class ClassProcessor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what travels to worker processes, which load the library's processor for themselves."""
-        kept = {name: value for name, value in self.__dict__.items() if name != "library"}
-        return {"kept": kept, "load": "library" in self.__dict__}
+        state = {name: value for name, value in self.__dict__.items() if name != "library"}
+        return {"fields": state, "load": "library" in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state["kept"])
+        self.__dict__.update(state["fields"])
         if state["load"]:  # now, and not within the time that a worker has for its first sample
             assert self.library
 
@@ -157,10 +157,10 @@ class ClassProcessor:
     def fingerprint(self) -> str:
         import transformers
 
-        found = {} if self.folder is None else side_files(self.folder)
+        side = {} if self.folder is None else side_files(self.folder)
         files = {
             name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for name, path in found.items()
+            for name, path in side.items()
             if any(word in name for word in _FILES)
         }
         options = self.options.model_dump(mode="json", exclude={"train_on"})
@@ -180,8 +180,8 @@ class ClassProcessor:
         return self._encode(sample, media)
 
     def _encode(self, sample: Sample, media: Sequence[Any]) -> EncodedChat:
-        shown, images = _as_images(sample, media)
-        text = self.library.turns.write(shown.messages, self.train_on, last_only=self.last_only)
+        converted, images = _as_images(sample, media)
+        text = self.library.turns.write(converted.messages, self.train_on, last_only=self.last_only)
         encoded = self.library.encode(sample.id, text, images)
         frames = sum(len(one) for part, one in zip(sample.media(), media, strict=True) if part.kind == "video")
         encoded.counts |= {"images": sum(part.kind == "image" for part in sample.media()), "frames": frames}
@@ -202,9 +202,9 @@ class ClassProcessor:
         items = []
         for sample, objects in zip(samples, media, strict=True):
             count = max((n for n, m in enumerate(sample.messages, 1) if m.role != "assistant"), default=0)
-            asked = Sample(sample.id, sample.messages[:count])
-            shown, images = _as_images(asked, objects[: len(asked.media())])
-            items.append(self.library.encode(sample.id, self.library.turns.prompt(shown.messages), images))
+            question = Sample(sample.id, sample.messages[:count])
+            converted, images = _as_images(question, objects[: len(question.media())])
+            items.append(self.library.encode(sample.id, self.library.turns.prompt(converted.messages), images))
         return self.library.prompts(items)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -246,8 +246,8 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
                     f"classes of transformers are trained on images and videos here, not on {part.kind}",
                     fix="leave such samples out, or make batches by a data kind of your own",
                 )
-            one = next(remaining)
-            frames = [to_rgb(one)] if part.kind == "image" else [Image.fromarray(frame) for frame in one]
+            medium = next(remaining)
+            frames = [to_rgb(medium)] if part.kind == "image" else [Image.fromarray(frame) for frame in medium]
             images += frames
             parts += [Part("image", None)] * len(frames)
         messages.append(Message(message.role, tuple(parts)))

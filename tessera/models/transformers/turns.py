@@ -44,15 +44,15 @@ class Turns:
 
     @cached_property
     def jinja(self) -> str:
-        found = chat_template(self.processor, self.tokenizer)
-        if found is None:
+        template = chat_template(self.processor, self.tokenizer)
+        if template is None:
             raise TesseraError(
                 "the folder has no chat template",
                 where="chat_template.jinja",
                 fix="put a chat_template.jinja beside the tokenizer: the model's makers may publish one for its "
                 "instruction-tuned form; for a model without one, write how you want conversations written",
             )
-        return found
+        return template
 
     @cached_property
     def _with_generation_marks(self) -> str | None:
@@ -115,10 +115,10 @@ class Turns:
             for part in message.parts:
                 if part.kind != "text":
                     continue
-                found = self._control.search(part.value)
-                if found is not None:
+                word = self._control.search(part.value)
+                if word is not None:
                     raise TesseraError(
-                        f"message {number + 1} ({message.role}) says {found[0]}, a control word of this tokenizer",
+                        f"message {number + 1} ({message.role}) says {word[0]}, a control word of this tokenizer",
                         fix="write it otherwise: a model would read it as if the template had written it",
                     )
                 if has_marks(part.value):
@@ -171,13 +171,13 @@ class Turns:
         for number, message in enumerate(messages):
             for part in message.parts:
                 words = part.value.strip() if part.kind == "text" else ""
-                found = text.find(words, at)
-                if found < 0:
+                start = text.find(words, at)
+                if start < 0:
                     return TesseraError(
                         f"the folder's chat template leaves out or changes message {number + 1} ({message.role})",
                         fix=MEND,
                     )
-                at = found + len(words)
+                at = start + len(words)
         images = sum(part.kind != "text" for message in messages for part in message.parts)
         word = getattr(self.processor, "image_token", None)
         if isinstance(word, str) and word and images != text.count(word):
@@ -202,16 +202,20 @@ class Turns:
                 )
             return spans
         if only_assistant and self._with_generation_marks is not None:
-            found = self._clean(self._render(self._chat(messages, form), jinja=self._with_generation_marks), plain)
-            if found is not None and _answers(plain, found, [messages[turn] for turn in turns]):
-                return found
+            text = self._render(self._chat(messages, form), jinja=self._with_generation_marks)
+            marked_spans = self._clean(text, plain)
+            if marked_spans is not None and _answers(plain, marked_spans, [messages[turn] for turn in turns]):
+                return marked_spans
             raise TesseraError(
                 f"the generation blocks of the folder's chat template do not enclose {len(turns)} answers", fix=MEND
             )
-        found = self._clean(self._render(self._chat(messages, form, turns)), plain)
-        if found is None:
-            raise self._which(messages, form, plain, turns)
-        return self._joined(messages, form, plain, turns, found)
+        marked_spans = self._clean(self._render(self._chat(messages, form, turns)), plain)
+        if marked_spans is None:
+            raise TesseraError(
+                "the folder's chat template changes the words of its messages, so the answers in it are unknown",
+                fix=MEND,
+            )
+        return self._joined(messages, form, plain, turns, marked_spans)
 
     def _clean(self, text: str, plain: str) -> list[Span] | None:
         """Return the marked spans of a text; None where it is not the plain one with marks."""
@@ -221,19 +225,12 @@ class Turns:
             return None
         return sorted(spans) if cleaned == plain else None
 
-    def _which(self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int]) -> TesseraError:
-        for turn in turns:
-            if self._clean(self._render(self._chat(messages, form, [turn])), plain) is None:
-                what = f"the folder's chat template changes the words of message {turn + 1} ({messages[turn].role})"
-                return TesseraError(f"{what}: what is trained on cannot be told", fix=MEND)
-        return TesseraError("the folder's chat template changes the words of its messages", fix=MEND)
-
     def _joined(
-        self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], found: Sequence[Span]
+        self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], marked_spans: Sequence[Span]
     ) -> list[Span]:
         """Return one span for each turn: its texts, and the word that ends it."""
         spans: list[Span] = []
-        remaining = iter(found)
+        remaining = iter(marked_spans)
         for turn in turns:
             parts = [next(remaining) for part in messages[turn].parts if part.kind == "text"]
             if not parts:
@@ -302,6 +299,6 @@ def _answers(plain: str, spans: Sequence[Span], messages: Sequence[Message]) -> 
     )
 
 
-def _common(one: str, two: str) -> str:
-    length = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-    return one[:length]
+def _common(first: str, second: str) -> str:
+    length = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    return min(first, second, key=len) if length is None else first[:length]

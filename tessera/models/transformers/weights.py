@@ -25,8 +25,8 @@ class PublishedNames(WeightMap):
     unused: tuple[str, ...] = ()  # regular expressions of names that the class says may be passed over
 
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
-        known = self.names.get(name)
-        return None if known is None else (Rule(name, known), (known,))
+        foreign = self.names.get(name)
+        return None if foreign is None else (Rule(name, foreign), (foreign,))
 
     def canonical(self, foreign: str) -> str:
         return self.names.get(_renamed(foreign, self.renamings), foreign)

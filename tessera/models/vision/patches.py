@@ -126,8 +126,8 @@ class Patches:
     def numbers(self, patches: np.ndarray) -> np.ndarray:
         """Return the values of bytes, rounded as the reference rounds; `affine` differs in the last bit at most."""
         channels = patches.reshape(len(patches), len(self.mean), -1)
-        found = [self._table[channel][channels[:, channel]] for channel in range(len(self.mean))]
-        return np.stack(found, axis=1).reshape(patches.shape)
+        values = [self._table[channel][channels[:, channel]] for channel in range(len(self.mean))]
+        return np.stack(values, axis=1).reshape(patches.shape)
 
     @cached_property
     def _table(self) -> np.ndarray:

@@ -53,61 +53,91 @@ class GridFiles:
     def read(
         self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
-        """Return the patches of images and of videos. Bounds that are given take precedence over the folder's."""
-        both = read_json(folder / BOTH_FILE)
-        image_file = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
-        video_file = read_json(folder / VIDEO_FILE) or both.get("video_processor") or {}
-        usual = {"image_mean": self.mean, "image_std": self.std}
+        """Return the patches of images and of videos. The bounds of the recipe take precedence over the folder's."""
+        image_file, video_file = read_files(folder)
+        defaults = {"image_mean": self.mean, "image_std": self.std}
         if not video_file:  # as in transformers; the bounds stay those of videos
             video_file = {
                 key: image_file[key] for key in ("image_mean", "image_std", "rescale_factor") if key in image_file
             }
-        image_file, video_file = {**usual, **image_file}, {**usual, **video_file}
+        image_file, video_file = {**defaults, **image_file}, {**defaults, **video_file}
         image = _patches(image_file, vision, image_bounds, self.image_bounds, folder / IMAGE_FILE, "")
         video = _patches(video_file, vision, video_bounds, self.video_bounds, folder / VIDEO_FILE, "video_")
         return image, replace(video, whole_clips=self.whole_clips)
 
     def write(self, folder: Path, image: Patches, video: Patches, sampling: VideoSampling) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        named = {"processor_class": self.processor}
-        image_fields = {**named, "image_processor_type": self.image, **_common(image)}
+        processor = {"processor_class": self.processor}
+        write_json(folder / IMAGE_FILE, {**processor, "image_processor_type": self.image, **_patch_fields(image)})
         video_fields = {
-            **named,
+            **processor,
             "video_processor_type": self.video,
-            **_common(video),
+            **_patch_fields(video),
             "cap_pixels_per_frame": False,
             "do_sample_frames": True,
         }
-        if sampling.frames is None:
-            video_fields |= {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
-        else:
-            video_fields |= {"num_frames": sampling.frames}
-        for name, content in ((IMAGE_FILE, image_fields), (VIDEO_FILE, video_fields)):
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / VIDEO_FILE, {**video_fields, **sampling_fields(sampling)})
+
+
+def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings for images and for videos: each has a file of its own, or a part of the one for both."""
+    both = read_json(folder / BOTH_FILE)
+    image = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
+    return image, read_json(folder / VIDEO_FILE) or both.get("video_processor") or {}
 
 
 def read_sampling(folder: Path) -> dict[str, Any]:
     """Return the settings of video sampling in a folder's files, by Tessera's names: `frames` for `num_frames`."""
-    data = read_json(folder / VIDEO_FILE) or read_json(folder / BOTH_FILE).get("video_processor") or {}
+    data = read_files(folder)[1]
     names = {"fps": "fps", "min_frames": "min_frames", "max_frames": "max_frames", "frames": "num_frames"}
-    found = {ours: data.get(theirs) for ours, theirs in names.items()}
-    return {ours: value for ours, value in found.items() if isinstance(value, (int, float)) and value > 0}
+    settings = {ours: data.get(theirs) for ours, theirs in names.items()}
+    return {ours: value for ours, value in settings.items() if isinstance(value, (int, float)) and value > 0}
+
+
+def sampling_fields(sampling: VideoSampling) -> dict[str, Any]:
+    if sampling.frames is not None:
+        return {"num_frames": sampling.frames}
+    return {"fps": sampling.fps, "min_frames": sampling.min_frames, "max_frames": sampling.max_frames}
 
 
 def read_norm(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return mean, std and scale of pixels, as far as a preprocessor file has them."""
-    found: dict[str, Any] = {}
+    norm: dict[str, Any] = {}
     for key, name in (("image_mean", "mean"), ("image_std", "std")):
-        given = data.get(key)
-        if given is None:
+        values = data.get(key)
+        if values is None:
             continue
-        if not isinstance(given, list | tuple) or len(given) != 3 or not all(isinstance(n, int | float) for n in given):
-            raise TesseraError(f"{key} = {given!r} must be a list of three numbers", where=str(path))
-        found[name] = tuple(map(float, given))
+        if (
+            not isinstance(values, list | tuple)
+            or len(values) != 3
+            or not all(isinstance(n, int | float) for n in values)
+        ):
+            raise TesseraError(f"{key} = {values!r} must be a list of three numbers", where=str(path))
+        norm[name] = tuple(map(float, values))
     scale = data.get("rescale_factor")
     if scale is not None and not isinstance(scale, int | float):
         raise TesseraError(f"rescale_factor = {scale!r} must be a number", where=str(path))
-    return found if scale is None else {**found, "scale": float(scale)}
+    return norm if scale is None else {**norm, "scale": float(scale)}
+
+
+def pixel_fields(patches: Patches) -> dict[str, Any]:
+    """Return the fields of a preprocessor file that tell how pixels become numbers."""
+    return {
+        "do_convert_rgb": True,
+        **_STEPS,
+        "rescale_factor": patches.scale,
+        "image_mean": list(patches.mean),
+        "image_std": list(patches.std),
+    }
+
+
+def check_fields(data: Mapping[str, Any], path: Path, **needed: Any) -> None:
+    """Raise if a preprocessor file has another value than the model needs; fields that it leaves out are fine."""
+    for key, value in {**needed, **_STEPS}.items():
+        if data.get(key) is not None and data[key] != value:
+            raise TesseraError(f"{key} = {data[key]!r}, the model needs {value!r}", where=str(path))
+
+
+_STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -117,50 +147,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
 def _patches(
-    data: Mapping[str, Any], vision: Geometry, given: Bounds, default: tuple[int, int], path: Path, prefix: str
+    data: Mapping[str, Any], vision: Geometry, bounds: Bounds, default: tuple[int, int], path: Path, prefix: str
 ) -> Patches:
-    checks = {
-        "patch_size": vision.patch_size,
-        "merge_size": vision.spatial_merge_size,
-        "temporal_patch_size": vision.temporal_patch_size,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": BICUBIC,
-    }
-    for key, wanted in checks.items():
-        if data.get(key) is not None and data[key] != wanted:
-            raise TesseraError(f"{key} = {data[key]!r}, the model needs {wanted!r}", where=str(path))
-    size = data.get("size") if isinstance(data.get("size"), dict) else {}
-    assert isinstance(size, dict)
-    least = given[0] or data.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]
-    most = given[1] or data.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
+    patch, merge, temporal = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+    check_fields(data, path, patch_size=patch, merge_size=merge, temporal_patch_size=temporal)
+    size = data["size"] if isinstance(data.get("size"), dict) else {}
+    least = bounds[0] or data.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]
+    most = bounds[1] or data.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
     if least > most:
         raise TesseraError(
             f"{prefix}min_pixels ({least}) is more than {prefix}max_pixels ({most})", where="data.processor"
         )
-    extra = read_norm(data, path)
-    return Patches(
-        int(least),
-        int(most),
-        vision.patch_size,
-        vision.spatial_merge_size,
-        vision.temporal_patch_size,
-        **extra,
-    )
+    return Patches(int(least), int(most), patch, merge, temporal, **read_norm(data, path))
 
 
-def _common(patches: Patches) -> dict[str, Any]:
+def _patch_fields(patches: Patches) -> dict[str, Any]:
     return {
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": BICUBIC,
-        "rescale_factor": patches.scale,
-        "image_mean": list(patches.mean),
-        "image_std": list(patches.std),
+        **pixel_fields(patches),
         "patch_size": patches.patch,
         "temporal_patch_size": patches.temporal,
         "merge_size": patches.merge,
@@ -190,11 +199,11 @@ class VideoOptions(TextOptions):
 
     def sampling(self, folder: Path) -> VideoSampling:
         """Return the video sampling of the recipe, with keys that it leaves out from the folder."""
-        given = {name: getattr(self, name) for name in ("fps", "min_frames", "max_frames")}
+        rates = {name: getattr(self, name) for name in ("fps", "min_frames", "max_frames")}
         if self.frames is not None:
-            return VideoSampling(**given, frames=self.frames)
-        said = self.model_fields_set & given.keys()
-        stored = {name: value for name, value in read_sampling(folder).items() if name not in said}
-        if said:
+            return VideoSampling(**rates, frames=self.frames)
+        in_recipe = self.model_fields_set & rates.keys()
+        stored = {name: value for name, value in read_sampling(folder).items() if name not in in_recipe}
+        if in_recipe:
             stored.pop("frames", None)  # the recipe samples by rate
-        return VideoSampling(**{**given, **stored})
+        return VideoSampling(**{**rates, **stored})
