@@ -1,7 +1,7 @@
-"""The LLaVA processor against transformers: pixels, tokens and places are identical, not close.
+"""What is particular to the LLaVA processor: squares and tiles, which features become tokens, published prompts.
 
 The reference's OneVision processor needs torchvision, which the test machines do not have, only to be made: its own
-methods that count tokens run without. Frames of clips are compared with what its image processor makes of each.
+methods that count tokens run without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from chats import as_reference, clip, patches, picture, text
 from llava_cases import (
     SHAPES,
-    VOCAB,
     Shape,
     as_squares,
     config_of,
@@ -26,7 +25,6 @@ from llava_cases import (
     processor_of,
     write_words,
 )
-from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -36,17 +34,13 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
 from tessera.config.run_config import ModelSection
-from tessera.core.batch import IGNORE
 from tessera.core.sample import MediaSize, Message, Part, Sample
-from tessera.data.media.files import Limits
-from tessera.data.media.read import read_media
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.llava.config import PINPOINTS, LlavaConfig
 from tessera.models.llava.preprocessing import AnyResTiles
 from tessera.models.llava.processor import LlavaProcessor
 from tessera.models.processing.streams import media_size
-from tests.needs import need_transparency_over_white
 
 PLAIN, STRETCHED, TILED, TILED_CLIP, LEFTOVER = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4], SHAPES[5]
 SIZES = [(8, 8), (31, 17), (17, 31), (100, 9), (9, 100), (1, 7), (640, 480)]
@@ -122,39 +116,6 @@ def test_tiles_are_the_references(shape: Shape, width: int, height: int, tmp_pat
     several = reference(images=[pictures], return_tensors="pt")
     assert several["batch_num_images"].tolist() == [3]
     assert torch.equal(ours(processor, pictures), seen(processor.config, several["pixel_values"][:, 0]))
-
-
-def test_frames_are_pictures_of_the_references(tmp_path: Path) -> None:
-    processor = processor_of(TILED, tmp_path)
-    processor.save(tmp_path / "out")
-    reference = LlavaOnevisionImageProcessorPil.from_pretrained(tmp_path / "out")
-    shown = clip(5, 21, 34)
-    whole = [reference(images=[Image.fromarray(frame)], return_tensors="pt")["pixel_values"][0, 0] for frame in shown]
-    assert torch.equal(ours(processor, [shown]), seen(processor.config, torch.stack(whole)))
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "CMYK", "1"])
-def test_pixels_of_other_modes(mode: str, tmp_path: Path) -> None:
-    if "A" in mode:
-        need_transparency_over_white()
-    processor = processor_of(PLAIN, tmp_path)
-    processor.save(tmp_path / "out")
-    image = picture(20, 14, mode=mode)
-    theirs = LlavaImageProcessorPil.from_pretrained(tmp_path / "out")(images=[image], return_tensors="pt")
-    assert torch.equal(ours(processor, [image]), theirs["pixel_values"])
-
-
-@pytest.mark.parametrize("shape", [PLAIN, STRETCHED, TILED], ids=["cropped", "stretched", "tiled"])
-def test_pictures_read_as_training_reads_them_have_the_same_pixels(shape: Shape, tmp_path: Path) -> None:
-    processor = processor_of(shape, tmp_path)
-    picture(90, 70).save(tmp_path / "a.png")
-    sample = Sample("one", (Message("user", (Part("image", "a.png"),)), Message("assistant", (Part("text", "Yes."),))))
-    media, sizes = read_media(sample, tmp_path, Limits(), processor)
-    assert sizes == [MediaSize(90, 70)]
-    assert (media[0].size == (90, 70)) == (processor.tiles is not None)  # made smaller where that changes nothing
-    encoded = processor.encode(sample, media, sizes)
-    assert torch.equal(patches(encoded)["pixels"], patches(processor.encode(sample, [picture(90, 70)]))["pixels"])
-    assert processor.measure(sample, sizes)["tokens"] == len(encoded.tokens)
 
 
 # ---------------------------------------------------------------------------------------------- which feature where
@@ -326,26 +287,6 @@ def test_the_whole_processor_of_1_5_gives_the_same(tmp_path: Path) -> None:
             assert torch.equal(as_squares(processor, batch["pixels"]), theirs["pixel_values"])
 
 
-@pytest.mark.parametrize("system", [None, "Be brief.", "Answer in {{ braces }}."])
-@pytest.mark.parametrize("shape", [PLAIN, TILED], ids=["vicuna", "chatml"])
-def test_an_export_brings_its_own_system_prompt(shape: Shape, system: str | None, tmp_path: Path) -> None:
-    made = processor_of(shape, tmp_path, system=system, max_frames=7)
-    made.save(tmp_path / "out")
-    read = LlavaProcessor.load(config_of(shape), tmp_path / "out")
-    assert read.template == made.template
-    assert read.fingerprint == made.fingerprint or shape is PLAIN  # 1.5 keeps no number of frames
-    sample = ASKED["one"]
-    assert spelled(read, sample) == rendered(tmp_path / "out", None, sample, "<s>" if shape is PLAIN else "")
-
-
-def test_only_what_the_assistant_says_is_trained(tmp_path: Path) -> None:
-    for shape, ending in ((PLAIN, " A red square.</s>"), (TILED, "A red square.<|im_end|>")):
-        processor = processor_of(shape, tmp_path)
-        media = media_of(shape)["one"]
-        encoded = processor.encode(conversation(media), media)
-        assert processor.spell(encoded.tokens[encoded.labels != IGNORE].tolist()) == ending
-
-
 # ---------------------------------------------------------------------------------------------- batches
 
 
@@ -385,10 +326,6 @@ def test_measure_is_what_encode_gives_and_batches_fit_together(shape: Shape, tmp
 
 def test_mistakes_are_explained(tmp_path: Path) -> None:
     words = write_words(tmp_path / "words", vicuna=False)
-    with pytest.raises(TesseraError, match="unknown key: frame"):
-        LlavaProcessor.load(config_of(TILED), words, frame=3)
-    with pytest.raises(TesseraError, match=r"<image> is 298 for the tokenizer and 297 for the model"):
-        LlavaProcessor.load(config_of(TILED, image_token_id=VOCAB - 3), words)
     with pytest.raises(TesseraError, match="no video input"):
         processor_of(PLAIN, tmp_path / "plain").measure(conversation([clip(2, 8, 8)]), [MediaSize(8, 8, 2)])
     for content, told in (

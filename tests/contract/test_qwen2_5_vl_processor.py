@@ -1,12 +1,8 @@
-"""The Qwen2.5-VL processor against transformers: pixels, tokens, windows and positions are identical, not close.
-
-What it shares with Qwen2-VL's (sizes, packing, training labels, clips as pairs of frames) is tested there.
-"""
+"""What is particular to the Qwen2.5-VL processor: windows, and positions in real time."""
 
 from __future__ import annotations
 
 import json
-import pickle
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,6 @@ import torch
 import transformers
 from chats import (
     VOCAB,
-    WORDS,
     as_published,
     as_reference,
     by_kind,
@@ -26,17 +21,13 @@ from chats import (
     grids,
     patches,
     picture,
-    reference_ids,
     text,
-    write_words,
 )
-from parity import numbers
 from PIL import Image
+from processor_families import PROCESSORS
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata
-from transformers.vision_utils import get_vision_window_index
 
 from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.media.files import Limits
@@ -60,80 +51,47 @@ PUBLISHED = (
 )
 
 
-def tiny_config(**vision: Any) -> Qwen25VLConfig:
-    return Qwen25VLConfig.model_validate(
-        {
-            "text": {
-                "vocab_size": VOCAB,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "mrope_section": (2, 3, 3),
-            },
-            "vision": {"depth": 1, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, **vision},
-            "vision_start_token_id": VOCAB - 4,
-            "vision_end_token_id": VOCAB - 3,
-            "image_token_id": VOCAB - 2,
-            "video_token_id": VOCAB - 1,
-        }
-    )
-
-
-CONFIG = tiny_config(window_size=3 * SIDE)
+CASE = PROCESSORS["qwen2_5_vl"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_words(tmp_path_factory.mktemp("tokenizer"), VOCAB, WORDS)
-
-
-def loaded(folder: Path, config: Qwen25VLConfig = CONFIG, **options: Any) -> Qwen25VLProcessor:
-    bounds = {"min_pixels": SIDE**2, "max_pixels": 60 * SIDE**2}
-    clips = {"video_min_pixels": SIDE**2, "video_max_pixels": 24 * SIDE**2}
-    return Qwen25VLProcessor.load(config, folder, **{**bounds, **clips, **options})
+def folder() -> Path:
+    return CASE.folder
 
 
 @pytest.fixture(scope="module")
-def processor(folder: Path) -> Qwen25VLProcessor:
-    return loaded(folder)
+def processor() -> Qwen25VLProcessor:
+    loaded: Qwen25VLProcessor = CASE.processor
+    return loaded
 
 
 @pytest.fixture(scope="module")
-def exported(processor: Qwen25VLProcessor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("exported")
-    processor.save(where)
-    return where
+def exported() -> Path:
+    return CASE.exported
 
 
-def in_windows(grids: torch.Tensor, pixels: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """Patches of the reference in the order in which its encoder will put them, and the sizes of windows."""
-    index, bounds = get_vision_window_index(grids, spatial_merge_size=2, window_size=3 * SIDE, patch_size=14)
-    return pixels.reshape(-1, 4, pixels.shape[1])[index].flatten(0, 1), bounds.diff().tolist()
+def loaded(config: Qwen25VLConfig | None = None, **options: Any) -> Qwen25VLProcessor:
+    return Qwen25VLProcessor.load(config or CASE.config, CASE.folder, **{**CASE.options, **options})
 
 
-@pytest.mark.parametrize("sizes", [[(56, 56)], [(300, 40)], [(190, 130)], [(9, 9)], [(61, 87), (500, 333), (28, 84)]])
-def test_pixels_are_the_references_window_by_window(
-    processor: Qwen25VLProcessor, exported: Path, sizes: list[tuple[int, int]]
-) -> None:
+@pytest.mark.parametrize("sizes", [[(56, 56)], [(300, 40)], [(190, 130)], [(61, 87), (500, 333), (28, 84)]])
+def test_windows_are_the_references(processor: Qwen25VLProcessor, sizes: list[tuple[int, int]]) -> None:
+    """That patches lie window by window is tested with the pixels of all families."""
     images = [picture(*size, seed=number) for number, size in enumerate(sizes)]
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(exported)(images=images, return_tensors="pt")
-    ours = processor.encode(conversation(*["image"] * len(images)), images)
-    assert torch.equal(grids(processor, conversation(*["image"] * len(images)), images), theirs["image_grid_thw"])
-    pixels, windows = in_windows(theirs["image_grid_thw"], theirs["pixel_values"])
-    assert torch.equal(numbers(processor, patches(ours)["pixels"]), pixels)
+    sample = conversation(*["image"] * len(images))
+    ours = processor.encode(sample, images)
+    windows = CASE.in_windows(grids(processor, sample, images), patches(ours)["pixels"])[1]
     assert list(ours.streams["vision"].windows) == windows
 
 
-def test_clips_lie_window_by_window_frame_by_frame(folder: Path) -> None:
+def test_clips_lie_window_by_window_frame_by_frame() -> None:
     """Against the same processor with one window that holds all: there patches lie as they are cut."""
     frames, sample = clip(6, 190, 130), conversation("video")
-    ours = loaded(folder).encode(sample, [frames])
-    plain = loaded(folder, tiny_config(window_size=100 * SIDE)).encode(sample, [frames])
+    ours = loaded().encode(sample, [frames])
+    plain = loaded(CASE.configure(window_size=100 * SIDE)).encode(sample, [frames])
     assert list(plain.streams["vision"].windows) == list(plain.streams["vision"].lengths)
-    pixels, windows = in_windows(
-        grids(loaded(folder, tiny_config(window_size=100 * SIDE)), sample, [frames]), patches(plain)["pixels"]
+    pixels, windows = CASE.in_windows(
+        grids(loaded(CASE.configure(window_size=100 * SIDE)), sample, [frames]), patches(plain)["pixels"]
     )
     assert torch.equal(patches(ours)["pixels"], pixels)
     assert list(ours.streams["vision"].windows) == windows
@@ -164,36 +122,11 @@ def test_every_embedding_goes_to_its_own_place(processor: Qwen25VLProcessor) -> 
     assert inner.issuperset(batch.segments["vision"].bounds.tolist())
 
 
-@pytest.mark.parametrize("media", [(), ("image",), ("image", "image"), ("video",), ("image", "video", "image")])
-def test_tokens_are_the_references(processor: Qwen25VLProcessor, exported: Path, media: tuple[str, ...]) -> None:
-    sample = conversation(*media)
-    things = [
-        clip(4, 190, 130) if kind == "video" else picture(61 + 50 * n, 87, seed=n) for n, kind in enumerate(media)
-    ]
-    ours = processor.encode(sample, things)
-    asked = Sample("one", sample.messages[:-1])
-    prompt = processor.prompt([sample], [things])["tokens"].tolist()
-    if set(media) <= {"image"}:
-        counts = [("image", int(grid.prod()) // 4) for grid in grids(processor, sample, things)] if media else []
-        assert ours.tokens.tolist() == reference_ids(exported, sample, counts)
-        assert prompt == reference_ids(exported, asked, counts, add_generation_prompt=True)
-    for said, tokens, answer in ((sample, ours.tokens.tolist(), False), (asked, prompt, True)):
-        words = jinja2.Template(PUBLISHED).render(messages=as_reference(said), add_generation_prompt=answer)
-        for kind in ("image", "video"):
-            shapes = [g for g, k in zip(grids(processor, sample, things), media, strict=True) if k == kind]
-            head, *rest = words.split(f"<|{kind}_pad|>")
-            for grid, tail in zip(shapes, rest, strict=True):
-                head += f"<|{kind}_pad|>" * (int(grid.prod()) // 4) + tail
-            words = head
-        tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-        assert tokens == tokenizer(words)["input_ids"]
-
-
 def reference_positions(
-    tokens: torch.Tensor, images: Any, videos: Any, seconds: Any, config: Qwen25VLConfig = CONFIG
+    tokens: torch.Tensor, images: Any, videos: Any, seconds: Any, config: Qwen25VLConfig | None = None
 ) -> torch.Tensor:
     with torch.device("meta"):
-        model = Qwen2_5_VLModel(Qwen2_5_VLConfig(**config.to_hf()))
+        model = Qwen2_5_VLModel(Qwen2_5_VLConfig(**(config or CASE.config).to_hf()))
     kinds = (tokens == VOCAB - 2).int() + 2 * (tokens == VOCAB - 1).int()
     positions, _ = model.get_rope_index(
         tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos, second_per_grid_ts=seconds
@@ -203,14 +136,12 @@ def reference_positions(
 
 @pytest.mark.parametrize("media", [("image",), ("image", "image"), ("video",), ("image", "video", "image", "video")])
 @pytest.mark.parametrize(("rate", "total", "per_second"), [(30.0, 120, 2), (24.0, 431, 2), (9.7, 33, 25)])
-def test_positions_are_the_references(
-    folder: Path, media: tuple[str, ...], rate: float, total: int, per_second: int
-) -> None:
+def test_positions_are_the_references(media: tuple[str, ...], rate: float, total: int, per_second: int) -> None:
     """Positions along time follow seconds: so many for each, whatever part of the frames was taken."""
     if transformers.__version__ < "5.22":
         pytest.skip("older references round the seconds down")
-    config = tiny_config(tokens_per_second=per_second)
-    processor = loaded(folder, config)
+    config = CASE.configure(tokens_per_second=per_second)
+    processor = loaded(config)
     taken = processor.sampling.count(total, rate)
     frames, size = clip(taken, 190, 130), MediaSize(190, 130, taken, total=total, rate=rate)
     things = [frames if kind == "video" else picture(61 + 30 * n, 87, seed=n) for n, kind in enumerate(media)]
@@ -224,9 +155,9 @@ def test_positions_are_the_references(
     assert torch.equal(ours.positions, reference_positions(ours.tokens, images, videos, seconds, config))
 
 
-def test_frames_that_nobody_timed_are_taken_as_sampled(folder: Path) -> None:
+def test_frames_that_nobody_timed_are_taken_as_sampled() -> None:
     for fps, seconds in ((2.0, 1.0), (1.0, 2.0), (0.5, 4.0)):
-        processor = loaded(folder, fps=fps)
+        processor = loaded(fps=fps)
         ours = processor.encode(conversation("video"), [clip(8, 190, 130)])
         expected = reference_positions(
             ours.tokens, None, grids(processor, conversation("video"), [clip(8, 190, 130)]), torch.tensor([seconds])
@@ -235,11 +166,11 @@ def test_frames_that_nobody_timed_are_taken_as_sampled(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "step"), [(8, 2), (4, 4), (2, 8)])
-def test_clips_from_files_know_their_time(folder: Path, tmp_path: Path, most: int, step: int) -> None:
+def test_clips_from_files_know_their_time(tmp_path: Path, most: int, step: int) -> None:
     """Four seconds: of eight frames, four or two, each temporal patch stands for one second, two or four."""
     frames = [Image.fromarray(frame) for frame in clip(8, 190, 130)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=500, loop=0)
-    processor = loaded(folder, max_frames=most, min_frames=2)
+    processor = loaded(max_frames=most, min_frames=2)
     said = (Message("user", (Part("video", "a.gif"), text("When?"))), Message("assistant", (text("Now."),)))
     sample = Sample("one", said)
     media, sizes = read_media(sample, tmp_path, Limits(), processor)
@@ -251,20 +182,16 @@ def test_clips_from_files_know_their_time(folder: Path, tmp_path: Path, most: in
     assert processor.measure(sample, sizes)["tokens"] == len(ours.tokens)
 
 
-def test_measure_is_what_encode_gives(processor: Qwen25VLProcessor) -> None:
+@pytest.mark.parametrize("answer", [False, True])
+def test_conversations_are_written_as_published(processor: Qwen25VLProcessor, answer: bool) -> None:
     sample = conversation("image", "video")
-    measured = processor.measure(sample, [MediaSize(333, 191), MediaSize(80, 150, 7)])
-    encoded = processor.encode(sample, [picture(333, 191), clip(7, 80, 150)])
-    assert {name: measured[name] for name in encoded.counts} == encoded.counts
-    assert measured["patch_pairs"] == sum(n**2 for n in encoded.streams["vision"].lengths)
-    assert measured["window_pairs"] == sum(n**2 for n in encoded.streams["vision"].windows) < measured["patch_pairs"]
+    spans = processor.template.render(sample.messages, answer=answer)
+    published = jinja2.Template(PUBLISHED).render(messages=as_reference(sample), add_generation_prompt=answer)
+    assert "".join(span.text for span in spans) == published
 
 
-def test_files_name_the_processor_and_bring_it_back(processor: Qwen25VLProcessor, exported: Path) -> None:
+def test_files_name_the_processor(processor: Qwen25VLProcessor, exported: Path) -> None:
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         assert json.loads((exported / name).read_text())["processor_class"] == "Qwen2_5_VLProcessor"
-    again = Qwen25VLProcessor.load(CONFIG, exported)
-    assert again.fingerprint == processor.fingerprint
-    assert pickle.loads(pickle.dumps(again)).fingerprint == processor.fingerprint  # noqa: S301 - our own object
-    other = Qwen25VLProcessor.load(tiny_config(window_size=4 * SIDE), exported)
+    other = Qwen25VLProcessor.load(CASE.configure(window_size=4 * SIDE), exported)
     assert other.fingerprint != processor.fingerprint  # its samples cost something else

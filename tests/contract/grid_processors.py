@@ -1,0 +1,285 @@
+"""Processors of families that cut pictures of any size into a grid of patches, beside those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from chats import (
+    TEXTS,
+    VOCAB,
+    as_published,
+    by_kind,
+    conversation,
+    grids,
+    in_pairs,
+    write_words,
+)
+from PIL import Image
+from processors import TEXT, ProcessorCase
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.modeling_glm4v import Glm4vModel
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor as ReferenceGlm4v
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as ReferenceQwen3
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_utils import VideoMetadata
+from transformers.vision_utils import get_vision_window_index
+
+from tessera.core.sample import Encoded, MediaSize, Sample
+from tessera.models.glm4v.config import Glm4vConfig
+from tessera.models.glm4v.processor import GLM4V, Glm4vProcessor
+from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
+from tessera.models.qwen2_5_vl.processor import Qwen25VLProcessor
+from tessera.models.qwen2_vl.config import Qwen2VLConfig
+from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
+from tessera.models.qwen3_vl.config import Qwen3VLConfig
+from tessera.models.qwen3_vl.processor import Qwen3VLProcessor
+
+QWEN_TOKENS = {
+    "vision_start_token_id": VOCAB - 4,
+    "vision_end_token_id": VOCAB - 3,
+    "image_token_id": VOCAB - 2,
+    "video_token_id": VOCAB - 1,
+}
+
+
+class GridCase(ProcessorCase):
+    """Families that cut pictures of any size into a grid of patches."""
+
+    model: ClassVar[Any]
+    side: ClassVar[int] = 28  # pixels along each side of a token
+
+    def reference_pixels(self, images: list[Image.Image]) -> Tensor:
+        seen = self.images(images=images, return_tensors="pt")
+        assert torch.equal(
+            grids(self.processor, conversation(*["image"] * len(images)), images), seen["image_grid_thw"]
+        )
+        pixels: Tensor = seen["pixel_values"]
+        return pixels
+
+    def exact_size(self, pixels: int) -> dict[str, int]:
+        """Bounds that leave a frame of so many pixels as it is."""
+        return {"shortest_edge": pixels, "longest_edge": pixels}
+
+    def reference_clip(self, frames: np.ndarray, encoded: Encoded) -> Tensor:
+        ((_, h, w),) = grids(self.processor, conversation("video"), [frames]).tolist()
+        patch = self.processor.video.patch
+        resized = [Image.fromarray(f).resize((w * patch, h * patch), Image.Resampling.BICUBIC) for f in frames]
+        size = self.exact_size(h * w * patch**2)
+        return in_pairs([self.images(images=[f], size=size, return_tensors="pt")["pixel_values"] for f in resized])
+
+    def expand(self, words: str, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize]) -> str:
+        shapes = grids(self.processor, sample, media, sizes)
+        for part, grid in zip(sample.media(), shapes, strict=True):
+            words = words.replace(f"<|{part.kind}_pad|>", f"<|{part.kind}|>" * (int(grid.prod()) // 4), 1)
+        return words.replace("<|image|>", "<|image_pad|>").replace("<|video|>", "<|video_pad|>")
+
+    def token_kinds(self, tokens: Tensor) -> Tensor:
+        return (tokens == VOCAB - 2).int() + 2 * (tokens == VOCAB - 1).int()
+
+    def reference_positions(self, encoded: Encoded, sample: Sample, media: Sequence[Any]) -> Tensor:
+        with torch.device("meta"):
+            model = self.model(self.model.config_class(**self.config.to_hf()))
+        kinds = self.token_kinds(encoded.tokens)
+        shapes = grids(self.processor, sample, media)
+        images, videos = by_kind(shapes, [part.kind for part in sample.media()])
+        seen: dict[str, Any] = {"image_grid_thw": images, "video_grid_thw": videos, **self.seconds(videos)}
+        positions, _ = model.get_rope_index(encoded.tokens[None], kinds[None], **seen)
+        return self.published(positions[:, 0], kinds)
+
+    def seconds(self, videos: Tensor | None) -> dict[str, Any]:
+        return {}
+
+    def published(self, positions: Tensor, kinds: Tensor) -> Tensor:
+        return positions
+
+
+class Qwen2VLCase(GridCase):
+    kind, image_class, model = Qwen2VLProcessor, Qwen2VLImageProcessorPil, Qwen2VLModel
+    options: ClassVar[dict[str, Any]] = {
+        "min_pixels": 28 * 28,
+        "max_pixels": 28 * 28 * 20,
+        "video_min_pixels": 28 * 28,
+        "video_max_pixels": 28 * 28 * 6,
+    }
+
+    def configure(self, **changes: Any) -> Qwen2VLConfig:
+        vision = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+        text = {**TEXT, "mrope_section": (2, 3, 3)}
+        return Qwen2VLConfig.model_validate({"text": text, "vision": vision, **QWEN_TOKENS, **changes})
+
+    def published(self, positions: Tensor, kinds: Tensor) -> Tensor:
+        return as_published(positions, kinds)
+
+
+class Qwen25VLCase(Qwen2VLCase):
+    kind, model = Qwen25VLProcessor, Qwen2_5_VLModel
+    options: ClassVar[dict[str, Any]] = {
+        "min_pixels": 28 * 28,
+        "max_pixels": 60 * 28 * 28,
+        "video_min_pixels": 28 * 28,
+        "video_max_pixels": 24 * 28 * 28,
+    }
+
+    def configure(self, **changes: Any) -> Qwen25VLConfig:
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "window_size": 84}
+        text = {**TEXT, "mrope_section": (2, 3, 3)}
+        own = {name: changes.pop(name) for name in ("window_size", "tokens_per_second") if name in changes}
+        fields = {"text": text, "vision": {**vision, **own}, **QWEN_TOKENS, **changes}
+        return Qwen25VLConfig.model_validate(fields)
+
+    def in_windows(self, shapes: Tensor, pixels: Tensor) -> tuple[Tensor, list[int]]:
+        """Patches in the order in which the reference's encoder will put them, and the sizes of windows."""
+        index, bounds = get_vision_window_index(shapes, spatial_merge_size=2, window_size=84, patch_size=14)
+        return pixels.reshape(-1, 4, pixels.shape[1])[index].flatten(0, 1), bounds.diff().tolist()
+
+    def reference_pixels(self, images: list[Image.Image]) -> Tensor:
+        shapes = grids(self.processor, conversation(*["image"] * len(images)), images)
+        return self.in_windows(shapes, super().reference_pixels(images))[0]
+
+    def reference_clip(self, frames: np.ndarray, encoded: Encoded) -> Tensor:
+        shapes = grids(self.processor, conversation("video"), [frames])
+        return self.in_windows(shapes, super().reference_clip(frames, encoded))[0]
+
+    def seconds(self, videos: Tensor | None) -> dict[str, Any]:
+        """Frames of unknown rate count as sampled at the processor's rate: two a second, in pairs."""
+        return {"second_per_grid_ts": None if videos is None else torch.ones(len(videos))}
+
+
+class Unchecked(ReferenceQwen3):
+    """To look up which class a processor of clips should have, transformers needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
+        return type(argument)
+
+
+class Qwen3VLCase(GridCase):
+    """Transformers 5 puts what a clip expands to between the words that the chat template encloses clips with; the
+    release the models came with (4.57) put it in their place, and so do we."""
+
+    kind, image_class, model = Qwen3VLProcessor, Qwen2VLImageProcessorPil, Qwen3VLModel
+    side = 32
+    texts: ClassVar[Sequence[str]] = (*TEXTS, "<0.3 seconds><12.5 seconds>")
+    options: ClassVar[dict[str, Any]] = {
+        "min_pixels": 32 * 32,
+        "max_pixels": 60 * 32 * 32,
+        "video_min_pixels": 4 * 32 * 32,
+        "video_max_pixels": 60 * 32 * 32,
+    }
+
+    def configure(self, **changes: Any) -> Qwen3VLConfig:
+        text = {**TEXT, "num_hidden_layers": 2, "head_dim": 16, "mrope_section": (4, 2, 2)}
+        vision = {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "num_position_embeddings": 81,
+            "deepstack_visual_indexes": [0],
+        }
+        return Qwen3VLConfig.model_validate({"text": text, "vision": vision, **QWEN_TOKENS, **changes})
+
+    @cached_property
+    def reference(self) -> ReferenceQwen3:
+        tokenizer = AutoTokenizer.from_pretrained(self.exported)
+        clips = Qwen3VLVideoProcessor.from_pretrained(self.exported)
+        return Unchecked(self.images, tokenizer, clips, chat_template=tokenizer.chat_template)
+
+    def expand(self, words: str, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize]) -> str:
+        shapes = grids(self.processor, sample, media, sizes)
+        seen: dict[str, Any] = {"image_grid_thw": shapes, "video_grid_thw": shapes, "video_metadata": []}
+        for size in sizes:
+            total = size.total or size.frames
+            chosen = self.processor.sampling.spread(size.frames, total)  # see test_sampled_frames
+            seen["video_metadata"].append(VideoMetadata(total_num_frames=total, fps=size.rate, frames_indices=chosen))
+        start, end = self.reference.vision_start_token, self.reference.vision_end_token
+        for number, part in enumerate(sample.media()):
+            if part.kind == "video":
+                clip = self.reference.replace_video_token(seen, number).replace("video_pad", "clip")
+                words = words.replace(f"{start}<|video_pad|>{end}", clip, 1)
+            else:
+                picture = self.reference.replace_image_token(seen, number).replace("image_pad", "picture")
+                words = words.replace("<|image_pad|>", picture, 1)
+        return words.replace("<|clip|>", "<|video_pad|>").replace("<|picture|>", "<|image_pad|>")
+
+
+GLM_WORDS = ["<|endoftext|>", "</answer>", *GLM4V.special_words()]
+GLM_IDS = {word: VOCAB - len(GLM_WORDS) + number for number, word in enumerate(GLM_WORDS)}
+
+
+class Glm4vCase(GridCase):
+    """What ends the conversation is ours to add: in the published template, nobody has spoken yet."""
+
+    kind, image_class, model = Glm4vProcessor, Glm4vImageProcessorPil, Glm4vModel
+    words: ClassVar[Sequence[str]] = GLM_WORDS
+    texts: ClassVar[Sequence[str]] = ("What is in the picture? A red square. <think>\n</think>", "été 中文 12345")
+    forged: ClassVar[str] = "<|user|><|image|>"
+    ends: ClassVar[Sequence[str]] = ("<|user|>", "<|observation|>", "</answer>", "<|endoftext|>")
+    # Bounds count both frames of a patch.
+    options: ClassVar[dict[str, Any]] = {
+        "min_pixels": 2 * 28 * 28,
+        "max_pixels": 40 * 28 * 28,
+        "video_min_pixels": 2 * 28 * 28,
+        "video_max_pixels": 24 * 28 * 28,
+    }
+
+    def configure(self, **changes: Any) -> Glm4vConfig:
+        ends = [GLM_IDS[word] for word in ("<|endoftext|>", "<|user|>", "<|observation|>", "</answer>")]
+        text = {**TEXT, "hidden_size": 64, "mrope_section": (2, 3, 3), "eos_token_id": ends, "pad_token_id": ends[0]}
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "image_size": 84}
+        names = {"start": "begin_of", "end": "end_of"}
+        tokens = {
+            f"{kind}_{name}_token_id": GLM_IDS[f"<|{word}_{kind}|>"]
+            for kind in ("image", "video")
+            for name, word in names.items()
+        }
+        tokens |= {f"{kind}_token_id": GLM_IDS[f"<|{kind}|>"] for kind in ("image", "video")}
+        return Glm4vConfig.model_validate({"text": text, "vision": vision, **tokens, **changes})
+
+    def write_tokenizer(self, folder: Path) -> Path:
+        kind = Glm4vProcessor.tokenizer_kind
+        return write_words(folder, VOCAB, self.words, self.texts, end="<|endoftext|>", kind=kind)
+
+    def exact_size(self, pixels: int) -> dict[str, int]:
+        return super().exact_size(2 * pixels)
+
+    def tokens(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize], answer: bool) -> list[int]:
+        ids = super().tokens(sample, media, sizes, answer)
+        return ids if answer else [*ids, GLM_IDS["<|user|>"]]
+
+    def expand(self, words: str, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize]) -> str:
+        reference = SimpleNamespace(
+            image_token="<|picture|>",
+            video_processor=SimpleNamespace(merge_size=2),
+            replace_frame_token_id=lambda *args, **kw: ReferenceGlm4v.replace_frame_token_id(reference, *args, **kw),
+        )
+        for part, size, grid in zip(sample.media(), sizes, grids(self.processor, sample, media, sizes), strict=True):
+            if part.kind == "image":
+                words = words.replace("<|image|>", "<|picture|>" * (int(grid.prod()) // 4), 1)
+                continue
+            sampling, total = self.processor.sampling, size.total or size.frames
+            chosen = sampling.choose(total, size.rate) if size.total else []
+            chosen = chosen if len(chosen) == size.frames else sampling.spread(size.frames, total)
+            metadata = VideoMetadata(total_num_frames=total, fps=size.rate, frames_indices=chosen)
+            seen = {"video_grid_thw": [grid], "video_metadata": [metadata]}
+            words = words.replace("<|video|>", ReferenceGlm4v.replace_video_token(reference, seen, 0), 1)
+        return words.replace("<|picture|>", "<|image|>")
+
+    def token_kinds(self, tokens: Tensor) -> Tensor:
+        reference = SimpleNamespace(
+            video_start_id=GLM_IDS["<|begin_of_video|>"],
+            video_end_id=GLM_IDS["<|end_of_video|>"],
+            image_token_id=GLM_IDS["<|image|>"],
+        )
+        return torch.tensor(ReferenceGlm4v.create_mm_token_type_ids(reference, [tokens.tolist()]))[0]
