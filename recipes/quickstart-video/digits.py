@@ -69,8 +69,8 @@ def drawn(digits: Digits, count: int, seed: int) -> tuple[np.ndarray, np.ndarray
     chance = random.Random(seed)
     numbers = [n % len(digits) for n in range(count)]
     ways = [chance.choice(WAYS) for _ in numbers]
-    made = [video(digits.scans[n], way, chance) for n, way in zip(numbers, ways, strict=True)]
-    return np.stack(made), digits.labels[numbers], ways
+    videos = [video(digits.scans[n], way, chance) for n, way in zip(numbers, ways, strict=True)]
+    return np.stack(videos), digits.labels[numbers], ways
 
 
 def write(folder: Path, ways: int, seed: int) -> int:

@@ -20,21 +20,21 @@ class Verdict:
     digits: np.ndarray
     ways: list[str]
 
-    def right(self, asked: Sequence[int] | np.ndarray, ways: Sequence[str]) -> tuple[float, float]:
+    def right(self, wanted: Sequence[int] | np.ndarray, ways: Sequence[str]) -> tuple[float, float]:
         """Return which share of digits and of ways are those that were asked for."""
         same = [one == other for one, other in zip(self.ways, ways, strict=True)]
-        return float(np.mean(self.digits == np.asarray(asked))), float(np.mean(same))
+        return float(np.mean(self.digits == np.asarray(wanted))), float(np.mean(same))
 
 
 class Judge:
     """Read digits with a support vector machine that was trained on frames of real videos."""
 
     def __init__(self) -> None:
-        known = digits.split(held_out=False)
-        videos, labels, _ = digits.drawn(known, 2 * len(known), seed=1)
+        scans = digits.split(held_out=False)
+        videos, labels, _ = digits.drawn(scans, 2 * len(scans), seed=1)
         frames = np.random.default_rng(0).integers(0, videos.shape[1], len(videos))
-        shown = _bright(videos)[np.arange(len(videos)), frames]
-        self._reader = SVC(C=10, gamma=0.2).fit(_centred(shown), labels)
+        bright = _bright(videos)[np.arange(len(videos)), frames]
+        self._reader = SVC(C=10, gamma=0.2).fit(_centred(bright), labels)
 
     def __call__(self, videos: np.ndarray) -> Verdict:
         """Judge grey videos, uint8 [N, F, H, W]: the digit that all frames together speak for."""
@@ -47,8 +47,8 @@ class Judge:
 
 def _bright(videos: np.ndarray) -> np.ndarray:
     """Return brightness from 0 to 1, without the faint haze that a decoder leaves on black."""
-    found = videos.astype(np.float32) / 255
-    return np.where(found < 0.1, 0, found)
+    brightness = videos.astype(np.float32) / 255
+    return np.where(brightness < 0.1, 0, brightness)
 
 
 def _centres(bright: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -73,12 +73,12 @@ def _centred(frames: np.ndarray) -> np.ndarray:
 def _ways(bright: np.ndarray) -> list[str]:
     """Return the way of each video by how its centre moves; "nowhere" if that is less than a pixel."""
     x, y = _centres(bright)
-    found = []
+    directions = []
     for right, down in zip(x[:, -1] - x[:, 0], y[:, -1] - y[:, 0], strict=True):
         if max(abs(right), abs(down)) < 1:
-            found.append("nowhere")
+            directions.append("nowhere")
         elif abs(right) > abs(down):
-            found.append("right" if right > 0 else "left")
+            directions.append("right" if right > 0 else "left")
         else:
-            found.append("down" if down > 0 else "up")
-    return found
+            directions.append("down" if down > 0 else "up")
+    return directions

@@ -53,9 +53,9 @@ def write(folder: Path, weights: Path, arguments: dict[str, Any]) -> Path:
 
 def load_vae(weights: Path, arguments: dict[str, Any]) -> VideoVae:
     """Return the VAE with the weights that its training exported."""
-    made = VideoVae(**arguments)
-    made.load_state_dict(load_file(weights))
-    return made.eval()
+    vae = VideoVae(**arguments)
+    vae.load_state_dict(load_file(weights))
+    return vae.eval()
 
 
 @torch.no_grad()

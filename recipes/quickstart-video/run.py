@@ -35,64 +35,64 @@ DIGIT, WAY = 0.8, 0.9  # shares of samples that must be right
 
 
 def main() -> None:
-    asked = arguments()
-    began, made = time.perf_counter(), asked.folder / "parts"
+    options = arguments()
+    began, folder = time.perf_counter(), options.folder / "parts"
     judged = judge.Judge()
-    if not asked.sample_only:
-        train(asked, judged, made)
-    chosen = load_config(HERE / "recipe.yaml", {**changes(asked), **asked.model})
+    if not options.sample_only:
+        train(options, judged, folder)
+    chosen = load_config(HERE / "recipe.yaml", {**changes(options), **options.model})
     # The run, not its export: that is in the files of diffusers, which do not say that captions have 5 tokens.
-    with stage(f"5. sampling {asked.samples} videos (tessera generate {chosen.folder} --parts {made} ...)"):
-        wanted = [(n % 10, digits.WAYS[n // 10 % 4]) for n in range(asked.samples)]
-        samples = tessera.pipeline(chosen.folder, parts=made).generate(
+    with stage(f"5. sampling {options.samples} videos (tessera generate {chosen.folder} --parts {folder} ...)"):
+        wanted = [(n % 10, digits.WAYS[n // 10 % 4]) for n in range(options.samples)]
+        samples = tessera.pipeline(chosen.folder, parts=folder).generate(
             [digits.caption(*one) for one in wanted],
             frames=digits.FRAMES,
             height=digits.SIDE,
             width=digits.SIDE,
-            steps=asked.sample_steps,
-            guidance=asked.guidance,
-            seed=1000 * asked.seed,
-            batch=asked.samples,
+            steps=options.sample_steps,
+            guidance=options.guidance,
+            seed=1000 * options.seed,
+            batch=options.samples,
         )
         verdict = judged(np.stack([sample.frames.mean(-1) for sample in samples]))
         keep(chosen.folder, samples, wanted, verdict)
         report = tessera.report(chosen.folder)
     print(f"report:   {report}")
-    print(f"pipeline: {made} with the transformer of {chosen.folder}")
+    print(f"pipeline: {folder} with the transformer of {chosen.folder}")
     digit, way = verdict.right([one for one, _ in wanted], [one for _, one in wanted])
     print(
         f"digit right {digit:.0%}, direction right {way:.0%}, over {len(samples)} samples, "
-        f"in {time.perf_counter() - began:.0f} s ({cpu_seconds():.0f} CPU seconds; seed {asked.seed})"
+        f"in {time.perf_counter() - began:.0f} s ({cpu_seconds():.0f} CPU seconds; seed {options.seed})"
     )
     if digit < DIGIT or way < WAY:
         raise SystemExit(f"the result falls short of what this quick start promises: {DIGIT:.0%} and {WAY:.0%}")
 
 
-def train(asked: argparse.Namespace, judged: judge.Judge, made: Path) -> None:
+def train(options: argparse.Namespace, judged: judge.Judge, folder: Path) -> None:
     """Make the videos and the parts of a pipeline in `made`, and train on them."""
-    videos, features = asked.folder / "videos", asked.folder / "features"
+    videos, features = options.folder / "videos", options.folder / "features"
     with stage("1. writing videos of handwritten digits that move"):
         shutil.rmtree(videos, ignore_errors=True)
-        count = digits.write(asked.folder, asked.ways, asked.seed)
+        count = digits.write(options.folder, options.ways, options.seed)
         print(f"   {count} videos of {digits.FRAMES} frames, {digits.SIDE} x {digits.SIDE}, in {videos}")
         held_out = digits.split(held_out=True)
         real, labels, ways = digits.drawn(held_out, len(held_out), seed=2)
         tell("the judge, on real videos of held-out scans", judged(real).right(labels, ways))
 
     with stage("2. training a small VAE (PYTHONPATH=recipes/quickstart-video tessera train .../vae.yaml)"):
-        chosen = {"train.seed": asked.seed, "out": str(asked.runs), **asked.vae}
+        chosen = {"train.seed": options.seed, "out": str(options.runs), **options.vae}
         run = tessera.train(HERE / "vae.yaml", chosen, overwrite=True)
         check_finished(run)
         form = load_config(HERE / "vae.yaml", chosen).model.config["arguments"]
-        parts.write(made, run.folder / "hf" / "model.safetensors", form)
-        given_back = reconstructed(PipelineFolder(made).autoencoder().eval(), real)
+        parts.write(folder, run.folder / "hf" / "model.safetensors", form)
+        given_back = reconstructed(PipelineFolder(folder).autoencoder().eval(), real)
         tell("the same videos, encoded and decoded", judged(given_back).right(labels, ways))
 
-    here = {**changes(asked), **asked.model}
+    here = {**changes(options), **options.model}
     with stage("3. encoding videos and captions once (tessera data features)"):
         shutil.rmtree(features, ignore_errors=True)
-        encoders = {"folder": str(made), "text": {"dtype": "float32"}}
-        media = {"data.train": str(asked.folder / "train.jsonl"), "train.task_options.encoders": encoders}
+        encoders = {"folder": str(folder), "text": {"dtype": "float32"}}
+        media = {"data.train": str(options.folder / "train.jsonl"), "train.task_options.encoders": encoders}
         # Small shards: a shard's header is read for each of its samples, and here it is larger than a sample.
         done = write_features(HERE / "recipe.yaml", features, {**here, **media}, batch=16, shard=16)
         for line in done.lines():
@@ -103,15 +103,15 @@ def train(asked: argparse.Namespace, judged: judge.Judge, made: Path) -> None:
         check_finished(tessera.train(HERE / "recipe.yaml", here, overwrite=True))
 
 
-def changes(asked: argparse.Namespace) -> dict[str, Any]:
+def changes(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the arguments change in recipe.yaml."""
     return {
-        "train.seed": asked.seed,
-        "out": str(asked.runs),
-        "model.tokenizer": str(asked.folder / "parts"),
-        "data.train": str(asked.folder / "features"),
-        "train.preview.folder": str(asked.folder / "parts"),
-        "train.preview.guidance": asked.guidance,
+        "train.seed": options.seed,
+        "out": str(options.runs),
+        "model.tokenizer": str(options.folder / "parts"),
+        "data.train": str(options.folder / "features"),
+        "train.preview.folder": str(options.folder / "parts"),
+        "train.preview.guidance": options.guidance,
     }
 
 
@@ -127,9 +127,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sample-only", action="store_true", help="sample again from what was trained before")
     parser.add_argument("--vae", action="append", default=[], metavar="KEY=VALUE", help="of vae.yaml")
     parser.add_argument("--model", action="append", default=[], metavar="KEY=VALUE", help="of recipe.yaml")
-    asked = parser.parse_args()
-    asked.vae, asked.model = parse_overrides(asked.vae), parse_overrides(asked.model)
-    return asked
+    options = parser.parse_args()
+    options.vae, options.model = parse_overrides(options.vae), parse_overrides(options.model)
+    return options
 
 
 @contextmanager

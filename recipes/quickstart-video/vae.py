@@ -92,13 +92,13 @@ class VideoVae(nn.Module):
 
     def encoded(self, pixels: Tensor) -> Tensor:
         """Return the mode of the latents, as `encode` of the VAE does."""
-        found = self.vae.quant_conv(self.vae.encoder(patchify(pixels, self.vae.config.patch_size)))
-        return found[:, : self.vae.config.z_dim]
+        moments = self.vae.quant_conv(self.vae.encoder(patchify(pixels, self.vae.config.patch_size)))
+        return moments[:, : self.vae.config.z_dim]
 
     def decoded(self, latents: Tensor) -> Tensor:
         """Return pixels as `decode` of the VAE does, but not cut to -1 and 1: what is cut has no gradient."""
-        found = self.vae.decoder(self.vae.post_quant_conv(latents))
-        return unpatchify(found, self.vae.config.patch_size)
+        patches = self.vae.decoder(self.vae.post_quant_conv(latents))
+        return unpatchify(patches, self.vae.config.patch_size)
 
 
 _SLOPE = 0.928  # of the activation where it begins, at 1
@@ -134,6 +134,6 @@ class Videos(Dataset[dict[str, Tensor]]):
         return self.count
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        known, chance = digits.split(held_out=False), random.Random(number)
-        scan = known.scans[number % len(known)]
+        scans, chance = digits.split(held_out=False), random.Random(number)
+        scan = scans.scans[number % len(scans)]
         return {"video": torch.from_numpy(digits.video(scan, chance.choice(digits.WAYS), chance))}

@@ -1,4 +1,4 @@
-"""What families share whose latents attend to the text: main sequence, parallel plan, costs and example batches."""
+"""Main sequence, plan, costs and example batches of families whose latents attend to the text."""
 
 from __future__ import annotations
 

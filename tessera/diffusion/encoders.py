@@ -60,14 +60,14 @@ class SampleConditions:
 class Encoders:
     """Encode with the components of a pipeline. `parts`: the folder of tokenizers and preprocessors.
 
-    `given`: which frames of training videos are given to the model. `stores_empty`: add the empty caption of each
-    sample to its features, where it is another one for each: a text encoder also reads its images or its frame.
+    `given_frames`: the frames of training videos that the model is given. `stores_empty`: add the empty caption of each
+    sample to its features. It differs between samples where a text encoder also reads their images or frames.
     """
 
     family: GenerationFamily
     components: Mapping[str, Component]
     parts: PipelineFolder
-    given: Given = "none"
+    given_frames: Given = "none"
     stores_empty: bool = False
 
     @cached_property
@@ -92,7 +92,7 @@ class Encoders:
     ) -> list[Batch]:
         """Return batches with features, each as `encode` returns it. Every encoder comes to the device once."""
         encoded = self._with_text(batches, dropped)
-        if self.family.image_embeds and self.given != "none":
+        if self.family.image_embeds and self.given_frames != "none":
             with self._use(IMAGE_ENCODER, FrameEncoder) as frames:
                 encoded = [self._with_image_embeds(batch, frames) for batch in encoded]
         with self._use(VAE, Autoencoder) as vae:
@@ -117,12 +117,12 @@ class Encoders:
             for owner, image in zip(owners, images, strict=True):
                 tokens[owner].append(patchify(image, family.patch))
         clean = _joined_rows(tokens, lengths, family.patch_values, batch["frames"].device)
-        if self.given == "none":
+        if self.given_frames == "none":
             return batch.with_tensors(clean=clean)
         conditions = {}
         for number, video, values in zip(numbers, videos, latents, strict=True):
             noise = None if disturb is None else partial(disturb, number)
-            channels = family.images.channels(vae, video, values.shape, self.given, noise)
+            channels = family.images.channels(vae, video, values.shape, self.given_frames, noise)
             if channels is not None:
                 conditions[number] = [patchify(channels, family.patch)]
         if not conditions:
@@ -131,7 +131,7 @@ class Encoders:
         return batch.with_tensors(clean=clean, condition=_joined_rows(conditions, lengths, width, clean.device))
 
     def _with_image_embeds(self, batch: Batch, encoder: FrameEncoder) -> Batch:
-        places = (0,) if self.given == "first" else (0, -1)
+        places = (0,) if self.given_frames == "first" else (0, -1)
         embeds = encoder.encode([video[at] for video in _videos(batch) for at in places])
         if not embeds:
             return batch

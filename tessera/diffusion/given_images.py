@@ -60,12 +60,12 @@ class GivenImages:
         return 0
 
     def channels(
-        self, vae: Autoencoder, video: Tensor, shape: Sequence[int], given: Given, disturb: Disturb | None = None
+        self, vae: Autoencoder, video: Tensor, shape: Sequence[int], frames: Given, disturb: Disturb | None = None
     ) -> Tensor | None:
         """Return the channels [C, f, h, w] beside the noisy latents of a video; None: there are none.
 
-        `video`: uint8 [F, H, W, 3], whose given frames are read. `shape`: of its latents. `disturb`: adds noise to the
-        first frame, whose pixels are between -1 and 1.
+        `video`: uint8 [F, H, W, 3]. `shape`: of its latents. `frames`: which of its frames are given. `disturb`: adds
+        noise to the first frame, whose pixels are between -1 and 1.
         """
         return None
 
@@ -87,7 +87,7 @@ class FirstFrameChannels(GivenImages):
     takes_noise = True
 
     def channels(
-        self, vae: Autoencoder, video: Tensor, shape: Sequence[int], given: Given, disturb: Disturb | None = None
+        self, vae: Autoencoder, video: Tensor, shape: Sequence[int], frames: Given, disturb: Disturb | None = None
     ) -> Tensor | None:
         pixels = video[:1].float() / 127.5 - 1
         (latents,) = vae.encode([pixels if disturb is None else disturb(pixels)])
@@ -119,22 +119,22 @@ class MaskedVideoChannels(GivenImages):
     reads_last = True
 
     def channels(
-        self, vae: Autoencoder, video: Tensor, shape: Sequence[int], given: Given, disturb: Disturb | None = None
+        self, vae: Autoencoder, video: Tensor, shape: Sequence[int], frames: Given, disturb: Disturb | None = None
     ) -> Tensor | None:
         pixels = video.float() / 127.5 - 1
         grey = torch.zeros_like(pixels)
         grey[0] = pixels[0]
-        if given == "first_last":
+        if frames == "first_last":
             grey[-1] = pixels[-1]
         (latents,) = vae.encode([grey])
-        return torch.cat([self._mask(vae.form.time_stride, len(video), shape[2:], given).to(latents), latents])
+        return torch.cat([self._mask(vae.form.time_stride, len(video), shape[2:], frames).to(latents), latents])
 
     @staticmethod
-    def _mask(time_stride: int, frames: int, size: Sequence[int], given: Given) -> Tensor:
+    def _mask(time_stride: int, length: int, size: Sequence[int], frames: Given) -> Tensor:
         """Return [time_stride, f, h, w] with 1 where a frame is given: a channel for each frame of a latent frame. The
         first latent frame holds one frame, which fills all channels."""
-        mask = torch.zeros(frames + time_stride - 1)
+        mask = torch.zeros(length + time_stride - 1)
         mask[:time_stride] = 1
-        if given == "first_last":
+        if frames == "first_last":
             mask[-1] = 1
         return mask.view(-1, time_stride).T[:, :, None, None].expand(-1, -1, *size)

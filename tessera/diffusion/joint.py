@@ -1,4 +1,4 @@
-"""What families with text and latents in one sequence share: parallel plan, parameter names, costs, example batches."""
+"""Plan, parameter names, costs and example batches of families with text and latents in one sequence."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, Transf
 from tessera.nn.stage_carry import CARRY
 from tessera.weights.map import ColumnsByHead, Rule, WeightMap
 
-# Latents and text are made by the task, on the device, from whole samples; their indices tell it which of them a rank
-# has.
+# The task makes latents and text on the device, from whole samples; the indices have those of a rank.
 JOINT_STREAM = Stream(
     tensors=("sample_index", "positions"),
     segments="latents",
@@ -245,7 +244,7 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
 
 
 def batch_measures(batch: Batch, conditions: Sequence[str] = ("text",)) -> dict[str, np.ndarray]:
-    """Return the measures of each sample of a batch. `conditions`: what is in the main sequence beside latents."""
+    """Return the measures of each sample of a batch. `conditions`: segments in the main sequence beside latents."""
     lengths = np.array(batch.segments["latents"].lengths)
     text = sum(np.array(batch.segments[name].lengths) for name in conditions if name in batch.segments)
     return {"tokens": lengths, "text": np.asarray(text), "samples": np.ones_like(lengths)}

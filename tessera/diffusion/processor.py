@@ -97,7 +97,7 @@ class GenerationProcessor:
 
     @cached_property
     def sampling(self) -> VideoSampling:
-        """Return which frames of a video are taken: one, and a whole number of latent frames more."""
+        """Return which frames of a video are taken: one, and those of full latent frames after it."""
         time = 1 if self.stride is None else self.stride[0]
         return VideoSampling(self.options.fps, 1, self.options.num_frames, multiple=time, rule="pace")
 
@@ -148,7 +148,7 @@ class GenerationProcessor:
         return max(width, round(size.width * scale)), max(height, round(size.height * scale))
 
     def frames(self, taken: int) -> int:
-        """Return how many of the frames taken from a video are used: those that fill whole patches of latents."""
+        """Return how many of the frames taken from a video are used: those that fill patches of latents."""
         time, patch = self._strides[0], self.family.patch[0]
         latents = ((taken - 1) // time + 1) // patch * patch
         if latents == 0:

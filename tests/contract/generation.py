@@ -44,8 +44,8 @@ class GenerationFamily(ABC):
         """Diffusers' model of our configuration."""
         fields = config.to_hf()
         kind = getattr(diffusers, fields["_class_name"])
-        made: nn.Module = kind.from_config(fields)
-        return made
+        reference: nn.Module = kind.from_config(fields)
+        return reference
 
     @abstractmethod
     def batch(self, config: Any, generator: torch.Generator) -> Batch:

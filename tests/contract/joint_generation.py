@@ -88,27 +88,27 @@ class Flux(JointFamily):
         return [[self.grids[0], *references], [self.grids[1]]]
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
-        found = []
+        outputs = []
         pairs = zip(samples_of(batch, "text"), self.latents_of(config, batch), self.images(config), strict=True)
         for at, (text, latents, grids) in enumerate(pairs):
             ids = [torch.zeros(*grid[1:], 3) for grid in grids]
-            for number, (one, grid) in enumerate(zip(ids, grids, strict=True)):
-                one[..., 0] = number
-                one[..., 1] += torch.arange(grid[1])[:, None]
-                one[..., 2] += torch.arange(grid[2])[None]
+            for number, (places, grid) in enumerate(zip(ids, grids, strict=True)):
+                places[..., 0] = number
+                places[..., 1] += torch.arange(grid[1])[:, None]
+                places[..., 2] += torch.arange(grid[2])[None]
             guidance = batch["guidance"][at : at + 1] if config.guidance_embeds else None
             out = reference(
                 latents[None],
                 text[None],
                 batch["pooled"][at : at + 1],
                 batch["timesteps"][at : at + 1] / 1000,
-                torch.cat([one.flatten(0, 1) for one in ids]),
+                torch.cat([places.flatten(0, 1) for places in ids]),
                 torch.zeros(len(text), 3),
                 guidance,
                 return_dict=False,
             )
-            found.append(out[0][0])
-        return found
+            outputs.append(out[0][0])
+        return outputs
 
 
 class QwenImage(JointFamily):
@@ -144,7 +144,7 @@ class QwenImage(JointFamily):
         return [[grid] for grid in self.grids]
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
-        found = []
+        outputs = []
         pairs = zip(samples_of(batch, "text"), self.latents_of(config, batch), self.images(config), strict=True)
         for at, (text, latents, grids) in enumerate(pairs):
             out = reference(
@@ -156,8 +156,8 @@ class QwenImage(JointFamily):
                 additional_t_cond=batch["additional_t_cond"][at : at + 1] if config.use_additional_t_cond else None,
                 return_dict=False,
             )
-            found.append(out[0][0])
-        return found
+            outputs.append(out[0][0])
+        return outputs
 
 
 class StableDiffusion3(JointFamily):
@@ -188,7 +188,7 @@ class StableDiffusion3(JointFamily):
     }
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
-        found, patch = [], (1, config.patch_size, config.patch_size)
+        outputs, patch = [], (1, config.patch_size, config.patch_size)
         pairs = zip(samples_of(batch, "text"), self.latents_of(config, batch), self.grids, strict=True)
         for at, (text, latents, grid) in enumerate(pairs):
             out = reference(
@@ -198,5 +198,5 @@ class StableDiffusion3(JointFamily):
                 batch["timesteps"][at : at + 1],
                 return_dict=False,
             )
-            found.append(to_patches(out[0][0][:, None], patch))
-        return found
+            outputs.append(to_patches(out[0][0][:, None], patch))
+        return outputs

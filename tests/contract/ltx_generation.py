@@ -39,7 +39,7 @@ class LTXVideo(GenerationFamily):
         return batch.with_tensors(frame_rates=torch.tensor([24.0, 50.0, 1.0])) if config.patch_size > 1 else batch
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
-        found = []
+        outputs = []
         times = list(batch["timesteps"].split(1))
         if config == self.config("token times"):
             times = [part[None] for part in samples_of(batch, "timesteps", "latents")]
@@ -56,5 +56,5 @@ class LTXVideo(GenerationFamily):
                 rope_interpolation_scale=(8 / rate, 32, 32),
                 return_dict=False,
             )
-            found.append(out[0][0])
-        return found
+            outputs.append(out[0][0])
+        return outputs

@@ -60,9 +60,9 @@ def test_predictions_loss_and_gradients_are_those_of_diffusers(name: str, case: 
     family = GENERATION[name]
     config, reference, batch = drawn(name, case)
     model = from_foreign(family.spec, config, reference.state_dict())
-    made = results(model, [model(batch)["latents"][family.trained(batch)]])
-    heads = {part: made.pop(part) for part in ("prediction", "loss")}
-    ours = heads | to_foreign(family.spec, config, made)
+    gradients = results(model, [model(batch)["latents"][family.trained(batch)]])
+    heads = {part: gradients.pop(part) for part in ("prediction", "loss")}
+    ours = heads | to_foreign(family.spec, config, gradients)
     peers = with_moved_weights(
         reference.parameters(), lambda: results(reference, family.outputs(reference, config, batch))
     )
@@ -70,12 +70,12 @@ def test_predictions_loss_and_gradients_are_those_of_diffusers(name: str, case: 
         reference = reference.double()
         exact = results(reference, family.outputs(reference, config, of_dtype(batch, torch.float64)))
     assert ours.keys() == peers[0].keys()
-    for what, found in ours.items():
+    for what, result in ours.items():
         peer = max((one[what] for one in peers), key=partial(distance, exact=exact[what]))
         # A gradient is a sum over tokens, of which most may cancel: sixteen roundings are those of 256 terms.
         roundings = 4.0 if what in heads else 16.0
         terms = exact[queries_for_keys(what)]
-        assert_as_close(found, peer, exact[what], k=4.0, roundings=roundings, what=what, terms=terms)
+        assert_as_close(result, peer, exact[what], k=4.0, roundings=roundings, what=what, terms=terms)
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
@@ -96,9 +96,9 @@ def test_a_saved_folder_loads_in_diffusers_and_here_and_predicts_the_same(name: 
     assert weights is not None
     save_folder(tmp_path / "ours", model_tensors(model), weights, config.to_hf())
     loaded = type(reference).from_pretrained(tmp_path / "ours", use_safetensors=True)
-    for one, other in zip(loaded.state_dict().items(), reference.state_dict().items(), strict=True):
-        assert one[0] == other[0]
-        assert torch.equal(one[1], other[1]), one[0]
+    for entry, other in zip(loaded.state_dict().items(), reference.state_dict().items(), strict=True):
+        assert entry[0] == other[0]
+        assert torch.equal(entry[1], other[1]), entry[0]
     reference.save_pretrained(tmp_path / "theirs")
     spec, read = resolve(ModelSection(path=tmp_path / "theirs"))
     assert (spec.name, read) == (name, config)
@@ -177,10 +177,10 @@ def test_initial_weights_are_a_function_of_the_generator_and_an_example_runs(nam
     assert family.spec.example is not None
     config = family.config(next(iter(family.configs)))
     model, again = family.spec.main.build(config), family.spec.main.build(config)
-    for one in (model, again):
+    for module in (model, again):
         generator = torch.Generator().manual_seed(0)
-        for path, parameter in one.named_parameters():
-            one.initialize(path, parameter, generator)  # type: ignore[operator]
+        for path, parameter in module.named_parameters():
+            module.initialize(path, parameter, generator)  # type: ignore[operator]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
     out = model(family.spec.example(config, 48))["latents"]
     assert out.isfinite().all()

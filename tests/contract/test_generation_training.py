@@ -75,11 +75,11 @@ def recipe(data: Path, pipeline: Path, out: Path, **options: Any) -> dict[str, A
 
 
 def weights(run: Any) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for path in sorted(run.checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def losses(run: Any) -> list[float]:
@@ -89,19 +89,19 @@ def losses(run: Any) -> list[float]:
 
 def test_training_from_pixels_and_captions_resumes_bit_by_bit(data: Path, pipeline: Path, tmp_path: Path) -> None:
     options = {"shift": 3.0, "time": "logit_normal", "caption_dropout": 0.3, "encoders": {}}
-    made = [recipe(data, pipeline, tmp_path / name, **options) for name in ("whole", "part")]
-    for one in made:
-        one["model"] = {"path": str(pipeline)}  # which has the encoders as well
-    del made[1]["train"]["task_options"]["encoders"]  # so they are the default
-    whole = tessera.train(made[0])
-    part = tessera.train(made[1], callbacks=[StopAt(2)])
+    recipes = [recipe(data, pipeline, tmp_path / name, **options) for name in ("whole", "part")]
+    for changed in recipes:
+        changed["model"] = {"path": str(pipeline)}  # which has the encoders as well
+    del recipes[1]["train"]["task_options"]["encoders"]  # so they are the default
+    whole = tessera.train(recipes[0])
+    part = tessera.train(recipes[1], callbacks=[StopAt(2)])
     resumed = tessera.resume(part.folder)
-    wanted, found = weights(whole), weights(resumed)
-    assert wanted.keys() == found.keys()
+    wanted, stored = weights(whole), weights(resumed)
+    assert wanted.keys() == stored.keys()
     assert not any("vae" in name or "text_encoder" in name for name in wanted)  # frozen parts are not stored
     assert any("blocks" in name for name in wanted)
     for name, tensor in wanted.items():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, stored[name]), name
     planned = tessera.plan(recipe(data, pipeline, tmp_path / "planned")).describe()
     assert "vae" in planned
     assert "otherwise in host memory" in planned
@@ -109,25 +109,25 @@ def test_training_from_pixels_and_captions_resumes_bit_by_bit(data: Path, pipeli
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", ["none", "first"])
-def test_encoding_several_steps_at_once_changes_no_bit(data: Path, pipeline: Path, tmp_path: Path, given: str) -> None:
-    if given == "first":
+@pytest.mark.parametrize("frames", ["none", "first"])
+def test_encoding_several_steps_at_once_changes_no_bit(data: Path, pipeline: Path, tmp_path: Path, frames: str) -> None:
+    if frames == "first":
         pipeline = tmp_path / "wan"
         write_wan(pipeline, image=True, embeds=1)
-    options = {"caption_dropout": 0.3, "given": given}
-    made = []
+    options = {"caption_dropout": 0.3, "given": frames}
+    recipes = []
     for name, steps in (("one", 1), ("three", 3), ("part", 3)):
-        asked = recipe(data, pipeline, tmp_path / name, **options)
-        asked["model"] = {"path": str(pipeline)}
-        asked["train"]["steps"] = 5
-        asked["train"]["task_options"]["encoders"]["steps"] = steps
-        made.append(asked)
-    assert "3 steps together" in tessera.plan(made[1]).describe()
-    wanted, found = (weights(tessera.train(asked)) for asked in made[:2])
-    part = tessera.train(made[2], callbacks=[StopAt(2)])  # in the middle of what was encoded
+        chosen = recipe(data, pipeline, tmp_path / name, **options)
+        chosen["model"] = {"path": str(pipeline)}
+        chosen["train"]["steps"] = 5
+        chosen["train"]["task_options"]["encoders"]["steps"] = steps
+        recipes.append(chosen)
+    assert "3 steps together" in tessera.plan(recipes[1]).describe()
+    wanted, together = (weights(tessera.train(chosen)) for chosen in recipes[:2])
+    part = tessera.train(recipes[2], callbacks=[StopAt(2)])  # in the middle of what was encoded
     resumed = weights(tessera.resume(part.folder))
     for name, tensor in wanted.items():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, together[name]), name
         assert torch.equal(tensor, resumed[name]), name
 
 
@@ -156,5 +156,5 @@ def test_ranks_that_share_encoders_or_sequences_train_as_one(data: Path, pipelin
     for name, parallel in layouts.items():
         recipes[name] |= {"model": {"path": str(pipeline)}, "parallel": parallel}
     wanted = losses(tessera.train(recipes.pop("alone")))
-    for found in run_ranks(train_on_ranks, 2, list(recipes.values()))[0]:
-        assert found == pytest.approx(wanted, rel=1e-4)
+    for measured in run_ranks(train_on_ranks, 2, list(recipes.values()))[0]:
+        assert measured == pytest.approx(wanted, rel=1e-4)

@@ -52,17 +52,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_a_first_frame_is_embedded_as_diffusers_does(world: tuple[Path, Any]) -> None:
     folder, pipeline = world
     encoder = PipelineFolder(folder / "model").frame_encoder()
-    shown = Image.fromarray(np.random.default_rng(0).integers(0, 255, (28, 28, 3), dtype=np.uint8))
+    frame = Image.fromarray(np.random.default_rng(0).integers(0, 255, (28, 28, 3), dtype=np.uint8))
     wide = copy.deepcopy(pipeline.image_encoder).double()
     plain, exact = (
-        pipeline._get_image_embeds(one, pipeline.feature_extractor, shown, CPU)[0]
-        for one in (pipeline.image_encoder, wide)
+        pipeline._get_image_embeds(module, pipeline.feature_extractor, frame, CPU)[0]
+        for module in (pipeline.image_encoder, wide)
     )
-    (found,) = encoder.encode([torch.from_numpy(np.array(shown))])
-    assert_as_close(found, plain, exact)
-    assert len(found) == frame_embeddings(folder / "model") == 4
+    (embeds,) = encoder.encode([torch.from_numpy(np.array(frame))])
+    assert_as_close(embeds, plain, exact)
+    assert len(embeds) == frame_embeddings(folder / "model") == 4
     # Of another size it is resized, by Pillow there: both round to whole levels, of which they are one apart at most.
-    large = shown.resize((60, 50), Image.Resampling.BICUBIC)
+    large = frame.resize((60, 50), Image.Resampling.BICUBIC)
     theirs = pipeline.feature_extractor(images=large, return_tensors="pt").pixel_values[0]
     ours = prepared(torch.from_numpy(np.array(large)), encoder.form)
     assert float((ours - theirs).abs().max()) <= 1.001 / 127.5
@@ -81,19 +81,20 @@ def test_embeddings_have_their_place_between_text_and_latents(world: tuple[Path,
         IMAGE_ENCODER: parts.frame_encoder(),
     }
     frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
-    made = Encoders(FAMILY, frozen, parts, "first").encode(batch, ())
-    texts, embeds = (made.segments[name].lengths for name in ("text", "image_embeds"))
+    encoded = Encoders(FAMILY, frozen, parts, "first").encode(batch, ())
+    texts, embeds = (encoded.segments[name].lengths for name in ("text", "image_embeds"))
     assert [one for one in embeds if one] == [4, 4, 4]
-    assert len(made["image_embeds"]) == len(made["image_embeds_index"]) == 12
-    indices = [made[f"{name}_index"] for name in ("text", "image_embeds", "latent")]
+    assert len(encoded["image_embeds"]) == len(encoded["image_embeds_index"]) == 12
+    indices = [encoded[f"{name}_index"] for name in ("text", "image_embeds", "latent")]
     assert sorted(torch.cat(indices).tolist()) == list(range(LENGTH * len(rows))), "every element has one kind"
-    own = [
-        whole - text - more for whole, text, more in zip(made.segments["latents"].lengths, texts, embeds, strict=True)
+    latents = [
+        whole - text - more
+        for whole, text, more in zip(encoded.segments["latents"].lengths, texts, embeds, strict=True)
     ]
-    assert latent_lengths(made, FAMILY) == own
-    assert len(made["clean"]) == len(made["latent_index"]) == sum(own)
-    assert not made["positions"][:, made["image_embeds_index"]].any(), "they are not rotated"
-    trained = made["condition"][made["trained"]]
+    assert latent_lengths(encoded, FAMILY) == latents
+    assert len(encoded["clean"]) == len(encoded["latent_index"]) == sum(latents)
+    assert not encoded["positions"][:, encoded["image_embeds_index"]].any(), "they are not rotated"
+    trained = encoded["condition"][encoded["trained"]]
     assert trained[:, -1].unique().tolist() == [0, 1], "a mask of latent frames"
 
 
@@ -129,11 +130,11 @@ def test_training_on_features_is_training_on_videos(world: tuple[Path, Any], tmp
     online = recipe(folder, folder / "videos.jsonl")
     write_features(online, tmp_path / "features", batch=1)
     stored = recipe(folder, tmp_path / "features")
-    found = [tessera.train({**one, "out": str(tmp_path / name)}) for one, name in ((online, "a"), (stored, "b"))]
-    losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in found]
+    runs = [tessera.train({**one, "out": str(tmp_path / name)}) for one, name in ((online, "a"), (stored, "b"))]
+    losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in runs]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
-    (again,) = tessera.pipeline(found[0].folder, device="cpu").generate(
+    (again,) = tessera.pipeline(runs[0].folder, device="cpu").generate(
         "a kite", images=[Image.new("RGB", (64, 64), "red")], height=64, width=64, frames=5, steps=1
     )
     assert again.frames.shape == (5, 64, 64, 3)
@@ -167,8 +168,8 @@ def test_captions_are_read_with_the_first_frame_as_diffusers_does(tmp_path: Path
     template = published.DEFAULT_PROMPT_TEMPLATE
     assert isinstance(reader, FrameCaptions)
     assert reader.template == template["template"]
-    shown = Image.fromarray(np.random.default_rng(0).integers(0, 255, (336, 336, 3), dtype=np.uint8))
-    captions, frame = CaptionTokenizer.load(tmp_path, reader), torch.from_numpy(np.array(shown))
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (336, 336, 3), dtype=np.uint8))
+    captions, frame = CaptionTokenizer.load(tmp_path, reader), torch.from_numpy(np.array(image))
     narrow, wide = (
         PipelineFolder(tmp_path).text_encoder(reader, dtype=dtype) for dtype in (torch.float32, torch.float64)
     )
@@ -176,7 +177,7 @@ def test_captions_are_read_with_the_first_frame_as_diffusers_does(tmp_path: Path
         ids = torch.tensor(captions.cut(captions.ids(caption)))
         (ours,), (exact,) = (encoder.encode([ids], [frame]) for encoder in (narrow, wide))
         every = reader.every
-        states, mask = pipeline._get_llama_prompt_embeds(shown, caption, template, image_embed_interleave=every)
+        states, mask = pipeline._get_llama_prompt_embeds(image, caption, template, image_embed_interleave=every)
         peer = states[0][mask[0].bool()]
         assert ours.tokens is not None
         assert exact.tokens is not None
@@ -196,8 +197,8 @@ def test_training_on_features_is_training_with_frames_in_captions(tmp_path: Path
     online = recipe(tmp_path, write_jsonl(tmp_path / "videos.jsonl", rows))
     write_features(online, tmp_path / "features", batch=1)
     stored = recipe(tmp_path, tmp_path / "features")
-    found = [tessera.train({**one, "out": str(tmp_path / name)}) for one, name in ((online, "a"), (stored, "b"))]
-    losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in found]
+    runs = [tessera.train({**one, "out": str(tmp_path / name)}) for one, name in ((online, "a"), (stored, "b"))]
+    losses = [[row["loss"] for row in run.metrics if row["kind"] == "train"] for run in runs]
     assert losses[0] == losses[1], "encoders see one sample at a time in both"
     assert len(set(losses[0])) == 3
 
@@ -212,15 +213,15 @@ def test_the_empty_caption_of_a_sample_is_read_with_its_own_frame(tmp_path: Path
     family, parts = first_family("token_replace"), PipelineFolder(tmp_path)
     rows = rows_of(GenerationProcessor.load(family, tmp_path), media, length=LENGTH)
     batch = rows.batch(range(len(rows)))
-    made = []
+    pairs = []
     for dtype in (torch.float32, torch.float64):
         modules: dict[str, torch.nn.Module] = {VAE: parts.autoencoder()}
         modules |= {reader.encoder: parts.text_encoder(reader, dtype=dtype) for reader in family.captions}
         frozen = {name: FrozenModule(module, CPU, "device") for name, module in modules.items()}
         encoders = Encoders(family, frozen, parts, "first", stores_empty=True)
         everyone = range(len(batch.segments["text"].lengths))
-        made.append((encoders.encode(batch, ()), encoders.encode(batch, everyone)))
-    (stored, online), (_, exact) = made
+        pairs.append((encoders.encode(batch, ()), encoders.encode(batch, everyone)))
+    (stored, online), (_, exact) = pairs
     assert not torch.equal(stored["text"], online["text"])
     assert_as_close(without_captions(stored, everyone)["text"], online["text"], exact["text"])
     first = [text[:144] for text in torch.split(online["text"], [*online.segments["text"].lengths]) if len(text)]

@@ -66,10 +66,10 @@ def test_previews_show_what_is_learned_and_are_what_the_run_makes(wan: Path, dat
     ]
     files = [run.folder / row["file"] for row in rows]
     assert files[0].read_bytes() != files[2].read_bytes(), "the weights have changed in between"
-    made = tessera.pipeline(run.folder, device="cpu").generate(
+    samples = tessera.pipeline(run.folder, device="cpu").generate(
         PREVIEW["prompts"], **{key: value for key, value in PREVIEW.items() if key != "prompts"}
     )
-    for path, sample in zip(files[2:], made, strict=True):
+    for path, sample in zip(files[2:], samples, strict=True):
         with Image.open(path) as image:
             last = np.asarray(image.convert("RGB")).astype(int)
         assert np.abs(last - sample.frames[0]).mean() < 4, "colours of a GIF are a palette"
@@ -92,34 +92,34 @@ def test_a_resumed_run_makes_the_previews_of_one_that_never_stopped(wan: Path, d
 
 @pytest.mark.slow
 def test_adapters_of_a_run_sample_as_the_run_does(wan: Path, data: Path, tmp_path: Path) -> None:
-    asked = recipe(wan, data, tmp_path, steps=2, generate_every=0)
-    asked["model"]["lora"] = {"rank": 2, "alpha": 64, "targets": ["blocks.*.cross.q", "blocks.*.cross.out"]}
-    asked["checkpoint"] = {"export": True, "prove": "never"}
-    asked["optim"]["lr"] = 0.1
-    run = tessera.train(asked)
+    chosen = recipe(wan, data, tmp_path, steps=2, generate_every=0)
+    chosen["model"]["lora"] = {"rank": 2, "alpha": 64, "targets": ["blocks.*.cross.q", "blocks.*.cross.out"]}
+    chosen["checkpoint"] = {"export": True, "prove": "never"}
+    chosen["optim"]["lr"] = 0.1
+    run = tessera.train(chosen)
     options = {key: value for key, value in PREVIEW.items() if key != "prompts"}
-    made = [
+    samples = [
         tessera.pipeline(folder, device="cpu").generate("a red kite", **options)[0].frames.astype(int)
         for folder in (wan, run.folder, run.folder / "adapter")
     ]
-    assert np.abs(made[1] - made[2]).max() <= 1, "adapters are stored in another order of their layers' columns"
-    assert np.abs(made[0] - made[1]).max() > 1, "training has changed the weights"
+    assert np.abs(samples[1] - samples[2]).max() <= 1, "adapters are stored in another order of their layers' columns"
+    assert np.abs(samples[0] - samples[1]).max() > 1, "training has changed the weights"
 
 
 @pytest.mark.slow
 def test_a_run_of_one_expert_samples_with_the_other_of_its_folder(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "wan"
     write_wan(folder, experts=2)
-    asked = recipe(folder / "transformer_2", data, tmp_path, steps=1, generate_every=0)
-    asked["train"]["task_options"] |= {"boundaries": [0, 0.7], "encoders": {"folder": str(folder)}}
-    asked["model"]["tokenizer"] = str(folder)
-    asked["optim"]["lr"] = 0.0
+    chosen = recipe(folder / "transformer_2", data, tmp_path, steps=1, generate_every=0)
+    chosen["train"]["task_options"] |= {"boundaries": [0, 0.7], "encoders": {"folder": str(folder)}}
+    chosen["model"]["tokenizer"] = str(folder)
+    chosen["optim"]["lr"] = 0.0
     options = {key: value for key, value in PREVIEW.items() if key != "prompts"}
-    found, base = (
+    tuned, base = (
         tessera.pipeline(place, device="cpu").generate("a red kite", **options)[0]
-        for place in (tessera.train(asked).folder, folder)
+        for place in (tessera.train(chosen).folder, folder)
     )
-    assert np.array_equal(found.frames, base.frames), "nothing was learned, and both experts are where they belong"
+    assert np.array_equal(tuned.frames, base.frames), "nothing was learned, and both experts are where they belong"
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,15 @@ def test_previews_that_cannot_be_made_are_refused_before_training(
         tessera.train(recipe(wan, data, tmp_path, **change))
 
 
-def trained(rank: int, world: int, asked: dict[str, Any]) -> Path:
-    return tessera.train(asked).folder
+def trained(rank: int, world: int, chosen: dict[str, Any]) -> Path:
+    return tessera.train(chosen).folder
 
 
 @pytest.mark.slow
 def test_ranks_that_share_a_sequence_make_the_previews_of_one(wan: Path, data: Path, tmp_path: Path) -> None:
     alone = tessera.train(recipe(wan, data, tmp_path / "alone")).folder
-    asked = {**recipe(wan, data, tmp_path / "shared"), "parallel": {"cp": 2}}
-    shared = run_ranks(trained, 2, asked)[0]
+    chosen = {**recipe(wan, data, tmp_path / "shared"), "parallel": {"cp": 2}}
+    shared = run_ranks(trained, 2, chosen)[0]
     assert record(shared) == record(alone)
     for row in record(alone):
         images = [np.asarray(Image.open(folder / row["file"]).convert("RGB")).astype(int) for folder in (alone, shared)]

@@ -44,9 +44,9 @@ def write_set(folder: Path, references: int = 1) -> Path:
     rows: list[dict[str, Any]] = []
     for number, caption in enumerate(CAPTIONS):
         image(number, (32, 32)).save(folder / f"{number}.png")
-        names = [f"{number}-{one}.png" for one in range(references)]
-        for one, name in enumerate(names):
-            image(10 + number + one, (60 + 20 * number, 50 + 30 * one)).save(folder / name)
+        names = [f"{number}-{at}.png" for at in range(references)]
+        for at, name in enumerate(names):
+            image(10 + number + at, (60 + 20 * number, 50 + 30 * at)).save(folder / name)
         rows.append({"id": f"s{number}", "path": f"{number}.png", "cap": caption, "references": names})
     return write_jsonl(folder / "edits.jsonl", rows)
 
@@ -76,16 +76,16 @@ def published(pipeline: Any, caption: str, images: list[Image.Image], pixels: in
     from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
 
     sizes = [calculate_dimensions(pixels, one.width / one.height) for one in images]
-    shown = [pipeline.image_processor.resize(one, h, w) for one, (w, h, _) in zip(images, sizes, strict=True)]
+    resized = [pipeline.image_processor.resize(one, h, w) for one, (w, h, _) in zip(images, sizes, strict=True)]
     wide = copy.deepcopy(pipeline).to(torch.float64)
-    return tuple(one.encode_prompt(caption, image=shown, device=CPU)[0][0] for one in (pipeline, wide))
+    return tuple(one.encode_prompt(caption, image=resized, device=CPU)[0][0] for one in (pipeline, wide))
 
 
-def assert_as_published(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_as_published(ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
     limit = 4 * float((plain - exact).abs().max())
-    assert found.shape == exact.shape
+    assert ours.shape == exact.shape
     assert 0 < limit < 1e-3 * float(exact.abs().max())
-    assert float((found - exact).abs().max()) <= limit
+    assert float((ours - exact).abs().max()) <= limit
 
 
 def check_conditions(folder: Path, data: Path, pipeline: Any, references: int, pixels: int) -> None:
@@ -95,9 +95,11 @@ def check_conditions(folder: Path, data: Path, pipeline: Any, references: int, p
     assert sum(batch.counts[name] for name in ("latents", "text")) == batch.counts["tokens"]
     encoders = encoders_of(folder)
     for dropped in ((), tuple(range(len(batch.segments["text"].lengths)))):
-        made = encoders.encode(batch, dropped)
-        assert made.segments["text"].lengths == batch.segments["text"].lengths, "headers tell the number of embeddings"
-        texts = iter(torch.split(made["text"], [n for n in made.segments["text"].lengths if n]))
+        encoded = encoders.encode(batch, dropped)
+        assert encoded.segments["text"].lengths == batch.segments["text"].lengths, (
+            "headers tell the number of embeddings"
+        )
+        texts = iter(torch.split(encoded["text"], [n for n in encoded.segments["text"].lengths if n]))
         for id in batch.sample_ids:
             number = int(id[1:])
             images = [Image.open(data.parent / f"{number}-{one}.png") for one in range(references)]
@@ -163,18 +165,18 @@ def test_rows_that_cannot_be_edits_are_left_out_with_the_reason(world: tuple[Pat
     rows = [{"id": id, "path": "0.png", "cap": "a kite", "references": names} for id, names in named.items()]
     rows.append({"id": "word", "path": "0.png", "cap": "a <|image_pad|>", "references": ["1.png"]})
     data = str(write_jsonl(tmp_path / "e.jsonl", rows))
-    found = rows_of(processor_of(world[0] / "model"), data, length=400, max_bad_share=1.0)
-    bad = bad_of(found)
+    packed = rows_of(processor_of(world[0] / "model"), data, length=400, max_bad_share=1.0)
+    bad = bad_of(packed)
     assert set(bad) == {"none", "two", "broken", "narrow", "gone", "word"}
     assert bad["none"] == "no images to edit: this model edits 1"
     assert bad["two"] == "2 images to edit: this model edits 1"
     assert "too long and narrow" in bad["narrow"]
     assert "control word" in bad["word"]
-    read = found.batch(range(len(found)))
+    read = packed.batch(range(len(packed)))
     assert [id for id, _ in read.problems] == ["torn"], "its header is whole: it is found when it is decoded"
-    made = encoders_of(world[0] / "model").encode(read, ())
-    assert made["clean"].isfinite().all()
-    assert sum(made.segments["text"].lengths) == read.counts["text"]
+    encoded = encoders_of(world[0] / "model").encode(read, ())
+    assert encoded["clean"].isfinite().all()
+    assert sum(encoded.segments["text"].lengths) == read.counts["text"]
 
 
 def test_a_folder_that_edits_nothing_refuses_images_to_edit(tmp_path: Path) -> None:
@@ -217,9 +219,9 @@ def moved_recipe(folder: Path, target: Path, seed: int) -> dict[str, Any]:
             tensors = load_file(path)
             move_by_a_rounding([one for one in tensors.values() if one.is_floating_point()], seed)
             save_file(tensors, path, {"format": "pt"})
-    made = recipe(folder, folder / "edits.jsonl")
-    made["train"]["task_options"]["encoders"]["folder"] = str(target / "model")
-    return {**made, "out": str(target / "run")}
+    changed = recipe(folder, folder / "edits.jsonl")
+    changed["train"]["task_options"]["encoders"]["folder"] = str(target / "model")
+    return {**changed, "out": str(target / "run")}
 
 
 @pytest.mark.slow
@@ -231,18 +233,18 @@ def test_training_on_features_equals_training_online(world: tuple[Path, Any], tm
     stored = recipe(folder, tmp_path / "features", encoders=None)
     together = recipe(folder, folder / "edits.jsonl")
     together["train"]["task_options"]["encoders"]["steps"] = 2
-    found = [
-        losses(tessera.train({**one, "out": str(tmp_path / str(number))}))
-        for number, one in enumerate((online, stored, together))
+    measured = [
+        losses(tessera.train({**chosen, "out": str(tmp_path / str(number))}))
+        for number, chosen in enumerate((online, stored, together))
     ]
-    assert len(found[0]) == 4
+    assert len(measured[0]) == 4
     # Encoders that see other samples beside a sample round otherwise, and four steps of training carry that on: as far
     # as encoders do whose weights were moved by a rounding.
     moved = [losses(tessera.train(moved_recipe(folder, tmp_path / f"moved-{seed}", seed))) for seed in (0, 1)]
-    plain, stored_losses, *others = ({"losses": torch.tensor(one)} for one in (found[0], found[1], *moved))
+    plain, stored_losses, *others = ({"losses": torch.tensor(chosen)} for chosen in (measured[0], measured[1], *moved))
     assert_within_rounding(stored_losses, plain, *others)
-    assert found[0] == found[2]
-    assert found[0][0] != found[0][1]
+    assert measured[0] == measured[2]
+    assert measured[0][0] != measured[0][1]
 
 
 @pytest.mark.slow
@@ -261,13 +263,13 @@ def test_a_dropped_caption_of_features_is_the_empty_one_with_the_image(world: tu
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_trains_as_one_that_was_not_stopped(world: tuple[Path, Any], tmp_path: Path) -> None:
-    asked = recipe(world[0], world[0] / "edits.jsonl")
-    through = tessera.train({**asked, "out": str(tmp_path / "a")})
-    part = tessera.train({**asked, "out": str(tmp_path / "b")}, callbacks=[StopAt(2)])
+    edits = recipe(world[0], world[0] / "edits.jsonl")
+    through = tessera.train({**edits, "out": str(tmp_path / "a")})
+    part = tessera.train({**edits, "out": str(tmp_path / "b")}, callbacks=[StopAt(2)])
     resumed = tessera.resume(part.folder)
-    wanted, found = (sorted(run.checkpoint.glob("*.safetensors")) for run in (through, resumed))
-    assert [path.name for path in wanted] == [path.name for path in found] != []
-    for one, other in zip(map(load_file, wanted), map(load_file, found), strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    wanted, stored = (sorted(run.checkpoint.glob("*.safetensors")) for run in (through, resumed))
+    assert [path.name for path in wanted] == [path.name for path in stored] != []
+    for tensors, other in zip(map(load_file, wanted), map(load_file, stored), strict=True):
+        assert tensors.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in tensors.items())
     assert len(set(losses(through))) == 4

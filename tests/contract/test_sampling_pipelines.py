@@ -53,10 +53,10 @@ def sampled_alike(
     pipeline: Any, folder: Path, noise: Callable[[Any, torch.Tensor], Any], theirs: dict[str, Any], ours: dict[str, Any]
 ) -> None:
     """Compare one sample. `noise`: makes diffusers' argument `latents` of the noise that was drawn."""
-    (found,) = tessera.pipeline(folder, device="cpu").generate(
+    (sample,) = tessera.pipeline(folder, device="cpu").generate(
         PROMPTS[0], negative=NEGATIVE, steps=3, seed=SEED, **SIZE, **ours
     )
-    assert_same_pixels(found.frames, *reference_pixels(pipeline, noise, theirs, ours), folder.name)
+    assert_same_pixels(sample.frames, *reference_pixels(pipeline, noise, theirs, ours), folder.name)
 
 
 def reference_pixels(
@@ -123,8 +123,8 @@ def test_wan_samples_the_pixels_of_diffusers(tmp_path: Path, name: str, monkeypa
 
     # The second is written as if ftfy were always there; the first does without it.
     monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", pipeline_wan.prompt_clean)
-    made, theirs, ours = WAN[name]
-    sampled_alike(write_wan(tmp_path, **made), tmp_path, as_drawn, theirs, ours)
+    written, theirs, ours = WAN[name]
+    sampled_alike(write_wan(tmp_path, **written), tmp_path, as_drawn, theirs, ours)
 
 
 def test_flux_samples_the_pixels_of_diffusers(tmp_path: Path) -> None:
@@ -161,18 +161,18 @@ def test_frames_that_do_not_fill_a_patch_are_sampled_as_diffusers_does(tmp_path:
 def test_hunyuan_video_1_5_continues_an_image_as_diffusers_does(tmp_path: Path) -> None:
     """Its pipeline crops the image to a size that follows from the image's own."""
     pipeline = write_hunyuan_video_1_5_i2v(tmp_path)
-    shown = image(0)
-    height, width = pipeline.video_processor.calculate_default_height_width(*shown.size[::-1], 64)
-    asked = {"height": height, "width": width, "frames": 5, "guidance": 6.0, "images": [shown]}
-    made = tessera.pipeline(tmp_path, device="cpu")
-    (found,) = made.generate(PROMPTS[0], negative=NEGATIVE, steps=3, seed=SEED, **asked)
+    first = image(0)
+    height, width = pipeline.video_processor.calculate_default_height_width(*first.size[::-1], 64)
+    options = {"height": height, "width": width, "frames": 5, "guidance": 6.0, "images": [first]}
+    sampler = tessera.pipeline(tmp_path, device="cpu")
+    (sample,) = sampler.generate(PROMPTS[0], negative=NEGATIVE, steps=3, seed=SEED, **options)
     shared = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE, "num_inference_steps": 3, "num_frames": 5}
-    plain = pipeline(shown, **shared, generator=torch.Generator().manual_seed(SEED))[0][0]
+    plain = pipeline(first, **shared, generator=torch.Generator().manual_seed(SEED))[0][0]
     drawn = torch.randn(1, 4, 2, height // 16, width // 16, generator=torch.Generator().manual_seed(SEED))
-    exact = copy.deepcopy(pipeline).to(torch.float64)(shown, **shared, latents=drawn.double())[0][0]
-    assert_same_pixels(found.frames, plain, exact, "HunyuanVideo 1.5")
+    exact = copy.deepcopy(pipeline).to(torch.float64)(first, **shared, latents=drawn.double())[0][0]
+    assert_same_pixels(sample.frames, plain, exact, "HunyuanVideo 1.5")
     with pytest.raises(TesseraError, match="from an image"):
-        made.generate("a kite", height=64, width=64, frames=5)
+        sampler.generate("a kite", height=64, width=64, frames=5)
 
 
 @pytest.mark.slow
@@ -222,14 +222,14 @@ def test_ltx_video_reads_captions_as_diffusers_does(tmp_path: Path) -> None:
     pipeline = write_ltx_video(tmp_path)
     ours = tessera.pipeline(tmp_path, device="cpu")
     request = ours.resolved(build(Request, {"prompts": PROMPTS, "height": 64, "width": 64, "frames": 9}, "test"))
-    for text, found in ours.prepare(request).prompts.items():
+    for text, conditions in ours.prepare(request).prompts.items():
         theirs, mask, *_ = pipeline.encode_prompt(text, do_classifier_free_guidance=False)
         wide = copy.deepcopy(pipeline).to(torch.float64)
         exact = wide.encode_prompt(text, do_classifier_free_guidance=False)[0][mask]
         # The encoder reads 128 tokens, most of them padding; the model reads what it makes of the words alone.
-        assert found.text.shape == exact.shape
+        assert conditions.text.shape == exact.shape
         limit = 4 * float((theirs[mask] - exact).abs().max())
-        assert float((found.text - exact).abs().max()) <= limit, text
+        assert float((conditions.text - exact).abs().max()) <= limit, text
 
 
 @pytest.fixture(scope="module")
@@ -244,13 +244,13 @@ def test_a_sample_does_not_depend_on_its_batch(wan: Pipeline) -> None:
     options = {"frames": 5, "steps": 2, "seed": SEED, "count": 2, **SIZE}
     alone = wan.generate(PROMPTS, **options)
     together = wan.generate(PROMPTS, batch=4, batched_guidance=True, **options)
-    assert [(one.prompt, one.seed) for one in alone] == [
+    assert [(single.prompt, single.seed) for single in alone] == [
         (text, SEED + n) for n, text in enumerate(np.repeat(PROMPTS, 2))
     ]
-    for one, other in zip(alone, together, strict=True):
+    for single, other in zip(alone, together, strict=True):
         # Rounding differs between sizes of a batch, and may move a value over the border of a level.
-        assert np.abs(one.frames.astype(int) - other.frames.astype(int)).max() <= 1
-    assert len({one.digest for one in alone}) == 4
+        assert np.abs(single.frames.astype(int) - other.frames.astype(int)).max() <= 1
+    assert len({single.digest for single in alone}) == 4
 
 
 @pytest.mark.parametrize(

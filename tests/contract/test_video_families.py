@@ -15,7 +15,7 @@ from parity import from_foreign, randomize
 from video_generation import CogVideoX, HunyuanVideo, HunyuanVideo15
 
 from tessera.diffusion.encoders import SampleConditions
-from tessera.diffusion.sampling.pack import packed
+from tessera.diffusion.sampling.denoise import packed
 from tessera.errors import TesseraError
 from tessera.nn.joint_transformer import JointTransformer
 from tests.close import rounding
@@ -29,7 +29,7 @@ def test_positions_of_ltx_video_may_be_those_of_the_first_frame_in_each_latent()
     chosen = config.model_copy(update={"coordinates": "frames", "frame_rate": 30.0})
     model = from_foreign(family.spec, chosen, reference.state_dict())
     batch = family.batch(config, torch.Generator().manual_seed(1))
-    found = model(batch)["latents"].split([*batch.segments["latents"].lengths])
+    predictions = model(batch)["latents"].split([*batch.segments["latents"].lengths])
     for at, grid in enumerate(family.grids):
         places = (grid_positions(grid) * torch.tensor([[8], [32], [32]])).float()
         places[0] = (places[0] - 7).clamp(min=0) * (1.0 / 30.0)
@@ -43,9 +43,9 @@ def test_positions_of_ltx_video_may_be_those_of_the_first_frame_in_each_latent()
             return_dict=False,
         )[0][0]
         limit = rounding(64, k=64) * float(exact.detach().abs().max())
-        torch.testing.assert_close(found[at], exact, rtol=0, atol=limit)
+        torch.testing.assert_close(predictions[at], exact, rtol=0, atol=limit)
     assert not torch.allclose(
-        from_foreign(family.spec, config, reference.state_dict())(batch)["latents"][:12], found[0]
+        from_foreign(family.spec, config, reference.state_dict())(batch)["latents"][:12], predictions[0]
     )
 
 

@@ -90,7 +90,7 @@ class CogVideoX(GenerationFamily):
         return joint_batch(self.grids_of(config), values, {"text": ([5, 5], config.text_embed_dim)}, generator)
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
-        found, grids = [], self.grids_of(config)
+        outputs, grids = [], self.grids_of(config)
         counts = [*map(prod, grids), PADDING]
         for at, (grid, latents, text) in enumerate(
             zip(grids, batch["latents"].split(counts)[:-1], samples_of(batch, "text"), strict=True)
@@ -112,8 +112,8 @@ class CogVideoX(GenerationFamily):
                 image_rotary_emb=rotation if config.use_rotary_positional_embeddings else None,
                 return_dict=False,
             )
-            found.append(to_patches(out[0][0].transpose(0, 1), config.patch))
-        return found
+            outputs.append(to_patches(out[0][0].transpose(0, 1), config.patch))
+        return outputs
 
 
 class HunyuanVideo(GenerationFamily):
@@ -152,7 +152,7 @@ class HunyuanVideo(GenerationFamily):
         return batch.with_tensors(pooled=pooled, guidance=torch.rand(3, generator=generator) * 5)
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
-        found = []
+        outputs = []
         counts = [*map(prod, self.grids), PADDING]
         for at, (grid, latents, text) in enumerate(
             zip(self.grids, batch["latents"].split(counts)[:-1], samples_of(batch, "text"), strict=True)
@@ -166,8 +166,8 @@ class HunyuanVideo(GenerationFamily):
                 batch["guidance"][at : at + 1] * 1000,
                 return_dict=False,
             )
-            found.append(to_patches(out[0][0], config.patch))
-        return found
+            outputs.append(to_patches(out[0][0], config.patch))
+        return outputs
 
 
 class HunyuanVideo15(GenerationFamily):
@@ -202,7 +202,7 @@ class HunyuanVideo15(GenerationFamily):
         return batch.with_tensors(timesteps_r=torch.tensor([11.0, 200.0, 0.0])) if config.use_meanflow else batch
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
-        found = []
+        outputs = []
         counts = [*map(prod, self.grids), PADDING]
         parts = (batch["latents"].split(counts)[:-1], samples_of(batch, "text"), samples_of(batch, "text_2"))
         for at, (grid, latents, text, second) in enumerate(zip(self.grids, *parts, strict=True)):
@@ -221,5 +221,5 @@ class HunyuanVideo15(GenerationFamily):
                 features[None],
                 return_dict=False,
             )
-            found.append(to_patches(out[0][0], config.patch))
-        return found
+            outputs.append(to_patches(out[0][0], config.patch))
+        return outputs

@@ -56,7 +56,7 @@ class Wan(GenerationFamily):
         by_sample = list(times[:-1].split(1))
         if config.generation().token_times:
             by_sample = [part[None] for part in samples_of(batch, "timesteps", "latents")]
-        found = []
+        outputs = []
         for at, (grid, latents, text) in enumerate(
             zip(self.grids, samples_of(batch, "latents"), samples_of(batch, "text"), strict=True)
         ):
@@ -67,5 +67,5 @@ class Wan(GenerationFamily):
                     image = image.view(2, -1, config.image_dim)
             video = from_patches(latents, grid, config.patch_size)[None]
             out = reference(video, by_sample[at], text[None], image, return_dict=False)[0][0]
-            found.append(to_patches(out, config.patch_size))
-        return found
+            outputs.append(to_patches(out, config.patch_size))
+        return outputs

@@ -11,7 +11,7 @@ import torch
 from tessera.config.run_config import ParallelSection
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import Residence
+from tessera.core.spec import Component, Residence
 from tessera.core.task import FrozenModule
 from tessera.diffusion.captions import Captions
 from tessera.diffusion.edit_images import EMPTY_IDS, SHOWN, SHOWN_GRIDS, EditImages
@@ -32,7 +32,8 @@ def embed(rank: int, world: int, folder: Path, residence: Residence) -> dict[str
     cpu = torch.device("cpu")
     axes = make_axes(ParallelSection(), ModelPlan((), {}), world)
     parts, reader = PipelineFolder(folder), Captions(length=6)
-    planned = frozen_bytes(parts.text_encoder(reader, meta=True), residence, axes)
+    component = Component(lambda _: parts.text_encoder(reader, meta=True), residence=residence, stage="first")
+    planned = frozen_bytes(component.build(None), component, axes, None)
     module = place_frozen(parts.text_encoder(reader), residence, Mesh(axes, cpu), cpu)
     frozen = FrozenModule(module, cpu, residence)
     with frozen.use() as encoder:
@@ -49,12 +50,12 @@ def test_a_shared_text_encoder_embeds_as_a_whole_one(tmp_path: Path) -> None:
         wanted = [one.tokens for one in whole.encode([torch.tensor(ids) for ids in CAPTIONS])]
     size = sum(p.numel() * p.element_size() for p in whole.parameters())
     for residence, share in (("sharded", 2), ("device", 1), ("offloaded", 1)):
-        for rank in run_ranks(embed, 2, folder, residence):
-            for tokens, expected in zip(rank["tokens"], wanted, strict=True):
+        for result in run_ranks(embed, 2, folder, residence):
+            for tokens, expected in zip(result["tokens"], wanted, strict=True):
                 assert expected is not None
                 assert torch.allclose(torch.tensor(tokens), expected, atol=1e-6)
-            assert rank["planned"] == -(-size // share)
-            assert abs(rank["held"] - rank["planned"]) < 0.02 * size  # what does not divide is padded
+            assert result["planned"] == -(-size // share)
+            assert abs(result["held"] - result["planned"]) < 0.02 * size  # what does not divide is padded
 
 
 def embed_with_image(rank: int, world: int, folder: Path) -> list[list[float]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tessera.diffusion.pipeline_parts import Autoencoder, TextEncoder
 
 import tessera
 from tessera.config.run_config import ParallelSection, RunConfig, load_config
@@ -18,6 +17,8 @@ from tessera.core.batch import Batch, Segments
 from tessera.core.callback import Callback
 from tessera.core.model_plan import ModelPlan
 from tessera.core.spec import Component, ModelSpec, Stage
+from tessera.diffusion.autoencoders import Autoencoder
+from tessera.diffusion.captions import TextEncoder
 from tessera.errors import TesseraError
 from tessera.parallel.frozen import encode_on_one_rank, frozen_bytes
 from tessera.parallel.mesh import make_axes

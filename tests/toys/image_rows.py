@@ -51,20 +51,20 @@ class ImageRows(RowSource):
     def _row(self, number: int) -> list[EncodedMedia]:
         """Return a few images with captions of several lengths; every other one is made from another image."""
         chance = generator("cpu", self.seed, "row", number)
-        found: list[EncodedMedia] = []
+        items: list[EncodedMedia] = []
         while True:
             grid = GRIDS[int(torch.randint(len(GRIDS), (), generator=chance))]
             text = int(torch.randint(2, 6, (), generator=chance))
-            references = ((1, 2, 2),) if len(found) % 2 else ()
+            references = ((1, 2, 2),) if len(items) % 2 else ()
             latents = prod(grid) + sum(map(prod, references))
-            if sum(item.length for item in found) + text + latents > self.length - 3:
-                return found
+            if sum(item.length for item in items) + text + latents > self.length - 3:
+                return items
             tensors = {
                 "clean": torch.randn(latents, 4 * CHANNELS, generator=chance),
                 "text": torch.randn(text, TEXT_WIDTH, generator=chance),
                 "pooled": torch.randn(1, POOLED_WIDTH, generator=chance),
             }
-            found.append(EncodedMedia(f"{number}-{len(found)}", text + latents, grid, text, tensors, references))
+            items.append(EncodedMedia(f"{number}-{len(items)}", text + latents, grid, text, tensors, references))
 
 
 def KIND(request: RowRequest) -> ImageRows:

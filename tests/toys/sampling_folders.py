@@ -45,14 +45,14 @@ def write_wan(
         "vae": wan_vae(channels),
         "scheduler": UniPCMultistepScheduler(**FLOW),
     }
-    given = 4 + channels if image and not token_times else 0
+    extra = 4 + channels if image and not token_times else 0
     for number in range(experts):
         parts["transformer_2" if number else "transformer"] = moved(
             WanTransformer3DModel(
                 patch_size=(1, 2, 2),
                 num_attention_heads=2,
                 attention_head_dim=12,
-                in_channels=channels + given,
+                in_channels=channels + extra,
                 out_channels=channels,
                 text_dim=TEXT,
                 freq_dim=32,
@@ -67,8 +67,8 @@ def write_wan(
         crop = {"height": 28, "width": 28}
         parts |= {"image_encoder": vision, "image_processor": CLIPImageProcessor(size=crop, crop_size=crop)}
     options = {"boundary_ratio": 0.7 if experts > 1 else None, "expand_timesteps": token_times}
-    made = (WanImageToVideoPipeline if image else WanPipeline)(**parts, **options)
-    return saved(made, folder)
+    pipeline = (WanImageToVideoPipeline if image else WanPipeline)(**parts, **options)
+    return saved(pipeline, folder)
 
 
 def write_flux(folder: Path, *, guidance: bool = True) -> Any:
@@ -87,7 +87,7 @@ def write_flux(folder: Path, *, guidance: bool = True) -> Any:
         guidance_embeds=guidance,
         axes_dims_rope=(4, 4, 8),
     )
-    made = FluxPipeline(
+    pipeline = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         vae=image_vae(),
         text_encoder=clip(words),
@@ -96,7 +96,7 @@ def write_flux(folder: Path, *, guidance: bool = True) -> Any:
         tokenizer_2=tokenizer(first="", last="</s>"),
         transformer=moved(transformer),
     )
-    return saved(made, folder)
+    return saved(pipeline, folder)
 
 
 def write_qwen_image(folder: Path, *, edit: bool = False, plus: bool = False) -> Any:
@@ -128,19 +128,19 @@ def write_qwen_image(folder: Path, *, edit: bool = False, plus: bool = False) ->
         "tokenizer": words,
         "transformer": moved(transformer),
     }
-    made = saved(QwenImagePipeline(**parts), folder)
+    pipeline = saved(QwenImagePipeline(**parts), folder)
     if not (edit or plus):
-        return made
+        return pipeline
     edits = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
     processor = ImagesAndText(words)
     processor.images.save_pretrained(folder / "processor")
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"_class_name": edits.__name__, "processor": ["transformers", "Qwen2VLProcessor"]}
     (folder / "model_index.json").write_text(json.dumps(index))
-    made = edits(**parts, processor=processor)
-    made.set_progress_bar_config(disable=True)
-    made.text_encoder.register_forward_pre_hook(_with_kinds, with_kwargs=True)
-    return made
+    pipeline = edits(**parts, processor=processor)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.text_encoder.register_forward_pre_hook(_with_kinds, with_kwargs=True)
+    return pipeline
 
 
 def _with_kinds(encoder: Any, args: Any, values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -165,12 +165,12 @@ class ImagesAndText:
     def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
         from transformers import BatchFeature
 
-        shown = self.images(images=images, return_tensors=return_tensors)
+        prepared = self.images(images=images, return_tensors=return_tensors)
         (before, *behind) = text[0].split("<|image_pad|>")
-        for grid, rest in zip(shown["image_grid_thw"], behind, strict=True):
+        for grid, rest in zip(prepared["image_grid_thw"], behind, strict=True):
             before += "<|image_pad|>" * (int(grid.prod()) // 4) + rest
         texts = [before]
-        return BatchFeature({**self.words(texts, padding=padding, return_tensors=return_tensors), **shown})
+        return BatchFeature({**self.words(texts, padding=padding, return_tensors=return_tensors), **prepared})
 
 
 def write_sd3(folder: Path) -> Any:
@@ -191,7 +191,7 @@ def write_sd3(folder: Path) -> Any:
         pooled_projection_dim=16,
         pos_embed_max_size=8,
     )
-    made = StableDiffusion3Pipeline(
+    pipeline = StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(),
         text_encoder=clip(words, 8, 3, projected=True),
@@ -202,7 +202,7 @@ def write_sd3(folder: Path) -> Any:
         tokenizer_3=tokenizer(first="", last="</s>"),
         transformer=moved(transformer),
     )
-    return saved(made, folder)
+    return saved(pipeline, folder)
 
 
 def write_cogvideox(folder: Path, newer: bool = False) -> Any:
@@ -230,14 +230,14 @@ def write_cogvideox(folder: Path, newer: bool = False) -> Any:
         max_text_seq_length=226,
         **({"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True} if newer else {}),
     )
-    made = CogVideoXPipeline(
+    pipeline = CogVideoXPipeline(
         tokenizer=tokenizer(first="", last="</s>"),
         text_encoder=t5(),
         vae=vae,
         transformer=moved(transformer),
         scheduler=CogVideoXDDIMScheduler(prediction_type="v_prediction", snr_shift_scale=3.0),
     )
-    return saved(made, folder)
+    return saved(pipeline, folder)
 
 
 def write_ltx_video(folder: Path) -> Any:
@@ -269,7 +269,7 @@ def write_ltx_video(folder: Path) -> Any:
         num_layers=2,
         caption_channels=TEXT,
     )
-    made = LTXPipeline(
+    pipeline = LTXPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
         ),
@@ -278,7 +278,7 @@ def write_ltx_video(folder: Path) -> Any:
         tokenizer=tokenizer(first="", last="</s>"),
         transformer=moved(transformer),
     )
-    return saved(made, folder)
+    return saved(pipeline, folder)
 
 
 def write_hunyuan_video(folder: Path) -> Any:
@@ -308,7 +308,7 @@ def write_hunyuan_video(folder: Path) -> Any:
         rope_axes_dim=(4, 6, 6),
     )
     sizes = {"hidden_size": TEXT, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-    made = HunyuanVideoPipeline(
+    pipeline = HunyuanVideoPipeline(
         text_encoder=LlamaModel(LlamaConfig(vocab_size=64, pad_token_id=0, **sizes)),
         tokenizer=tokenizer(first="<s>", last=""),
         transformer=moved(transformer),
@@ -317,7 +317,7 @@ def write_hunyuan_video(folder: Path) -> Any:
         text_encoder_2=clip(words, 8),
         tokenizer_2=words,
     )
-    return saved(made, folder)
+    return saved(pipeline, folder)
 
 
 def write_parts(folder: Path, **parts: Any) -> Path:
@@ -369,7 +369,7 @@ def write_hunyuan_video_1_5_i2v(folder: Path) -> Any:
     from diffusers.guiders import ClassifierFreeGuidance
     from transformers import ByT5Tokenizer, SiglipImageProcessor
 
-    made = HunyuanVideo15ImageToVideoPipeline(
+    pipeline = HunyuanVideo15ImageToVideoPipeline(
         **_hunyuan_video_1_5_parts("i2v"),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
         text_encoder_2=t5(8),
@@ -378,7 +378,7 @@ def write_hunyuan_video_1_5_i2v(folder: Path) -> Any:
         image_encoder=siglip_vision(),
         feature_extractor=SiglipImageProcessor(size={"height": 28, "width": 28}),
     )
-    return saved(made, folder)
+    return saved(pipeline, folder)
 
 
 def saved(pipeline: Any, folder: Path) -> Any:
@@ -418,7 +418,7 @@ def write_hunyuan_video_i2v(folder: Path, condition: str) -> Any:
         guidance_embeds=not concat,
         image_condition_type=condition,
     )
-    made = HunyuanVideoImageToVideoPipeline(
+    pipeline = HunyuanVideoImageToVideoPipeline(
         text_encoder=llava(words),
         tokenizer=words,
         transformer=moved(transformer),
@@ -430,4 +430,4 @@ def write_hunyuan_video_i2v(folder: Path, condition: str) -> Any:
             size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}, do_center_crop=True
         ),
     )
-    return saved(made, folder)
+    return saved(pipeline, folder)

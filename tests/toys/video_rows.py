@@ -1,4 +1,4 @@
-"""A data kind of made-up features of videos: clean latents in patches and embeddings of captions, packed into rows."""
+"""A data kind of drawn-up features of videos: clean latents in patches and embeddings of captions, packed into rows."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class VideoRows(RowSource):
 
     def batch(self, rows: Sequence[int]) -> Batch:
         numbers = [row % ROWS for row in rows]
-        made = [self._row(n) for n in numbers]
-        lengths = {name: [n for _, found, _ in made for n in found[name]] for name in made[0][1]}
+        drawn = [self._row(n) for n in numbers]
+        lengths = {name: [n for _, found, _ in drawn for n in found[name]] for name in drawn[0][1]}
         tensors = {
-            name: torch.cat([row[name] for row, _, _ in made], dim=1 if name == "positions" else 0)
-            for name in made[0][0]
+            name: torch.cat([row[name] for row, _, _ in drawn], dim=1 if name == "positions" else 0)
+            for name in drawn[0][0]
         }
-        tensors["trained"] = torch.cat([row["trained"] + at * self.length for at, (row, _, _) in enumerate(made)])
+        tensors["trained"] = torch.cat([row["trained"] + at * self.length for at, (row, _, _) in enumerate(drawn)])
         tensors["sample_index"] = torch.arange(len(lengths["latents"])).repeat_interleave(
             torch.tensor(lengths["latents"])
         )
@@ -46,7 +46,7 @@ class VideoRows(RowSource):
             sample_ids=tuple(f"row-{n}" for n in numbers),
             counts={"samples": len(numbers), "tokens": len(numbers) * self.length},
             seeds=tuple(derive(self.seed, "row", n) for n in numbers),
-            shapes={"latents": tuple(shape for _, _, shapes in made for shape in shapes)},
+            shapes={"latents": tuple(shape for _, _, shapes in drawn for shape in shapes)},
         )
 
     def _row(self, number: int) -> tuple[dict[str, Tensor], dict[str, list[int]], list[tuple[int, ...]]]:

@@ -97,19 +97,21 @@ def test_any_split_gives_the_gradient_of_the_published_loss(data: Path, pipeline
     rows, beta = rows_of(data, pipeline), 0.006 if by_time else 3.0
     task = bound_task(pipeline, Toy(1), beta=beta, beta_by_time=by_time)
     whole = rows.batch([0, 1])
-    made = task.inputs(*task.encode([whole]))
+    inputs = task.inputs(*task.encode([whole]))
     model, prior = Toy(2).double(), Toy(1).double()
     errors = []
     for net in (model, prior):
-        squares = (net(made)["latents"] - made["target"].double()).square().mean(1)
-        errors.append([squares[made["sample_index"] == n].mean() for n in (0, 1, 2, 3, 4, 5, 6, 7)])
-    noise = [made["target"][made["sample_index"] == n] + made["clean"][made["sample_index"] == n] for n in (0, 1)]
+        squares = (net(inputs)["latents"] - inputs["target"].double()).square().mean(1)
+        errors.append([squares[inputs["sample_index"] == n].mean() for n in (0, 1, 2, 3, 4, 5, 6, 7)])
+    noise = [
+        inputs["target"][inputs["sample_index"] == n] + inputs["clean"][inputs["sample_index"] == n] for n in (0, 1)
+    ]
     assert torch.allclose(noise[0], noise[1], atol=1e-5)  # one noise for both
-    assert made["timesteps"][0] == made["timesteps"][1]
+    assert inputs["timesteps"][0] == inputs["timesteps"][1]
     total = torch.zeros((), dtype=torch.float64)
     for better, worse in ((0, 1), (2, 3), (4, 5), (6, 7)):
         change = (errors[0][better] - errors[0][worse]) - (errors[1][better] - errors[1][worse]).detach()
-        scale = beta * float(made["timesteps"][better]) if by_time else beta
+        scale = beta * float(inputs["timesteps"][better]) if by_time else beta
         total = total - F.logsigmoid(-0.5 * scale * change)
     (total / 4).backward()
     for split in ([whole], [rows.batch([0]), rows.batch([1])]):
@@ -127,17 +129,17 @@ ADAPTED = pytest.param({"rank": 2, "targets": ["blocks.{*}.mlp"]}, marks=pytest.
 
 @pytest.mark.parametrize("lora", [None, ADAPTED], ids=["whole", "lora"])
 def test_a_run_begins_where_its_reference_is(data: Path, pipeline: Path, tmp_path: Path, lora: Any) -> None:
-    made = recipe(data, pipeline, tmp_path, beta=100.0)
-    made["data"] |= {"kind": "generation_preference", "length": 24}
-    made["train"] |= {"task": "diffusion_dpo", "steps": 2}
-    made["model"]["lora"] = lora
-    run = tessera.train(made)
+    paired = recipe(data, pipeline, tmp_path, beta=100.0)
+    paired["data"] |= {"kind": "generation_preference", "length": 24}
+    paired["train"] |= {"task": "diffusion_dpo", "steps": 2}
+    paired["model"]["lora"] = lora
+    run = tessera.train(paired)
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line.get("kind") == "train"]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     if lora is None:
         assert losses[1] != losses[0]
-    features = {**made, "name": "features"}
-    features["train"] = {**made["train"], "task_options": {}}
+    features = {**paired, "name": "features"}
+    features["train"] = {**paired["train"], "task_options": {}}
     with pytest.raises(TesseraError, match="not as features"):
         tessera.plan(features)

@@ -22,9 +22,9 @@ def moving_square(frames: int = 5, height: int = 32, width: int = 48) -> np.ndar
     return video
 
 
-def write(out: Path, request: Request, made: list[Generated]) -> Path:
+def write(out: Path, request: Request, generated: list[Generated]) -> Path:
     record = Record(Path("model"), Path("parts"), "bfloat16", request, ())
-    return write_samples(out, record, made, {"device": "cpu"})
+    return write_samples(out, record, generated, {"device": "cpu"})
 
 
 def samples(*videos: np.ndarray) -> list[Generated]:
@@ -71,8 +71,8 @@ def test_an_mp4_has_every_frame_at_its_rate(tmp_path: Path) -> None:
 
 
 def test_several_samples_are_numbered_beside_one_metadata_file(tmp_path: Path) -> None:
-    made = samples(*[moving_square(1)] * 11)
-    write(tmp_path / "x.png", Request(prompts=["a"] * 11), made)
+    generated = samples(*[moving_square(1)] * 11)
+    write(tmp_path / "x.png", Request(prompts=["a"] * 11), generated)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["x-00.png", *(f"x-{n:02d}.png" for n in range(1, 11)), "x.json"]
     described = json.loads(metadata_path(tmp_path / "x.png").read_text())["samples"]

@@ -21,7 +21,7 @@ from tessera.data.media.read import ChatProcessor, MediaProcessor
 from tessera.data.media.video_frames import VideoSampling
 from tessera.diffusion.captions import Captions, EncodedPaddingCaptions
 from tessera.diffusion.edit_images import EditPipeline
-from tessera.diffusion.family import GenerationFamily
+from tessera.diffusion.family import GenerationFamily, GenerationSpec
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.diffusion.sd3.config import SD3Family
 from tessera.errors import TesseraError
@@ -57,7 +57,7 @@ def samples_of(rows: Any) -> list[Sample]:
 # ---------------------------------------------------------------------------------------------- forms of records
 
 
-def asked(sample: Sample) -> tuple[str, list[Any], str, Any]:
+def request_of(sample: Sample) -> tuple[str, list[Any], str, Any]:
     user, assistant = sample.messages
     words = "".join(part.value for part in user.parts if part.kind == "text")
     (wanted,) = assistant.parts
@@ -87,8 +87,8 @@ def test_records_of_every_spelling(tmp_path: Path, pipeline: Path) -> None:
             "images": ["b.png"],
         },
     ]
-    found = samples_of(rows_of(processor_of(pipeline), str(write_jsonl(tmp_path / "all.jsonl", rows))))
-    assert [asked(one) for one in found] == [
+    samples = samples_of(rows_of(processor_of(pipeline), str(write_jsonl(tmp_path / "all.jsonl", rows))))
+    assert [request_of(one) for one in samples] == [
         ("red square", [], "video", "c.mp4"),
         ("blue square", [], "image", "a.png"),
         ("a folder of frames", [], "video", "frames"),
@@ -113,11 +113,11 @@ def test_images_to_edit_come_from_a_key_or_from_the_turn_of_the_user(tmp_path: P
         {"messages": [{"role": "user", "content": content}, answer]},
     ]
     path = str(write_jsonl(tmp_path / "edit.jsonl", rows))
-    made = rows_of(processor_of(pipeline, JOINT), path, length=64)
-    assert [asked(one) for one in samples_of(made)] == [("red", ["a.png", "b.png"], "image", "c.png")] * 2
+    packed = rows_of(processor_of(pipeline, JOINT), path, length=64)
+    assert [request_of(one) for one in samples_of(packed)] == [("red", ["a.png", "b.png"], "image", "c.png")] * 2
     with pytest.raises(TesseraError, match="edits no images, and the sample has 2 to edit"):
         rows_of(processor_of(pipeline), path)
-    with pytest.raises(TesseraError, match="reads the images to edit, too, and the model's folder does not say how"):
+    with pytest.raises(TesseraError, match="the model's folder is of another pipeline"):
         rows_of(processor_of(pipeline, Editing(4, (1, 2, 2), joint=True, captions=(Captions(length=8),))), path)
 
 
@@ -156,8 +156,8 @@ def test_files_of_every_form(tmp_path: Path, pipeline: Path, form: str) -> None:
                 info.size = len(words)
                 archive.addfile(info, io.BytesIO(words))
     rows = rows_of(processor_of(pipeline), str(source), length=32)
-    found = [asked(sample) for sample in samples_of(rows)]
-    assert [(words, kind) for words, _, kind, _ in found] == [("red, square", "video"), ("blue", "image")]
+    requests = [request_of(sample) for sample in samples_of(rows)]
+    assert [(words, kind) for words, _, kind, _ in requests] == [("red, square", "video"), ("blue", "image")]
     batch = rows.batch(range(len(rows)))
     assert batch.problems == ()
     assert sorted(batch.shapes["frames"])[-2:] == [(1, 32, 32), (5, 32, 32)]
@@ -172,13 +172,13 @@ def test_headers_tell_what_decoding_gives(tmp_path: Path, pipeline: Path) -> Non
     rows = [{"path": "v.mp4", "cap": "red"}, {"path": "i.png", "cap": "a blue square"}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     processor = processor_of(pipeline, JOINT, max_pixels=2048, num_frames=9)
-    made = rows_of(processor, path, length=64, pack=False, shuffle=False)
-    video, image = made.batch([0]), made.batch([1])
+    packed = rows_of(processor, path, length=64, pack=False, shuffle=False)
+    video, image = packed.batch([0]), packed.batch([1])
     # 72x40 within 2048 pixels is 60.7x33.7, in patches of 16: 48x32; 9 frames are 3 of latents.
     assert video.shapes == {"latents": ((3, 2, 3), (1, 1, 64 - 18 - 2)), "frames": ((9, 32, 48), (0, 0, 0))}
     assert image.shapes["frames"][0] == (1, 32, 64)  # 64 x 32 of 100 x 50
-    assert video.counts["tokens"] == made.index.measure("tokens", 0) == 18 + 2
-    assert made.index.measure("frames", 0) == 9
+    assert video.counts["tokens"] == packed.index.measure("tokens", 0) == 18 + 2
+    assert packed.index.measure("frames", 0) == 9
     assert video.counts["trained"] == 18
 
 
@@ -209,7 +209,7 @@ def test_sizes_that_are_no_whole_patches_are_refused() -> None:
     small = GenerationProcessor.load(CROSS, None, vae_stride=(4, 8))
     with pytest.raises(TesseraError, match="less than one patch of 16x16"):
         small.fit(40, 9)
-    with pytest.raises(TesseraError, match="no VAE lies beside the model"):
+    with pytest.raises(TesseraError, match="folder has no VAE"):
         GenerationProcessor.load(CROSS, None).fit(40, 40)
 
 
@@ -230,7 +230,7 @@ def test_media_are_cropped_around_the_middle(tmp_path: Path, pipeline: Path) -> 
 
 
 def items(processor: GenerationProcessor) -> list[EncodedMedia]:
-    found = []
+    encoded = []
     for number, (frames, words) in enumerate([(5, 3), (1, 2)]):
         grid = processor.grid(MediaSize(32, 32, frames))
         tensors = {
@@ -239,14 +239,14 @@ def items(processor: GenerationProcessor) -> list[EncodedMedia]:
         }
         text = words if processor.family.joint else 0
         count = int(np.prod(grid)) + text
-        found.append(EncodedMedia(f"s{number}", count, grid, words, tensors, (), {"samples": 1, "tokens": count}))
-    return found
+        encoded.append(EncodedMedia(f"s{number}", count, grid, words, tensors, (), {"samples": 1, "tokens": count}))
+    return encoded
 
 
 def test_a_batch_of_latents_that_attend_to_text(pipeline: Path) -> None:
     processor = processor_of(pipeline)
-    one, two = items(processor)
-    batch = processor.collate([[one, two], [EncodedMedia("lost", 4), two]], 16)
+    first, two = items(processor)
+    batch = processor.collate([[first, two], [EncodedMedia("lost", 4), two]], 16)
     assert batch.segments["latents"].lengths == (8, 4, 4, 4, 4, 8)
     assert batch.segments["text"].lengths == batch.segments["text_ids"].lengths == (3, 2, 0, 0, 2, 0)
     assert batch["sample_index"].tolist() == [0] * 8 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] * 8
@@ -263,8 +263,8 @@ def test_a_batch_of_latents_that_attend_to_text(pipeline: Path) -> None:
 
 def test_a_batch_of_text_and_latents_in_one_sequence(pipeline: Path) -> None:
     processor = processor_of(pipeline, JOINT)
-    one, two = items(processor)
-    batch = processor.collate([[one, two]], 20)
+    first, two = items(processor)
+    batch = processor.collate([[first, two]], 20)
     assert batch.segments["latents"].lengths == (11, 6, 3)
     assert batch["text_index"].tolist() == [0, 1, 2, 11, 12]
     assert batch["latent_index"].tolist() == [*range(3, 11), *range(13, 20)]
@@ -277,8 +277,8 @@ def test_images_to_edit_are_latents_that_are_not_trained_on(tmp_path: Path, pipe
     write_image(tmp_path / "to.png", (32, 32))
     write_image(tmp_path / "from.png", (32, 16))
     rows = [{"image": "to.png", "prompt": "red", "references": ["from.png"]}]
-    made = rows_of(processor_of(pipeline, JOINT), str(write_jsonl(tmp_path / "e.jsonl", rows)), length=9)
-    batch = made.batch([0])
+    packed = rows_of(processor_of(pipeline, JOINT), str(write_jsonl(tmp_path / "e.jsonl", rows)), length=9)
+    batch = packed.batch([0])
     assert batch.segments["latents"].lengths == (2 + 4 + 2, 1)
     assert batch.shapes["references"] == ((1, 16, 32),)
     assert batch["reference_sample"].tolist() == [0]
@@ -293,8 +293,8 @@ def test_an_image_beyond_the_table_of_positions_is_left_out(tmp_path: Path, pipe
     write_image(tmp_path / "large.png", (64, 32))
     rows = [{"path": f"{name}.png", "cap": "red", "id": name} for name in ("small", "large")]
     family = SD3Family(channels=4, patch=(1, 2, 2), joint=True, table=3)
-    made = rows_of(processor_of(pipeline, family), str(write_jsonl(tmp_path / "s.jsonl", rows)))
-    assert made.bad_samples == (("large", "an image of 2 x 4 tokens: the model has positions for 3 x 3"),)
+    packed = rows_of(processor_of(pipeline, family), str(write_jsonl(tmp_path / "s.jsonl", rows)))
+    assert packed.bad_samples == (("large", "an image of 2 x 4 tokens: the model has positions for 3 x 3"),)
 
 
 def test_every_row_has_one_length_and_every_sample_is_in_one(tmp_path: Path, pipeline: Path) -> None:
@@ -302,11 +302,11 @@ def test_every_row_has_one_length_and_every_sample_is_in_one(tmp_path: Path, pip
     for number in range(12):
         write_image(tmp_path / f"{number}.png", (32 + 16 * (number % 3), 32))
         rows.append({"path": f"{number}.png", "cap": "red", "id": f"s{number}"})
-    made = rows_of(processor_of(pipeline), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=24)
-    batches = [made.batch([row]) for row in range(len(made))]
+    packed = rows_of(processor_of(pipeline), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=24)
+    batches = [packed.batch([row]) for row in range(len(packed))]
     assert {batch["positions"].shape for batch in batches} == {(3, 24)}
     assert sorted(id for batch in batches for id in batch.sample_ids) == sorted(row["id"] for row in rows)
-    assert len(made) == 3  # 72 latents: no token of padding
+    assert len(packed) == 3  # 72 latents: no token of padding
     assert all(batch.seeds and batch.rows for batch in batches)
     again = rows_of(processor_of(pipeline), str(tmp_path / "s.jsonl"), length=24).batch([1])
     assert torch.equal(again["frames"], batches[1]["frames"])
@@ -320,13 +320,13 @@ def test_captions_are_cut_or_left_out(tmp_path: Path, pipeline: Path, caplog: py
     rows = [{"path": "a.png", "cap": "red " * 20, "id": "long"}, {"path": "a.png", "cap": "red", "id": "short"}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     with caplog.at_level("WARNING"):
-        made = rows_of(processor_of(pipeline), path, length=16, shuffle=False)
+        packed = rows_of(processor_of(pipeline), path, length=16, shuffle=False)
     assert "1 of 2 captions have more tokens than the model reads" in caplog.text
-    batch = made.batch([0])
+    batch = packed.batch([0])
     assert sorted(batch.segments["text_ids"].lengths) == [0, 2, 8]
     assert batch["text_ids"].tolist().count(1) == 2  # the end that the tokenizer writes is kept
-    made = rows_of(processor_of(pipeline, long_captions="leave_out"), path, length=16)
-    assert made.bad_samples == (("long", "a caption of 21 tokens; the model reads 8"),)
+    packed = rows_of(processor_of(pipeline, long_captions="leave_out"), path, length=16)
+    assert packed.bad_samples == (("long", "a caption of 21 tokens; the model reads 8"),)
 
 
 def test_several_text_encoders(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
         "audio": ({"path": "sound.wav", "cap": "red"}, "an image or a video is expected"),
         "zero": ({"path": "empty.mp4", "cap": "red"}, "empty.mp4"),
         "cut": ({"path": "head.mp4", "cap": "red"}, "head.mp4"),
-        "short": ({"path": "short.mp4", "cap": "red"}, "a video of 3 frames gives 1, and 5 are asked for"),
+        "short": ({"path": "short.mp4", "cap": "red"}, "a video of 3 frames gives 1, fewer than min_frames 5"),
         "large": ({"path": "large.png", "cap": "red"}, "64 tokens do not fit into data.length 16"),
         "thin": ({"path": "thin.png", "cap": "red"}, "less than one patch of 16x16"),
         "surrogate": ({"path": "\ud800.png", "cap": "red"}, "not valid Unicode"),
@@ -405,10 +405,10 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
     rows = [{**row, "id": name} for name, (row, _) in cases.items()]
     rows += [{"path": "good.png", "cap": "red", "id": "fine"}, {"path": "good.mp4", "cap": "red", "id": "moving"}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
-    made = rows_of(processor_of(pipeline, min_frames=5), path, length=16, max_bad_share=1)
-    found = dict(made.bad_samples)
-    assert {name: found[name] for name in cases if cases[name][1] not in found.get(name, "")} == {}
-    assert len(made.index) == 2
+    packed = rows_of(processor_of(pipeline, min_frames=5), path, length=16, max_bad_share=1)
+    reasons = dict(packed.bad_samples)
+    assert {name: reasons[name] for name in cases if cases[name][1] not in reasons.get(name, "")} == {}
+    assert len(packed.index) == 2
     with pytest.raises(TesseraError, match="cannot be used"):
         rows_of(processor_of(pipeline), path, length=16, on_bad_sample="fail")
 
@@ -420,10 +420,10 @@ def test_a_video_that_ends_early_is_masked_and_named(tmp_path: Path, pipeline: P
     data = (tmp_path / "torn.mkv").read_bytes()
     (tmp_path / "torn.mkv").write_bytes(data[: len(data) // 2])
     rows = [{"path": name, "cap": "red", "id": name} for name in ("good.mp4", "torn.mkv")]
-    made = rows_of(processor_of(pipeline, num_frames=29), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=64)
-    batch = made.batch([0])
-    assert [id for id, _ in (*batch.problems, *made.bad_samples)] == ["torn.mkv"]
-    assert "damaged video" in dict((*batch.problems, *made.bad_samples))["torn.mkv"]
+    packed = rows_of(processor_of(pipeline, num_frames=29), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=64)
+    batch = packed.batch([0])
+    assert [id for id, _ in (*batch.problems, *packed.bad_samples)] == ["torn.mkv"]
+    assert "damaged video" in dict((*batch.problems, *packed.bad_samples))["torn.mkv"]
     assert len(batch["trained"]) == 12  # of the other one
     assert batch["frames"].shape == (9 * 32 * 32, 3)
 
@@ -481,21 +481,21 @@ def test_a_family_of_images_leaves_videos_out(tmp_path: Path, pipeline: Path) ->
     write_image(tmp_path / "a.png")
     write_video(tmp_path / "v.mp4", 5)
     rows = [{"path": name, "cap": "red", "id": name} for name in ("a.png", "v.mp4")]
-    made = rows_of(processor_of(pipeline, JOINT), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=32)
-    assert made.bad_samples == (("v.mp4", "a video: this model makes images, and its VAE encodes no videos"),)
+    packed = rows_of(processor_of(pipeline, JOINT), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=32)
+    assert packed.bad_samples == (("v.mp4", "a video: this model makes images, and its VAE encodes no videos"),)
 
 
 def test_every_generation_family_has_this_processor() -> None:
-    found = 0
+    families = 0
     for name in FAMILIES.names():
         spec = FAMILIES.get(name)
-        if spec.generation is not None:
+        if isinstance(spec, GenerationSpec):
             assert spec.processor is not None
             processor = spec.processor(spec.config(**spec.presets["quickstart"]), None, vae_stride=(4, 8))
             assert isinstance(processor, GenerationProcessor)
             assert processor.grid(MediaSize(64, 64, 9))[0] >= 1
-            found += 1
-    assert found >= 8
+            families += 1
+    assert families >= 8
 
 
 def test_keys_of_conversations_are_refused(tmp_path: Path, pipeline: Path) -> None:

@@ -21,11 +21,16 @@ from tessera.core.task import FrozenModule
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.features import EMPTY, MANIFEST
+from tessera.diffusion import features as feature_files
+from tessera.diffusion.feature_facts import form_facts
+from tessera.diffusion.features import PLAN
+from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
+from tessera.diffusion.qwen_image.config import EDIT, QwenImageConfig
+from tessera.diffusion.wan.config import WanConfig
 from tessera.errors import TesseraError
 from tessera.runtime.distributed import World
 from tessera.tasks import build_task
-from tessera.tools import data_features
-from tessera.tools.data_features import PLAN, write_features
+from tessera.tools.data_features import write_features
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
 from tests.toys.generation_set import write_image, write_jsonl, write_video
@@ -101,19 +106,19 @@ def features(world: Path) -> Path:
 
 
 def stored_ids(folder: Path) -> list[str]:
-    found = []
+    ids = []
     for file in sorted(folder.glob("shard-*.safetensors")):
         with safe_open(file, framework="pt") as shard:
-            found += [one["id"] for one in json.loads(shard.metadata()["features"])["samples"]]
-    return found
+            ids += [one["id"] for one in json.loads(shard.metadata()["features"])["samples"]]
+    return ids
 
 
 def stored_shapes(folder: Path) -> list[tuple[str, list[int]]]:
-    found = []
+    shapes = []
     for file in sorted(folder.glob("shard-*.safetensors")):
         with safe_open(file, framework="pt") as shard:
-            found += [(name, shard.get_slice(name).get_shape()) for name in shard.keys()]  # noqa: SIM118
-    return found
+            shapes += [(name, shard.get_slice(name).get_shape()) for name in shard.keys()]  # noqa: SIM118
+    return shapes
 
 
 def test_features_are_written_in_the_order_of_the_data(features: Path) -> None:
@@ -169,8 +174,8 @@ def test_noise_on_given_images_is_refused_where_the_data_are_features(world: Pat
 
 def test_batches_of_features_are_packed_as_media_are(world: Path, features: Path) -> None:
     media, stored = rows_of(recipe(world)), rows_of(recipe(world, features))
-    one, other = media.batch(range(len(media))), stored.batch(range(len(media)))
-    assert set(other.sample_ids) <= set(one.sample_ids)
+    from_media, other = media.batch(range(len(media))), stored.batch(range(len(media)))
+    assert set(other.sample_ids) <= set(from_media.sample_ids)
     assert not stored.decodes_media
     assert other["clean"].shape == (len(media) * LENGTH, 16)
     assert "frames" not in other
@@ -200,12 +205,12 @@ def test_a_start_after_a_kill_makes_only_what_is_missing(world: Path, features: 
 
 def test_ranks_share_the_shards(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    found = []
+    results = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        found.append(write_features(recipe(world), tmp_path / "f", shard=4))
-    assert [(one.samples, one.missing) for one in found] == [(5, 1), (4, 0)]
-    assert "by other ranks" in found[0].lines()[-1]
+        results.append(write_features(recipe(world), tmp_path / "f", shard=4))
+    assert [(one.samples, one.missing) for one in results] == [(5, 1), (4, 0)]
+    assert "by other ranks" in results[0].lines()[-1]
     assert stored_ids(tmp_path / "f") == [f"s{number}" for number in range(9)]
 
 
@@ -350,15 +355,39 @@ def test_a_file_is_published_also_when_a_second_start_removes_what_was_written(
     def interrupted(source: Path, target: Path) -> None:
         seen.append(source)
         if len(seen) == 1:
-            assert data_features._kept(file, "key") is None
+            assert feature_files.complete_shard(file, "key") is None
         replace(source, target)
 
-    monkeypatch.setattr(data_features.os, "replace", interrupted)
-    data_features._publish(file, b"content")
+    monkeypatch.setattr(feature_files.os, "replace", interrupted)
+    feature_files.publish(file, b"content")
     assert file.read_bytes() == b"content"
     assert len(seen) == 2
-    data_features._publish(tmp_path / PLAN, b"{}")
+    feature_files.publish(tmp_path / PLAN, b"{}")
     assert len({path.name.removeprefix(PLAN) for path in seen}) == 2, "processes of one number would share a name"
     assert sorted(path.name for path in tmp_path.iterdir()) == [PLAN, file.name]
     with pytest.raises(TesseraError, match="cannot be written"):
-        data_features._publish(tmp_path / "gone" / "a", b"")
+        feature_files.publish(tmp_path / "gone" / "a", b"")
+
+
+def test_facts_of_features_have_the_keys_of_earlier_releases() -> None:
+    text = {
+        "encoder": "text_encoder",
+        "tokenizer": "tokenizer",
+        "length": 512,
+        "template": "{}",
+        "image": "",
+        "tidy": True,
+        "skip": 0,
+        "padding": "zeros",
+        "pad": None,
+        "masked": True,
+        "layer": -1,
+        "tokens": True,
+        "pooled": False,
+        "beside": False,
+    }
+    assert form_facts(WanConfig().generation()) == {"channels": 16, "patch": [1, 2, 2], "joint": False, "text": [text]}
+    frames = form_facts(HunyuanVideoConfig(image_condition_type="token_replace").generation())["text"][0]["shown"]
+    assert (frames["every"], frames["tokens"], frames["word"]) == (4, 576, "<image>")
+    edit = form_facts(QwenImageConfig().generation(), EDIT)["edit"]
+    assert (edit["text"]["image"], edit["text"]["blank"], edit["text"]["shown"]) == ("<|image_pad|>", "", None)

@@ -73,5 +73,5 @@ def test_work_of_samples_adds_up_to_that_of_their_batch_and_a_token_more_costs_l
     batch = Batch({}, {"latents": Segments.of(lengths), "text": Segments.of(text)})
     measures = {"tokens": np.array(lengths), "text": np.array(text), "samples": np.ones(3)}
     assert spec.work(config, measures)["latents"].sum() == pytest.approx(spec.flops(config, batch))
-    one = {"tokens": np.array([1]), "text": np.array([0]), "samples": np.array([0])}  # a token of padding
-    assert spec.work(config, one)["latents"][0] < spec.flops(config, batch) / sum(lengths)
+    padding = {"tokens": np.array([1]), "text": np.array([0]), "samples": np.array([0])}  # a token of padding
+    assert spec.work(config, padding)["latents"][0] < spec.flops(config, batch) / sum(lengths)

@@ -29,10 +29,10 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
-    def found(name: str) -> ModuleType:
+    def imported(name: str) -> ModuleType:
         return import_module(name)
 
-    yield found
+    yield imported
     for name in names:
         sys.modules.pop(name, None)
 
@@ -71,28 +71,28 @@ def test_judge_reads_real_videos_and_sees_when_one_is_wrong(modules: Any) -> Non
 def test_vae_computes_whole_videos_as_the_library_does_frame_by_frame(modules: Any) -> None:
     digits, vae = modules("digits"), modules("vae")
     torch.manual_seed(0)
-    made = vae.VideoVae(base_dim=16).eval()
-    made.init_weights()
-    for parameter in made.parameters():  # away from zeros that would hide a mistake
+    coder = vae.VideoVae(base_dim=16).eval()
+    coder.init_weights()
+    for parameter in coder.parameters():  # away from zeros that would hide a mistake
         parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
     videos, _, _ = digits.drawn(digits.split(held_out=True), 2, seed=0)
     pixels = vae.as_pixels(torch.from_numpy(videos))
     with torch.no_grad():
-        latents = made.encoded(pixels)
+        latents = coder.encoded(pixels)
         assert latents.shape == (2, 8, 5, 4, 4)
-        torch.testing.assert_close(latents, made.vae.encode(pixels).latent_dist.mode(), rtol=1e-4, atol=1e-4)
-        again = made.vae.decode(latents).sample
-        torch.testing.assert_close(made.decoded(latents).clamp(-1, 1), again, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(latents, coder.vae.encode(pixels).latent_dist.mode(), rtol=1e-4, atol=1e-4)
+        again = coder.vae.decode(latents).sample
+        torch.testing.assert_close(coder.decoded(latents).clamp(-1, 1), again, rtol=1e-4, atol=1e-4)
 
 
 def test_vae_begins_near_its_goal(modules: Any) -> None:
     digits, vae = modules("digits"), modules("vae")
-    made = vae.VideoVae()
-    made.init_weights()
+    coder = vae.VideoVae()
+    coder.init_weights()
     videos, _, _ = digits.drawn(digits.split(held_out=True), 16, seed=0)
     with torch.no_grad():
         pixels = vae.as_pixels(torch.from_numpy(videos))
-        error = (made.decoded(made.encoded(pixels)) - pixels).square().mean()
+        error = (coder.decoded(coder.encoded(pixels)) - pixels).square().mean()
     assert float(error) < 0.5 * float(pixels.var())
 
 

@@ -60,9 +60,9 @@ def media_batch(family: GenerationFamily) -> tuple[Batch, list[torch.Tensor], li
     videos = [torch.randint(0, 256, (frames, 32, 32, 3), dtype=torch.uint8, generator=generator) for frames in (5, 1)]
     captions = [torch.tensor([3, 4, 5, 1]), torch.tensor([6, 1])]
     text = [4, 0, 2, 0] if family.captions[0].zeros_to == 0 else [5, 0, 5, 0]
-    own = text if family.joint else [0] * 4
-    lengths = [8 + own[0], 3, 4 + own[2], 5]
-    kinds = torch.cat([torch.arange(length) < words for length, words in zip(lengths, own, strict=True)])
+    before = text if family.joint else [0] * 4
+    lengths = [8 + before[0], 3, 4 + before[2], 5]
+    kinds = torch.cat([torch.arange(length) < words for length, words in zip(lengths, before, strict=True)])
     tensors = {
         "frames": torch.cat([video.reshape(-1, 3) for video in videos]),
         "text_ids": torch.cat(captions),
@@ -88,7 +88,7 @@ def media_batch(family: GenerationFamily) -> tuple[Batch, list[torch.Tensor], li
 def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool, kind: type[Captions]) -> None:
     family = replace(FAMILY, joint=joint, captions=(kind(length=5),))
     batch, videos, captions = media_batch(family)
-    made = encoded_inputs(online_task(folder, family), batch)
+    inputs = encoded_inputs(online_task(folder, family), batch)
     parts = PipelineFolder(folder)
     with torch.no_grad():
         latents = [patchify(values, family.patch) for values in parts.autoencoder().encode(videos)]
@@ -100,18 +100,18 @@ def test_what_is_encoded_online_is_what_features_hold(folder: Path, joint: bool,
     task.bind(spec_of(family), None)
     wanted = task.inputs(features)
     for name in ("latents", "target", "text", "timesteps", "token_weights"):
-        assert torch.allclose(made[name], wanted[name], atol=1e-5), name
-    assert made.segments["text"].lengths == batch.segments["text"].lengths
+        assert torch.allclose(inputs[name], wanted[name], atol=1e-5), name
+    assert inputs.segments["text"].lengths == batch.segments["text"].lengths
 
 
 def test_a_dropped_caption_is_the_empty_caption(folder: Path) -> None:
     batch, _, _ = media_batch(FAMILY)
-    made = encoded_inputs(online_task(folder, FAMILY, caption_dropout=1.0), batch)
+    inputs = encoded_inputs(online_task(folder, FAMILY, caption_dropout=1.0), batch)
     with torch.no_grad():
         (empty,) = PipelineFolder(folder).text_encoder(FAMILY.captions[0]).encode([torch.tensor([1])])
     assert empty.tokens is not None
     assert empty.tokens[0].any()
-    for text in made["text"].split((5, 5)):
+    for text in inputs["text"].split((5, 5)):
         assert torch.allclose(text, empty.tokens, atol=1e-5)
 
 
@@ -130,16 +130,16 @@ def test_images_to_edit_follow_what_is_made_of_them(folder: Path) -> None:
     }
     bounds = {"latents": Segments.of([10]), "text": Segments.of([2]), "text_ids": Segments.of([2])}
     shapes = {"latents": ((1, 2, 2),), "frames": ((1, 32, 32),), "references": ((1, 32, 32),)}
-    made = encoded_inputs(online_task(folder, family), Batch(tensors, bounds, shapes=shapes, seeds=(1,)))  # type: ignore[arg-type]
+    inputs = encoded_inputs(online_task(folder, family), Batch(tensors, bounds, shapes=shapes, seeds=(1,)))  # type: ignore[arg-type]
     with torch.no_grad():
         (wanted,) = PipelineFolder(folder).autoencoder().encode([image])
-    assert torch.allclose(made["latents"][4:], patchify(wanted, family.patch), atol=1e-5)
-    assert made["trained_here"].tolist() == [True] * 4 + [False] * 4
+    assert torch.allclose(inputs["latents"][4:], patchify(wanted, family.patch), atol=1e-5)
+    assert inputs["trained_here"].tolist() == [True] * 4 + [False] * 4
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("given", ["first", "first_last"])
-def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, given: Given) -> None:
+@pytest.mark.parametrize("ends", ["first", "first_last"])
+def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, ends: Given) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 
     coder = PipelineFolder(folder).autoencoder()
@@ -154,7 +154,7 @@ def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, gi
     )
     video = torch.randint(0, 256, (9, 32, 32, 3), dtype=torch.uint8)
     pixels = video.permute(0, 3, 1, 2).float() / 127.5 - 1
-    last = pixels[-1:] if given == "first_last" else None
+    last = pixels[-1:] if ends == "first_last" else None
     _, condition = pipeline.prepare_latents(
         pixels[:1], 1, 4, 32, 32, 9, dtype=torch.float32, device=CPU, last_image=last
     )
@@ -165,7 +165,7 @@ def test_given_frames_are_channels_as_in_the_published_pipeline(folder: Path, gi
         return values
 
     assert condition.shape == (1, 8, 3, 4, 4)
-    assert torch.allclose(channels(MaskedVideoChannels(), given), condition[0], atol=1e-4)
+    assert torch.allclose(channels(MaskedVideoChannels(), ends), condition[0], atol=1e-4)
     alone = channels(FirstFrameChannels(), "first")
     (first,) = coder.encode([video[:1]])
     assert torch.allclose(alone[:, :1], first, atol=1e-5)
@@ -207,9 +207,9 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
     model = write_image_encoder(pipeline)
     family = replace(FAMILY, images=MaskedVideoChannels(required=True), image_embeds=True)
     batch, videos, _ = media_batch(family)
-    made = encoded_inputs(online_task(pipeline, family, given="first_last"), batch)
-    assert made.segments["image_embeds"].lengths == (10, 0, 10, 0)
-    assert made["latents"].shape[1] == family.patch_values + 4 * 8
+    inputs = encoded_inputs(online_task(pipeline, family, given="first_last"), batch)
+    assert inputs.segments["image_embeds"].lengths == (10, 0, 10, 0)
+    assert inputs["latents"].shape[1] == family.patch_values + 4 * 8
     prepare = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     images = [Image.fromarray(video[at].numpy()) for video in videos for at in (0, -1)]
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
         wanted = model(pixels, output_hidden_states=True).hidden_states[-2]
         moved = model(pixels + 0.5 / 255 / 0.27, output_hidden_states=True).hidden_states[-2]
     # Two ways to resize round to values next to each other at most.
-    assert float((made["image_embeds"] - wanted.flatten(0, 1)).abs().max()) <= 4 * float((moved - wanted).abs().max())
+    assert float((inputs["image_embeds"] - wanted.flatten(0, 1)).abs().max()) <= 4 * float((moved - wanted).abs().max())
     features = DiffusionTask(given="first")
     features.bind(spec_of(family), None)
     with pytest.raises(TesseraError, match="embeddings of given frames"):
@@ -228,14 +228,14 @@ def test_noise_on_given_images_is_that_of_the_sample_and_some_go_without(folder:
     family = replace(FAMILY, images=FirstFrameChannels(required=True))
     batch, _, _ = media_batch(family)
 
-    def given(**options: Any) -> torch.Tensor:
-        made = encoded_inputs(online_task(folder, family, given="first", **options), batch)
-        return made["latents"][:, family.patch_values :]
+    def conditions(**options: Any) -> torch.Tensor:
+        inputs = encoded_inputs(online_task(folder, family, given="first", **options), batch)
+        return inputs["latents"][:, family.patch_values :]
 
-    plain, noisy = given(), given(given_noise={})
-    assert torch.equal(noisy, given(given_noise={})), "the noise follows from the seed of the row"
+    plain, noisy = conditions(), conditions(given_noise={})
+    assert torch.equal(noisy, conditions(given_noise={})), "the noise follows from the seed of the row"
     moved = (noisy - plain).norm()
-    assert 0 < (given(given_noise={"mean": -12.0, "std": 0.0}) - plain).norm() < 1e-2 * moved
-    assert torch.equal(given(given_dropout=1.0), torch.zeros_like(plain))
+    assert 0 < (conditions(given_noise={"mean": -12.0, "std": 0.0}) - plain).norm() < 1e-2 * moved
+    assert torch.equal(conditions(given_dropout=1.0), torch.zeros_like(plain))
     with pytest.raises(TesseraError, match="channels alone"):
         online_task(folder, FAMILY, given_dropout=0.5)

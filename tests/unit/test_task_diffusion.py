@@ -45,10 +45,10 @@ def test_flow_levels_are_those_of_the_published_scheduler(shift: float) -> None:
 
     scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=50, shift=shift)
     levels = NoiseLevels(options(steps=50, shift=shift), "flow")
-    found = [levels.at((number + 0.5) / 50, 1) for number in range(50)]
-    assert torch.allclose(torch.tensor([one.noise_share for one in found]), scheduler.sigmas, atol=1e-6)
-    assert torch.allclose(torch.tensor([one.time for one in found]), scheduler.timesteps * 20, atol=1e-3)
-    assert all(one.clean_share == 1 - one.noise_share for one in found)
+    drawn = [levels.at((number + 0.5) / 50, 1) for number in range(50)]
+    assert torch.allclose(torch.tensor([one.noise_share for one in drawn]), scheduler.sigmas, atol=1e-6)
+    assert torch.allclose(torch.tensor([one.time for one in drawn]), scheduler.timesteps * 20, atol=1e-3)
+    assert all(one.clean_share == 1 - one.noise_share for one in drawn)
 
 
 @pytest.mark.parametrize("law", ["exponential", "linear"])
@@ -60,8 +60,8 @@ def test_larger_samples_get_more_noise_as_in_flux(law: Any) -> None:
     levels = NoiseLevels(options(steps=20, shift_by_tokens={"law": law}), "flow")
     for tokens in (256, 1000, 4096):
         scheduler.set_timesteps(sigmas=torch.linspace(1, 0.05, 20).tolist(), mu=calculate_shift(tokens))
-        found = torch.tensor([levels.at((number + 0.5) / 20, tokens).noise_share for number in range(20)])
-        assert torch.allclose(found, scheduler.sigmas[:-1], atol=1e-5)
+        shares = torch.tensor([levels.at((number + 0.5) / 20, tokens).noise_share for number in range(20)])
+        assert torch.allclose(shares, scheduler.sigmas[:-1], atol=1e-5)
     assert ShiftByTokens().shift(4096) > ShiftByTokens().shift(256)
 
 
@@ -85,14 +85,14 @@ def test_noisy_latents_and_targets_are_those_of_the_published_scheduler(objectiv
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     task = bound(CROSS, objective=objective)
     batch = row_batch(CROSS, [[6, 4]], [3])
-    made = task.inputs(batch)
-    times = made["timesteps"].long()[made["sample_index"]]
+    inputs = task.inputs(batch)
+    times = inputs["timesteps"].long()[inputs["sample_index"]]
     noise = task.prepare(batch)["noise"]
-    clean, own = batch["clean"], made["trained_here"]
+    clean, trained = batch["clean"], inputs["trained_here"]
     noisy = scheduler.add_noise(clean, noise, times)
     wanted = noise if objective == "epsilon" else scheduler.get_velocity(clean, noise, times)
-    assert torch.allclose(made["latents"][own], noisy[own], atol=1e-5)
-    assert torch.allclose(made["target"][own], wanted[own], atol=1e-5)
+    assert torch.allclose(inputs["latents"][trained], noisy[trained], atol=1e-5)
+    assert torch.allclose(inputs["target"][trained], wanted[trained], atol=1e-5)
 
 
 def test_weights_are_the_published_ones() -> None:
@@ -101,10 +101,10 @@ def test_weights_are_the_published_ones() -> None:
 
     places = [(number + 0.5) / 100 for number in range(100)]
     for weighting in ("none", "sigma_sqrt", "cosmap"):
-        found = [NoiseLevels(options(steps=100, weighting=weighting), "flow").at(u, 1) for u in places]
-        sigmas = torch.tensor([one.noise_share for one in found], dtype=torch.float64)
+        drawn = [NoiseLevels(options(steps=100, weighting=weighting), "flow").at(u, 1) for u in places]
+        sigmas = torch.tensor([one.noise_share for one in drawn], dtype=torch.float64)
         wanted = compute_loss_weighting_for_sd3(weighting, sigmas).double()
-        assert torch.allclose(torch.tensor([one.weight for one in found], dtype=torch.float64), wanted, rtol=1e-6)
+        assert torch.allclose(torch.tensor([one.weight for one in drawn], dtype=torch.float64), wanted, rtol=1e-6)
     snr = compute_snr(
         DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"), torch.arange(1000)
     )
@@ -119,13 +119,13 @@ def test_weights_are_the_published_ones() -> None:
 def test_gaussian_weights_are_those_of_the_trainers_of_wan(shift: float) -> None:
     """Written out from their definition: a bell over the schedule's times, moved to 0 and scaled to a mean of 1."""
     levels = NoiseLevels(options(weighting="gaussian", shift=shift), "flow")
-    found = torch.tensor([levels.at((n + 0.5) / 1000, 1).weight for n in range(1000)], dtype=torch.float64)
+    weights = torch.tensor([levels.at((n + 0.5) / 1000, 1).weight for n in range(1000)], dtype=torch.float64)
     base = torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1]
     times = shift * base / (1 + (shift - 1) * base) * 1000
     bell = torch.exp(-2 * ((times - 500) / 1000) ** 2)
     wanted = (bell - bell.min()) * (1000 / (bell - bell.min()).sum())
-    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
-    assert found[0] == 0
+    assert torch.allclose(weights, wanted, rtol=1e-9, atol=1e-12)
+    assert weights[0] == 0
 
 
 @pytest.mark.parametrize("scheme", ["uniform", "logit_normal", "mode"])
@@ -182,14 +182,14 @@ def row_batch(
     for row in rows:
         used = 0
         for frames in row:
-            own = text if family.joint else 0
-            lengths.append(frames + own)
+            words = text if family.joint else 0
+            lengths.append(frames + words)
             texts.append(text)
             shapes.append((frames, 1, 1))
             trained += range(at, at + frames)
-            is_text += [True] * own + [False] * frames
+            is_text += [True] * words + [False] * frames
             at += frames
-            used += frames + own
+            used += frames + words
         lengths.append(length - used)
         texts.append(0)
         shapes.append((1, 1, length - used))
@@ -309,23 +309,23 @@ def test_ranks_that_share_a_sequence_have_the_numbers_of_the_whole(
     whole = row_batch(family, [[3, 5], [9]], [1, 2])
     wanted = task.inputs(whole)
     main = JOINT_MAIN if family.joint else MAIN
-    found: dict[str, list[Tensor]] = {"latents": [], "target": [], "own": []}
+    rows: dict[str, list[Tensor]] = {"latents": [], "target": [], "own": []}
     counted = 0.0
     if local_trained:  # as streams of other families give positions that are trained on
         main = replace(main, positions=("trained",))
     for rank in range(4):
         part = shard_batch(whole, BatchSharding(main, SequenceSharding(2, 2)), rank, {})
-        made = task.inputs(part)
-        found["own"].append(part["latent_index.sources"] if family.joint else part["token_index"])
+        inputs = task.inputs(part)
+        rows["own"].append(part["latent_index.sources"] if family.joint else part["token_index"])
         for name in ("latents", "target"):
-            found[name].append(made[name])
+            rows[name].append(inputs[name])
         counted += float(task.counts(part)["latents"])
         if family.joint:
-            assert torch.equal(made["text"], wanted["text"][part["text_index.sources"]])
-        assert torch.equal(made["timesteps"], wanted["timesteps"])
-    order = torch.cat(found["own"]).argsort()
+            assert torch.equal(inputs["text"], wanted["text"][part["text_index.sources"]])
+        assert torch.equal(inputs["timesteps"], wanted["timesteps"])
+    order = torch.cat(rows["own"]).argsort()
     for name in ("latents", "target"):
-        assert torch.equal(torch.cat(found[name])[order], wanted[name])
+        assert torch.equal(torch.cat(rows[name])[order], wanted[name])
     assert counted == float(task.counts(whole)["latents"])
 
 
@@ -342,9 +342,9 @@ def test_randomness_is_that_of_the_row_and_the_place_there() -> None:
 
 def test_dropped_captions_of_features_are_zeros() -> None:
     batch = row_batch(CROSS, [[1] * 8 for _ in range(50)], list(range(50)))
-    found = bound(CROSS, caption_dropout=0.25).inputs(batch)["text"].view(-1, 2, TEXT)
-    dropped = (found == 0).all(-1).all(-1)
-    assert torch.equal(found[~dropped], batch["text"].view(-1, 2, TEXT)[~dropped])
+    texts = bound(CROSS, caption_dropout=0.25).inputs(batch)["text"].view(-1, 2, TEXT)
+    dropped = (texts == 0).all(-1).all(-1)
+    assert torch.equal(texts[~dropped], batch["text"].view(-1, 2, TEXT)[~dropped])
     assert 0.25 - 4 * math.sqrt(0.25 * 0.75 / 400) < float(dropped.float().mean()) < 0.25 + 4 * 0.0217
     assert torch.equal(bound(CROSS).inputs(batch)["text"], batch["text"])
 
@@ -352,23 +352,23 @@ def test_dropped_captions_of_features_are_zeros() -> None:
 def test_a_given_first_frame_takes_the_place_of_noise() -> None:
     family = replace(CROSS, images=ReplacedFrames(), token_times=True)
     batch = row_batch(family, [[4, 1]], [8])  # the second is an image, which is learned whole
-    made = bound(family, given="first").inputs(batch)
-    assert torch.equal(made["latents"][0], batch["clean"][0])
-    assert not torch.equal(made["latents"][1], batch["clean"][1])
-    assert made["trained_here"].tolist()[:5] == [False, True, True, True, True]
-    assert made["token_weights"][0] == 0
-    assert made["timesteps"][made["time_index"]][:2].tolist() == [0.0, float(made["timesteps"][0])]
+    inputs = bound(family, given="first").inputs(batch)
+    assert torch.equal(inputs["latents"][0], batch["clean"][0])
+    assert not torch.equal(inputs["latents"][1], batch["clean"][1])
+    assert inputs["trained_here"].tolist()[:5] == [False, True, True, True, True]
+    assert inputs["token_weights"][0] == 0
+    assert inputs["timesteps"][inputs["time_index"]][:2].tolist() == [0.0, float(inputs["timesteps"][0])]
     assert float(bound(family, given="first").counts(batch)["latents"]) == 4 * family.patch_values
 
 
 def test_untrained_tokens_stay_clean() -> None:
     batch = row_batch(JOINT, [[6]], [9])
     batch = batch.with_tensors(trained=torch.arange(4))  # the last two are of an image to edit
-    made = bound(JOINT).inputs(batch)
-    assert torch.equal(made["latents"][4:], batch["clean"][4:])
+    inputs = bound(JOINT).inputs(batch)
+    assert torch.equal(inputs["latents"][4:], batch["clean"][4:])
     model = Toy(JOINT)
-    bound(JOINT).losses(model(made), made).terms[0].sum.backward()
-    changed = made.with_tensors(target=made["target"].index_fill(0, torch.tensor([4, 5]), 7.0))
+    bound(JOINT).losses(model(inputs), inputs).terms[0].sum.backward()
+    changed = inputs.with_tensors(target=inputs["target"].index_fill(0, torch.tensor([4, 5]), 7.0))
     again = Toy(JOINT)
     bound(JOINT).losses(again(changed), changed).terms[0].sum.backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), again.parameters(), strict=True))  # type: ignore[arg-type]
@@ -381,17 +381,17 @@ def test_conditions_lie_beside_the_noisy_latents() -> None:
     batch = replace(
         batch.with_tensors(condition=condition), segments={**batch.segments, "condition": Segments.of([3, 5, 0])}
     )
-    made = bound(family, given="first").inputs(batch)
-    assert made["latents"].shape == (16, family.patch_values + 4)
-    assert torch.equal(made["latents"][:8, family.patch_values :], condition)
-    assert not made["latents"][8:, family.patch_values :].any()
+    inputs = bound(family, given="first").inputs(batch)
+    assert inputs["latents"].shape == (16, family.patch_values + 4)
+    assert torch.equal(inputs["latents"][:8, family.patch_values :], condition)
+    assert not inputs["latents"][8:, family.patch_values :].any()
 
 
 def test_a_mask_may_say_that_no_frame_is_given() -> None:
     family = replace(CROSS, images=MarkedFrameChannels())
-    made = bound(family).inputs(row_batch(family, [[3, 5]], [2]))
-    assert made["latents"].shape == (16, 2 * family.patch_values + family.patch_values // family.channels)
-    assert not made["latents"][:, family.patch_values :].any()
+    inputs = bound(family).inputs(row_batch(family, [[3, 5]], [2]))
+    assert inputs["latents"].shape == (16, 2 * family.patch_values + family.patch_values // family.channels)
+    assert not inputs["latents"][:, family.patch_values :].any()
 
 
 def test_text_that_a_model_reads_whole_stays_whole_where_ranks_share_a_sequence() -> None:

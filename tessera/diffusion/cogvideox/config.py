@@ -17,7 +17,7 @@ from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
 
-OFFSET = 2.0  # what the published image-to-video models embed beside the time
+OFFSET = 2.0  # a constant that the published image-to-video models embed beside the time
 
 
 class CogVideoXFamily(GenerationFamily):

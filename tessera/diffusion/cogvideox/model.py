@@ -199,7 +199,7 @@ class CogVideoXModel(nn.Module):
         return {LATENTS: self.head(x.index_select(0, latent_index), time, latent_samples)}
 
     def _angles(self, batch: Batch, samples: Tensor) -> Angles:
-        """Return the rotation of every element; text is not rotated. `samples`: which one each latent is of."""
+        """Return the rotation of every element; text is not rotated. `samples`: the sample of each latent token."""
         index, size = batch["latent_index"], self.config.attention_head_dim
         places = rope_positions(self.config, batch, batch["positions"].index_select(1, index), samples)
         angles = axes_angles(places, (size // 4, size // 8 * 3, size // 8 * 3), THETA)
@@ -209,7 +209,7 @@ class CogVideoXModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor of parameter `name` with initial weights: modulations and prediction begin at zero."""
+        """Fill an unsharded parameter with initial weights: modulations and prediction begin at zero."""
         *path, kind = name.split(".")
         if kind == "bias" or path[-1].endswith("modulation") or path[:2] == ["head", "proj"]:
             tensor.zero_()

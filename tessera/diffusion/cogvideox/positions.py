@@ -18,8 +18,8 @@ def stretched(rows: int, columns: int, base_rows: int, base_columns: int) -> tup
         height, width = base_rows, round(base_rows / rows * columns)
     else:
         height, width = round(base_columns / columns * rows), base_columns
-    top, left = round((base_rows - height) / 2.0), round((base_columns - width) / 2.0)
-    return _line(top, top + height, rows), _line(left, left + width, columns)
+    top, start = round((base_rows - height) / 2.0), round((base_columns - width) / 2.0)
+    return _line(top, top + height, rows), _line(start, start + width, columns)
 
 
 def _line(start: int, stop: int, count: int) -> Line:
@@ -28,8 +28,8 @@ def _line(start: int, stop: int, count: int) -> Line:
 
 
 def rope_positions(config: CogVideoXConfig, batch: Batch, positions: Tensor, samples: Tensor) -> Tensor:
-    """Return the positions [3, N] by which latent tokens are rotated, in fp32, from those in patches. `samples` says
-    which sample a token is of; the shapes of samples come from the host."""
+    """Return the positions [3, N] by which latent tokens are rotated, in fp32, from those in patches. `samples`:
+    the sample of each token. The shapes of samples are on the host."""
     wide = positions.float()
     lines = [stretched(rows, columns, *config.grid[1:]) for _, rows, columns in batch.shapes.get("latents", ())]
     if config.patch_size_t is not None or all(line == PLAIN for line in lines):

@@ -39,19 +39,19 @@ def weights(config: FluxConfig) -> WeightMap:
     return WeightMap(rules, idle=idle_layers(config.shape))
 
 
-# Native names, and those in the files of its makers.
+# Native names, and those in the original checkpoint.
 _ORIGINAL = (
     ("embed.latents.{kind}", "img_in.{kind}"),
     ("embed.text.{kind}", "txt_in.{kind}"),
     *(
-        (f"embed.{own}.{side}.{{kind}}", f"{theirs}_in.{layer}_layer.{{kind}}")
-        for own, theirs in (("time", "time"), ("guidance", "guidance"), ("pooled", "vector"))
+        (f"embed.{ours}.{side}.{{kind}}", f"{theirs}_in.{layer}_layer.{{kind}}")
+        for ours, theirs in (("time", "time"), ("guidance", "guidance"), ("pooled", "vector"))
         for side, layer in (("up", "in"), ("down", "out"))
     ),
     ("head.proj.{kind}", "final_layer.linear.{kind}"),
     *(
-        (f"blocks.{{i}}.{own}{native}", f"double_blocks.{{i}}.{theirs}{foreign}")
-        for own, theirs in (("latent", "img"), ("text", "txt"))
+        (f"blocks.{{i}}.{ours}{native}", f"double_blocks.{{i}}.{theirs}{foreign}")
+        for ours, theirs in (("latent", "img"), ("text", "txt"))
         for native, foreign in (
             ("_modulation.{kind}", "_mod.lin.{kind}"),
             ("_mlp.up.{kind}", "_mlp.0.{kind}"),
@@ -59,8 +59,8 @@ _ORIGINAL = (
         )
     ),
     *(
-        (f"blocks.{{i}}.attn.{own}{native}", f"double_blocks.{{i}}.{theirs}_attn.{foreign}")
-        for own, theirs in (("latent", "img"), ("text", "txt"))
+        (f"blocks.{{i}}.attn.{ours}{native}", f"double_blocks.{{i}}.{theirs}_attn.{foreign}")
+        for ours, theirs in (("latent", "img"), ("text", "txt"))
         for native, foreign in (
             ("_norm.q.weight", "norm.query_norm.scale"),
             ("_norm.k.weight", "norm.key_norm.scale"),
@@ -75,7 +75,7 @@ _ORIGINAL = (
 
 
 def original(config: FluxConfig) -> WeightMap:
-    """Return the names and shapes of the makers' files: queries, keys and values are one layer."""
+    """Return the names and shapes of the original checkpoint: queries, keys and values are one layer."""
     block = config.shape.block
     rows = (block.hidden,) * 3 + (block.intermediate,)
     rules = (

@@ -97,7 +97,7 @@ class HunyuanConfig(JointConfig):
         return self.patch_size_t * self.patch_size**2
 
     def transformer(self, single: int) -> TransformerShape:
-        """Return the sizes of the transformer, with so many blocks that have one set of weights."""
+        """Return the sizes of the transformer. `single`: the number of blocks with one set of weights."""
         size, heads = self.hidden_size, self.num_attention_heads
         return TransformerShape(
             block=JointShape(size, heads, self.intermediate_size, attention=self.attention),

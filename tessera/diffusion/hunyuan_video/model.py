@@ -24,19 +24,19 @@ def make_refiner(config: HunyuanConfig) -> TokenRefiner:
 
 
 def make_layout(config: HunyuanConfig, batch: Batch) -> JointLayout:
-    """Return the layout of a batch. Text lies at position 0, where nothing is rotated."""
+    """Return the layout of a batch. Text is at position 0 and is not rotated."""
     angles = axes_angles(batch["positions"], config.rope_axes_dim, config.rope_theta)
     return joint_layout(batch, angles, rotate_text=False)
 
 
 def rank_part(embedded: Tensor, batch: Batch, index: str) -> Tensor:
-    """Return what this rank has of embeddings that are computed whole, where ranks share a sequence."""
+    """Return the embeddings of this rank, where ranks share a sequence and each computes all embeddings."""
     sources = batch.get(f"{index}.sources")
     return embedded if sources is None else embedded.index_select(0, sources)
 
 
 class HunyuanVideoEmbeddings(nn.Module):
-    """Embed latents, text, and what holds for a whole sample: its time, its pooled caption, the scale of guidance."""
+    """Embed latents, text, and the conditions of a sample: its time, its pooled caption, the scale of guidance."""
 
     def __init__(self, config: HunyuanVideoConfig) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ class HunyuanVideoModel(JointTransformer):
         if not self.shape.reference_time:
             return layout
         index, samples = batch["latent_index"], batch["sample_index"]
-        by_time = batch.with_tensors(sample_index=samples.index_add(0, index, self._given(batch)))
+        by_time = batch.with_tensors(sample_index=samples.index_add(0, index, self._time_offsets(batch)))
         return replace(layout, samples=make_layout(self.config, by_time).samples)
 
     def _by_time(self, layout: JointLayout, batch: Batch) -> JointLayout:
         if not self.shape.reference_time:
             return layout
-        return replace(layout, latent_samples=layout.latent_samples + self._given(batch))
+        return replace(layout, latent_samples=layout.latent_samples + self._time_offsets(batch))
 
-    def _given(self, batch: Batch) -> Tensor:
+    def _time_offsets(self, batch: Batch) -> Tensor:
         """Return how much further the condition of a latent is: a first frame has that of time 0."""
         return (batch["positions"][0, batch["latent_index"]] == 0) * batch["timesteps"].shape[0]

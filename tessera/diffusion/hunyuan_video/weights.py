@@ -25,7 +25,7 @@ _SHARED = (
     ("embed.text.pooled.down.{kind}", "context_embedder.time_text_embed.text_embedder.linear_2.{kind}"),
     ("head.proj.{kind}", "proj_out.{kind}"),
 )
-# Native names, and those in the makers' files.
+# Native names, and those in the original checkpoint.
 _ORIGINAL = (
     ("embed.latents.bias", "img_in.proj.bias"),
     ("embed.time.up.{kind}", "time_in.mlp.0.{kind}"),
@@ -55,8 +55,8 @@ _ORIGINAL = (
         )
     ),
     *(
-        (f"blocks.{{i}}.{native.format(own)}", f"double_blocks.{{i}}.{theirs}_{foreign}")
-        for own, theirs in (("latent", "img"), ("text", "txt"))
+        (f"blocks.{{i}}.{native.format(ours)}", f"double_blocks.{{i}}.{theirs}_{foreign}")
+        for ours, theirs in (("latent", "img"), ("text", "txt"))
         for native, foreign in (
             ("{}_modulation.{{kind}}", "mod.linear.{kind}"),
             ("{}_mlp.up.{{kind}}", "mlp.fc1.{kind}"),
@@ -87,7 +87,7 @@ def weights(config: HunyuanVideoConfig) -> WeightMap:
 
 
 def original(config: HunyuanVideoConfig) -> WeightMap:
-    """Return the names and shapes of the makers' files: queries, keys and values are one layer."""
+    """Return the names and shapes of the original checkpoint: queries, keys and values are one layer."""
     block = config.shape.block
     rows = (block.hidden,) * 3 + (block.intermediate,)
     refiner = "txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv"

@@ -22,7 +22,7 @@ _EPS = 1e-5
 
 
 class GlyphProjection(nn.Module):
-    """Embed what the second encoder makes of the words that a video shows."""
+    """Embed the states of the second encoder: of words that appear in a video."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class HunyuanVideo15Model(JointTransformer):
     """Predict a velocity for each latent token.
 
     Batches are those of families whose text and latents are one sequence. Besides `text` there may be `text_2`, of an
-    encoder of single characters, and `image_embeds`; each is packed with segments of its name, and its elements lie in
-    the main sequence where `text_index`, `text_2_index` and `image_embeds_index` say.
+    encoder of single characters, and `image_embeds`; each is packed with segments of its name, and its elements are in
+    the main sequence at the indices `text_index`, `text_2_index` and `image_embeds_index`.
     """
 
     def __init__(self, config: HunyuanVideo15Config) -> None:

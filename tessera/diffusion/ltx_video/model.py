@@ -33,12 +33,12 @@ THETA = 10_000.0
 
 @dataclass(frozen=True)
 class LTXVideoLayout:
-    """Hold what all blocks read of a batch and no gradient passes through."""
+    """Hold the inputs of all blocks that have no gradient."""
 
     angles: Angles
     times: Tensor | None  # [T]: which entry of the modulation belongs to each token; None: each has one
     segments: Segments  # of the whole sequence
-    own: Segments  # of the tokens that this rank has
+    local: Segments  # of the tokens that this rank has
     text: Segments
 
 
@@ -50,8 +50,8 @@ class LTXVideoAttention(PackedSelfAttention):
         q, k, v = self.qkv(x)
         assert self.q_norm is not None
         assert self.k_norm is not None
-        q, k = (rotate(one.unsqueeze(1), angles, pairs=True) for one in (self.q_norm(q), self.k_norm(k)))
-        q, k, v = (by_head(one.flatten(1), None, self.head_dim) for one in (q, k, v))
+        q, k = (rotate(x.unsqueeze(1), angles, pairs=True) for x in (self.q_norm(q), self.k_norm(k)))
+        q, k, v = (by_head(x.flatten(1), None, self.head_dim) for x in (q, k, v))
         out: Tensor = self.out(self.core(q, k, v, segments).flatten(1))
         return out
 
@@ -72,7 +72,7 @@ class LTXVideoBlock(nn.Module):
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(time, layout.times)
         attended = self.attn(self._normed(x, shift, scale), layout.angles, layout.segments)
         x = gated_sum(x, attended, gate)
-        x = x + self.cross(x, text, layout.own, layout.text)
+        x = x + self.cross(x, text, layout.local, layout.text)
         return gated_sum(x, self.mlp(self._normed(x, mlp_shift, mlp_scale)), mlp_gate)
 
     def _normed(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class LTXVideoModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor of parameter `name` with initial weights: the prediction begins at zero."""
+        """Fill an unsharded parameter with initial weights: the prediction begins at zero."""
         *path, kind = name.split(".")
         if kind == "bias" or path[:2] == ["head", "proj"]:
             tensor.zero_()

@@ -104,15 +104,15 @@ class DiffusionTask(Task):
                     )
 
     def _check_given(self) -> None:
-        images, given = self.family.images, self.options.given
-        if given not in images.choices:
+        images, frames = self.family.images, self.options.given
+        if frames not in images.choices:
             raise TesseraError(
                 "this model continues given images"
-                if given == "none"
+                if frames == "none"
                 else "this model reads no such frames of a video",
                 where="train.task_options.given",
                 allowed=list(images.choices),
-                fix="train.task_options.given=first" if given == "none" else None,
+                fix="train.task_options.given=first" if frames == "none" else None,
             )
         noise = {"given_noise": self.options.given_noise is not None, "given_dropout": self.options.given_dropout > 0}
         for key, chosen in noise.items():

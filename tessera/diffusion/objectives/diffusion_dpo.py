@@ -7,7 +7,7 @@ frozen second copy of it.
     loss of a pair = -log s(m),   s: the logistic function
     m = -beta / 2 ((error(better) - error(worse)) - (the same of the reference)),   error: mean over a sample's latents
 
-Losses add up over pairs and are divided once, by the pairs of the global batch: any split of it trains alike.
+Losses add up over pairs and are divided once, by the pairs of the global batch: any split gives the same gradient.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ class DiffusionDpoTask(DiffusionTask):
     def check(self, config: RunConfig, module: nn.Module) -> None:
         if config.model.lora is not None and config.model.lora.modules_to_save:
             raise TesseraError(
-                "diffusion_dpo compares with the model without its adapters, and model.lora.modules_to_save would have "
-                "changed that, too",
+                "diffusion_dpo compares with the model without its adapters, which model.lora.modules_to_save changes",
                 where="model.lora.modules_to_save",
                 fix="leave it out",
             )

@@ -47,5 +47,5 @@ def weights(config: QwenImageConfig) -> WeightMap:
     return WeightMap((*plain_rules(_NAMES), *double_rules(_BLOCKS)), idle=idle_layers(config.shape))
 
 
-# Its makers publish it as a diffusers folder: theirs are the same names.
+# The original checkpoint is a diffusers folder, with the same names.
 SPEC = joint_family("qwen_image", QwenImageConfig, PRESETS, weights, weights)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,11 @@ from torch import Tensor
 
 from tessera.core.batch import Batch
 from tessera.core.outputs import LATENTS
+from tessera.core.sample import EncodedMedia
+from tessera.diffusion.batches import pack
+from tessera.diffusion.encoders import SampleConditions
+from tessera.diffusion.family import GenerationFamily
+from tessera.diffusion.given_images import Grid
 from tessera.diffusion.sampling.over_ranks import PassRanks
 from tessera.diffusion.sampling.solver import Solver
 from tessera.errors import TesseraError
@@ -34,16 +39,54 @@ class Expert:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold what the model reads at every step, packed for one forward pass: all but noisy latents and times.
+    """Hold the inputs of the model at every step, packed for one forward pass, without noisy latents and times.
 
-    `batch["latents"]` has the tokens of given images (references, first frames) and anything elsewhere; `generated` are
-    the tokens to be made. Where the batch has a `time_index`, given frames have the time behind those of samples, zero.
-    A pass may hold every sample twice, with and without the prompt, one half after the other.
+    `batch["latents"]` has the tokens of given images (references, first frames), and zeros for `generated` ones.
+    Where the batch has a `time_index`, given frames have the last time, which is zero. A pass may hold every sample
+    twice, with and without the prompt, one half after the other.
     """
 
     batch: Batch
     generated: Tensor  # [G] int64, of the tokens in `batch["latents"]`
     condition: Tensor | None = None  # [N, values]: channels beside the latents
+
+
+def packed(
+    samples: Sequence[SampleConditions], family: GenerationFamily, grid: Grid, scale: float, dtype: torch.dtype
+) -> Inputs:
+    """Return one forward pass of samples whose latents are `grid` tokens. `scale`: of embedded guidance."""
+    latents: list[Tensor] = []
+    items, generated, count = [], [], math.prod(grid)
+    for sample in samples:
+        rows = {"text": sample.text, "image_embeds": sample.image_embeds}
+        if sample.pooled is not None:
+            rows["pooled"] = sample.pooled.unsqueeze(0)
+        tensors = {name: values.to(dtype) for name, values in rows.items() if values is not None}
+        embeds, still = len(tensors.get("image_embeds", ())), 0 if sample.first is None else len(sample.first)
+        tokens = torch.zeros(count, family.patch_values, dtype=dtype, device=sample.text.device)
+        if sample.first is not None:
+            tokens[:still] = sample.first.to(dtype)
+        images = torch.cat([tokens, *(image.to(dtype) for image, _ in sample.references)])
+        first = sum(len(part) for part in latents)
+        generated.append(torch.arange(first + still, first + count))
+        latents.append(images)
+        length = len(images) + (len(sample.text) + embeds if family.joint else 0)
+        grids = tuple(size for _, size in sample.references)
+        items.append(EncodedMedia("", length, grid, len(sample.text), tensors, grids, embeds=embeds))
+    device = samples[0].text.device
+    batch = pack(family, items).to(device)
+    batch = replace(batch, tensors={name: values for name, values in batch.tensors.items() if name != "trained"})
+    batch = batch.with_tensors(latents=torch.cat(latents))
+    if family.guidance_input:
+        batch = batch.with_tensors(guidance=torch.full((len(samples),), scale, dtype=torch.float32, device=device))
+    index = torch.cat(generated).to(device)
+    # Models without times of tokens set the time of a first frame to zero themselves.
+    if family.token_times and any(sample.first is not None for sample in samples):
+        assert not family.joint, "elements of the main sequence are latent tokens"
+        noisy = torch.zeros(len(batch["latents"]), dtype=torch.bool, device=device).index_fill(0, index, True)
+        batch = batch.with_tensors(time_index=torch.where(noisy, batch["sample_index"], len(samples)))
+    channels = [sample.condition.to(dtype) for sample in samples if sample.condition is not None]
+    return Inputs(batch, index, torch.cat(channels) if channels else None)
 
 
 @torch.no_grad()

@@ -24,10 +24,9 @@ from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER
 from tessera.diffusion.given_images import Grid, from_tokens, patchify
 from tessera.diffusion.pipeline_folder import PipelineFolder
-from tessera.diffusion.sampling.denoise import ALONE, Expert, denoise
+from tessera.diffusion.sampling.denoise import ALONE, Expert, denoise, packed
 from tessera.diffusion.sampling.files import Generated
 from tessera.diffusion.sampling.over_ranks import PassRanks
-from tessera.diffusion.sampling.pack import packed
 from tessera.diffusion.sampling.request import Request
 from tessera.diffusion.sampling.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.errors import TesseraError

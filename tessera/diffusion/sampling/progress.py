@@ -1,4 +1,4 @@
-"""Tell how far sampling is."""
+"""Print the progress of sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tessera.diffusion.sampling.pipeline import OnStep
 
 
 def progress() -> OnStep:
-    """Return what prints a line after each step: how far it is, and how long a step takes."""
+    """Return a function that prints a line after each step, with the time of the step."""
     last: list[float] = []
 
     def show(finished: int, samples: int, step: int, steps: int) -> None:

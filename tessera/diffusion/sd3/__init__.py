@@ -58,7 +58,7 @@ _DUAL = (
 )
 
 
-# Native names of a block, and those in the files of its makers.
+# Native names of a block, and those in the original checkpoint.
 _ORIGINAL_BLOCK = (
     *(
         (f"attn.{native}_norm.{which}.weight", f"{theirs}_block.attn.ln_{which}.weight")
@@ -99,7 +99,7 @@ def weights(config: SD3Config) -> WeightMap:
 
 
 def original(config: SD3Config) -> WeightMap:
-    """Return the names and shapes of the makers' files: queries, keys and values are one layer."""
+    """Return the names and shapes of the original checkpoint: queries, keys and values are one layer."""
     # Behind the last attention text has a scale and a shift alone, as the output has: there, in the other order.
     last = config.num_layers - 1
     ending = (
@@ -123,7 +123,7 @@ def original(config: SD3Config) -> WeightMap:
 
 
 def _reshaped(config: SD3Config, patch: str, table: str, head: str) -> tuple[Rule, ...]:
-    """Return the rules of tensors that lie in another way in both forms, under the names that they have there."""
+    """Return the rules of tensors that both forms store in another shape, under their names."""
     shape, side, channels = config.shape, config.patch_size, config.in_channels
     hidden, places = config.hidden, (shape.table**2, config.hidden)
     return (

@@ -39,12 +39,12 @@ from tessera.ops.pointwise import Angles, axes_angles
 
 @dataclass(frozen=True)
 class WanLayout:
-    """Hold what all blocks read of a batch and no gradient passes through."""
+    """Hold the inputs of all blocks that have no gradient."""
 
     angles: Angles
     times: Tensor | None  # [T]: which entry of the modulation belongs to each token; see `time_index`
     segments: Segments  # of the whole sequence
-    own: Segments  # of the tokens that this rank has
+    local: Segments  # of the tokens that this rank has
     text: Segments
     image: Segments | None
 
@@ -107,10 +107,10 @@ class TextAndImageAttention(CrossAttention):
 
     def forward(self, x: Tensor, text: Tensor, image: Tensor | None, layout: WanLayout) -> Tensor:  # type: ignore[override]
         q = by_head(self.q(x), self.q_norm, self.head_dim)
-        attended = self.attend(q, self.kv(text), self.k_norm, layout.own, layout.text)
+        attended = self.attend(q, self.kv(text), self.k_norm, layout.local, layout.text)
         if self.image_kv is not None:
             assert layout.image is not None
-            attended = attended + self.attend(q, self.image_kv(image), self.image_norm, layout.own, layout.image)
+            attended = attended + self.attend(q, self.image_kv(image), self.image_norm, layout.local, layout.image)
         out: Tensor = self.out(attended.flatten(1))
         return out
 
@@ -195,7 +195,7 @@ class WanModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor of parameter `name` as the published code begins."""
+        """Fill an unsharded parameter with the initial weights of the published code."""
         *path, kind = name.split(".")
         if kind in ("bias", "positions") or path[:2] == ["head", "proj"]:
             tensor.zero_()

@@ -7,7 +7,7 @@ from math import prod
 from tessera.diffusion.wan.config import WanConfig
 from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
 
-# Native name, name in diffusers folders, name in the makers' files.
+# Native name, name in diffusers folders, name in the original checkpoint.
 _NAMES = (
     ("embed.patch.bias", "patch_embedding.bias", "patch_embedding.bias"),
     ("embed.time.up.{kind}", "condition_embedder.time_embedder.linear_1.{kind}", "time_embedding.0.{kind}"),
@@ -51,7 +51,7 @@ def weights(config: WanConfig) -> WeightMap:
 
 
 def original(config: WanConfig) -> WeightMap:
-    """Return the names and shapes of the files that Wan's makers publish."""
+    """Return the names and shapes of the original checkpoint."""
     return WeightMap(_rules(config, 2), mark="time_embedding.0.weight")
 
 
