@@ -38,8 +38,8 @@ _OTHER_FOLDER = {
 Encoder = TypeVar("Encoder", bound=nn.Module)
 
 
-class Component(Protocol):
-    """A frozen module that is on the device while it is used."""
+class EncoderModule(Protocol):
+    """Hold a frozen module that is on the device while it is used."""
 
     def use(self) -> AbstractContextManager[nn.Module]: ...
 
@@ -65,7 +65,7 @@ class Encoders:
     """
 
     family: GenerationFamily
-    components: Mapping[str, Component]
+    components: Mapping[str, EncoderModule]
     parts: PipelineFolder
     given_frames: Given = "none"
     stores_empty: bool = False

@@ -14,8 +14,8 @@ from tessera.core.callback import Callback
 from tessera.core.row_source import RowSource
 from tessera.core.spec import Processor
 from tessera.diffusion.family import family_of
-from tessera.diffusion.previews import Previews
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks
+from tessera.diffusion.sampling.previews import Previews
 from tessera.errors import TesseraError
 from tessera.inference.load import parts_folder
 from tessera.lora.select import is_factor
