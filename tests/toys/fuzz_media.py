@@ -34,7 +34,7 @@ def kinds(name: str) -> list[PartKind]:
     return ["audio"] if name.startswith("sound") else ["video"] if name in media_zoo.CLIPS else ["image"]
 
 
-def kept(size: MediaSize) -> tuple[int, int]:
+def smaller_size(size: MediaSize) -> tuple[int, int]:
     return TARGET if TARGET[0] * TARGET[1] < size.width * size.height else (size.width, size.height)
 
 
@@ -42,8 +42,8 @@ def as_promised(kind: PartKind, media: Any, size: MediaSize) -> bool:
     if kind == "audio":
         return bool(media.shape == (size.samples,) and media.dtype == np.float32 and np.isfinite(media).all())
     if kind == "image":
-        return isinstance(media, Image.Image) and media.mode == "RGB" and media.size == kept(size)
-    return bool(media.shape == (size.frames, *kept(size)[::-1], 3) and media.dtype == np.uint8)
+        return isinstance(media, Image.Image) and media.mode == "RGB" and media.size == smaller_size(size)
+    return bool(media.shape == (size.frames, *smaller_size(size)[::-1], 3) and media.dtype == np.uint8)
 
 
 def outcome(kind: PartKind, data: bytes, limits: Limits) -> str:

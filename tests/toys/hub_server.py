@@ -55,12 +55,12 @@ def git_sha1(content: bytes) -> str:
 
 
 def entry(name: str, content: bytes, key: str) -> dict[str, Any]:
-    found: dict[str, Any] = {key: name, "type": "file", "size": len(content), "blobId": git_sha1(content)}
-    found["oid"] = found["blobId"]
+    results: dict[str, Any] = {key: name, "type": "file", "size": len(content), "blobId": git_sha1(content)}
+    results["oid"] = results["blobId"]
     if len(content) >= LARGE:
         sha256 = hashlib.sha256(content).hexdigest()
-        found["lfs"] = {"size": len(content), "sha256": sha256, "oid": sha256, "pointerSize": 130}
-    return found
+        results["lfs"] = {"size": len(content), "sha256": sha256, "oid": sha256, "pointerSize": 130}
+    return results
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -102,65 +102,65 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/api/validate-yaml":
             self.tell({"errors": [], "warnings": []})
         elif path == "/api/repos/create":
-            asked = json.loads(content)
-            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            known = name in self.hub.repositories
+            request = json.loads(content)
+            name = f"{request.get('organization') or 'me'}/{request['name']}"
+            existing = name in self.hub.repositories
             if not self.has_token():
                 self.refuse(401, None)
-            elif known:
+            elif existing:
                 self.tell({"error": "exists", "url": f"{self.hub.url}/{name}"}, status=409)
             else:
-                self.hub.add(name, {}, private=bool(asked.get("private") or asked.get("visibility") == "private"))
+                self.hub.add(name, {}, private=bool(request.get("private") or request.get("visibility") == "private"))
                 self.tell({"url": f"{self.hub.url}/{name}", "name": name})
-        elif found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", path):
-            self.take(found[2], found[3], content)
-        elif found := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
+        elif match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", path):
+            self.take(match[2], match[3], content)
+        elif match := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
             self.batch(json.loads(content))
-        elif found := re.fullmatch(r"/upload/(\w+)", path):
-            self.hub.uploads[found[1]] = content
+        elif match := re.fullmatch(r"/upload/(\w+)", path):
+            self.hub.uploads[match[1]] = content
             self.tell({})
-        elif found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
-            kind = "datasets/" if found[1] == "datasets" else ""
-            self.describe(f"{kind}{found[2]}", found[3], found[4] or "main")
-        elif found := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            self.give(found[1], found[2], found[3])
+        elif match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
+            kind = "datasets/" if match[1] == "datasets" else ""
+            self.describe(f"{kind}{match[2]}", match[3], match[4] or "main")
+        elif match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            self.give(match[1], match[2], match[3])
         else:
             self.refuse(404, None)
 
     def repository(self, name: str, revision: str) -> Repository | None:
-        found = self.hub.repositories.get(name)
-        if found is None or (found.private and not self.has_token()):
+        repository = self.hub.repositories.get(name)
+        if repository is None or (repository.private and not self.has_token()):
             self.refuse(401 if not self.has_token() else 404, "RepoNotFound")
-        elif revision not in ("main", found.commit):
+        elif revision not in ("main", repository.commit):
             self.refuse(404, "RevisionNotFound")
         else:
-            return found
+            return repository
         return None
 
     def has_token(self) -> bool:
         return self.headers.get("Authorization", "").removeprefix("Bearer ") in self.hub.tokens
 
     def describe(self, name: str, what: str | None, revision: str) -> None:
-        found = self.repository(name, revision)
-        if found is None:
+        repository = self.repository(name, revision)
+        if repository is None:
             return
         if what == "tree":
-            self.tell([entry(file, content, "path") for file, content in found.files.items()])
+            self.tell([entry(file, content, "path") for file, content in repository.files.items()])
             return
-        files = [entry(file, content, "rfilename") for file, content in found.files.items()]
-        self.tell({"id": name, "sha": found.commit, "siblings": files, "tags": [], "private": found.private})
+        files = [entry(file, content, "rfilename") for file, content in repository.files.items()]
+        self.tell({"id": name, "sha": repository.commit, "siblings": files, "tags": [], "private": repository.private})
 
     def give(self, name: str, revision: str, file: str) -> None:
-        found = self.repository(name, revision)
-        if found is None:
+        repository = self.repository(name, revision)
+        if repository is None:
             return
-        if found.gated and not self.has_token():
+        if repository.gated and not self.has_token():
             self.refuse(401, "GatedRepo")
             return
-        if file not in found.files or found.faults.get(file) == "gone":
+        if file not in repository.files or repository.faults.get(file) == "gone":
             self.refuse(404, "EntryNotFound")
             return
-        content, fault = found.files[file], found.faults.get(file)
+        content, fault = repository.files[file], repository.faults.get(file)
         if fault == "error" and self.command == "GET":
             self.refuse(500, None)
             return
@@ -170,7 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         if ranged := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             first = int(ranged[1])
         self.send_response(206 if first else 200)
-        self.send_header("X-Repo-Commit", found.commit)
+        self.send_header("X-Repo-Commit", repository.commit)
         self.send_header("ETag", f'"{etag}"')
         if fault == "endless" and self.command == "GET":
             self.send_header("Transfer-Encoding", "chunked")
@@ -211,8 +211,12 @@ class Handler(BaseHTTPRequestHandler):
         elif step == "preupload":
             files = json.loads(content)["files"]
             modes = [
-                {"path": one["path"], "uploadMode": "lfs" if one["size"] >= LARGE else "regular", "shouldIgnore": False}
-                for one in files
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["size"] >= LARGE else "regular",
+                    "shouldIgnore": False,
+                }
+                for file in files
             ]
             self.tell({"files": modes})
         else:
@@ -221,10 +225,10 @@ class Handler(BaseHTTPRequestHandler):
             url = f"{self.hub.url}/{name}/commit/{'0' * 40}"
             self.tell({"commitUrl": url, "commitOid": "0" * 40, "success": True})
 
-    def batch(self, asked: dict[str, Any]) -> None:
+    def batch(self, request: dict[str, Any]) -> None:
         objects = [
-            {**one, "actions": {"upload": {"href": f"{self.hub.url}/upload/{one['oid']}", "header": {}}}}
-            for one in asked["objects"]
+            {**first, "actions": {"upload": {"href": f"{self.hub.url}/upload/{first['oid']}", "header": {}}}}
+            for first in request["objects"]
         ]
         self.tell({"transfer": "basic", "objects": objects})
 

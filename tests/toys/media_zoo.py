@@ -29,10 +29,10 @@ def saved(image: Image.Image, form: str, **options: Any) -> bytes:
 
 
 def exif(turn: int) -> Image.Exif:
-    made = Image.Exif()
-    made[0x0112] = turn
-    made[0x010F] = "a camera"
-    return made
+    record = Image.Exif()
+    record[0x0112] = turn
+    record[0x010F] = "a camera"
+    return record
 
 
 def pictures() -> dict[str, bytes]:
@@ -44,7 +44,7 @@ def pictures() -> dict[str, bytes]:
     deep = np.asarray(grey).astype(np.uint16) * 257
     frames = [Image.fromarray(scene(at=i)) for i in range(4)]
     moving: dict[str, Any] = {"save_all": True, "append_images": frames[1:], "duration": 100}
-    made = {
+    files = {
         "plain.jpg": saved(rgb, "JPEG"),
         "turned.jpg": saved(rgb, "JPEG", exif=exif(6)),
         "progressive.jpg": saved(rgb, "JPEG", progressive=True),
@@ -74,7 +74,7 @@ def pictures() -> dict[str, bytes]:
         "turned.tif": saved(rgb, "TIFF", exif=exif(6)),
     }
     if features.check("webp"):
-        made |= {
+        files |= {
             "plain.webp": saved(rgb, "WEBP"),
             "lossless.webp": saved(rgb, "WEBP", lossless=True),
             "clear.webp": saved(clear, "WEBP"),
@@ -82,8 +82,8 @@ def pictures() -> dict[str, bytes]:
             "moving.webp": saved(frames[0], "WEBP", **moving),
         }
     if features.check("avif"):
-        made |= {"plain.avif": saved(rgb, "AVIF", speed=10), "clear.avif": saved(clear, "AVIF", speed=10)}
-    return made
+        files |= {"plain.avif": saved(rgb, "AVIF", speed=10), "clear.avif": saved(clear, "AVIF", speed=10)}
+    return files
 
 
 def png_chunk(kind: bytes, data: bytes) -> bytes:
@@ -126,11 +126,11 @@ def clip(name: str, frames: int = 40, rate: int = 25, width: int = 64, height: i
     """A clip of `CLIPS`. Needs PyAV with an encoder for it."""
     import av
 
-    form, codec, given = CLIPS[name]
+    form, codec, arguments = CLIPS[name]
     held = io.BytesIO()
     muxing = {"movflags": "frag_keyframe+empty_moov"} if name == "h264-part.mp4" else {}
     with av.open(held, "w", format=form, container_options=muxing) as container:
-        stream: Any = container.add_stream(codec, rate=rate, options={**given, **options})
+        stream: Any = container.add_stream(codec, rate=rate, options={**arguments, **options})
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
         stream.codec_context.thread_count = 1

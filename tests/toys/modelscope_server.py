@@ -49,37 +49,37 @@ class Handler(BaseHTTPRequestHandler):
             self.tell({"Code": 401, "Message": "no token", "Success": False, "success": False}, 401)
         elif path.endswith("/users/me"):
             self.tell({"success": True, "data": {"username": "me"}, "Data": {"Username": "me"}})
-        elif found := re.fullmatch(r"/blob/(\w+)", path):
-            self.hub.blobs[found[1]] = content
+        elif match := re.fullmatch(r"/blob/(\w+)", path):
+            self.hub.blobs[match[1]] = content
             self.tell({"Success": True, "Code": 200})
-        elif found := re.fullmatch(r"/api/v1/repos/models/([^/]+/[^/]+)/info/lfs/objects/batch", path):
-            asked = json.loads(content)["objects"]
+        elif match := re.fullmatch(r"/api/v1/repos/models/([^/]+/[^/]+)/info/lfs/objects/batch", path):
+            request = json.loads(content)["objects"]
             url = self.hub.url
-            self.data({"objects": [{**o, "actions": {"upload": {"href": f"{url}/blob/{o['oid']}"}}} for o in asked]})
-        elif found := re.fullmatch(r"/api/v1/repos/models/([^/]+/[^/]+)/commit/\w+", path):
-            self.commit(found[1], json.loads(content))
+            self.data({"objects": [{**o, "actions": {"upload": {"href": f"{url}/blob/{o['oid']}"}}} for o in request]})
+        elif match := re.fullmatch(r"/api/v1/repos/models/([^/]+/[^/]+)/commit/\w+", path):
+            self.commit(match[1], json.loads(content))
         elif self.command == "POST" and path == "/api/v1/models":
-            asked = json.loads(content)
-            name = f"{asked['Path']}/{asked['Name']}"
+            request = json.loads(content)
+            name = f"{request['Path']}/{request['Name']}"
             if name in self.hub.models:  # every upload asks for it
                 self.tell({"Code": 10010101001, "Message": "the model exists", "Success": False}, 400)
                 return
-            self.hub.models[name], self.hub.private[name] = {}, asked.get("Visibility") == 1
+            self.hub.models[name], self.hub.private[name] = {}, request.get("Visibility") == 1
             self.data({"Name": name})
-        elif (found := re.search(r"/models/([^/]+/[^/]+)(/repo/files)?$", path)) and found[1] in self.hub.models:
-            files = [{"Path": n, "Type": "blob", "Size": len(c)} for n, c in self.hub.models[found[1]].items()]
-            private = self.hub.private[found[1]]
-            about = {"Files": files} if found[2] else {"Visibility": 1 if private else 5, "private": private}
+        elif (match := re.search(r"/models/([^/]+/[^/]+)(/repo/files)?$", path)) and match[1] in self.hub.models:
+            files = [{"Path": n, "Type": "blob", "Size": len(c)} for n, c in self.hub.models[match[1]].items()]
+            private = self.hub.private[match[1]]
+            about = {"Files": files} if match[2] else {"Visibility": 1 if private else 5, "private": private}
             self.tell({"success": True, "data": about, "Success": True, "Code": 200, "Data": about})
         else:
             self.tell({"Code": 404, "Message": "not found", "Success": False, "success": False}, 404)
 
-    def commit(self, name: str, asked: dict[str, Any]) -> None:
-        self.hub.messages.append(asked["commit_message"])
-        for action in asked["actions"]:
+    def commit(self, name: str, request: dict[str, Any]) -> None:
+        self.hub.messages.append(request["commit_message"])
+        for action in request["actions"]:
             large = action["type"] == "lfs"
-            found = self.hub.blobs[action["sha256"]] if large else base64.b64decode(action["content"])
-            self.hub.models[name][action["path"]] = found
+            content_of_blob = self.hub.blobs[action["sha256"]] if large else base64.b64decode(action["content"])
+            self.hub.models[name][action["path"]] = content_of_blob
         self.data({"CommitId": "1" * 40})
 
     def data(self, content: Any) -> None:

@@ -71,7 +71,7 @@ class Remembering:
     def __init__(self, batches: int = 1000) -> None:
         self.batches = batches
         self.at = 0
-        self.made = 0
+        self.batches_made = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
@@ -81,7 +81,7 @@ class Remembering:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while self.at < self.batches:
-            self.at, self.made = self.at + 1, self.made + 1
+            self.at, self.batches_made = self.at + 1, self.batches_made + 1
             yield {"number": torch.tensor([self.at - 1])}
         self.at = 0
 
@@ -91,8 +91,8 @@ class Chats(Dataset[Any]):
 
     def __init__(self, items: list[Any] | None = None, pictures: int = 0) -> None:
         turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "Red."}]
-        shown = [{"messages": turns, "images": [Image.new("RGB", (20, 20))]} for _ in range(pictures)]
-        self.items = items if items is not None else shown
+        visible = [{"messages": turns, "images": [Image.new("RGB", (20, 20))]} for _ in range(pictures)]
+        self.items = items if items is not None else visible
 
     def __len__(self) -> int:
         return len(self.items)

@@ -123,8 +123,8 @@ def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def row(asked: str, said: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}], **more}
+def row(request: str, said: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": request}, {"role": "assistant", "content": said}], **more}
 
 
 def seen(image: str, **more: Any) -> dict[str, Any]:

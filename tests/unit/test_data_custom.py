@@ -36,13 +36,13 @@ def rows(seed: int = 0, cache: Path | None = None, split: Any = "train", process
 
 def chats(*items: Any, **section: Any) -> RowSource:
     options = {"dataset": f"{TOYS}:Chats", "arguments": {"items": list(items)}}
-    made = DataSection(kind="custom", options=options, length=64, shuffle=False, **section)
-    return KINDS.get("custom")(RowRequest(made, "train", LetterProcessor(), 0))
+    data_section = DataSection(kind="custom", options=options, length=64, shuffle=False, **section)
+    return KINDS.get("custom")(RowRequest(data_section, "train", LetterProcessor(), 0))
 
 
 def ids(source: RowSource, numbers: range, micro: int = 1) -> list[str]:
-    found = [source.batch(list(range(n, n + micro))).sample_ids for n in numbers[::micro]]
-    return [one for batch in found for one in batch]
+    ids_read = [source.batch(list(range(n, n + micro))).sample_ids for n in numbers[::micro]]
+    return [one for batch in ids_read for one in batch]
 
 
 # ---------------------------------------------------------------------------------------------- by number
@@ -97,8 +97,8 @@ def test_conversations_of_every_kind() -> None:
     assert all(torch.equal(batch["tokens"], batches[0]["tokens"]) for batch in batches)
     assert [batch.sample_ids for batch in batches] == [("mine",), ("1",), ("2",), ("mine",)]
     assert source.batch([0, 1]).counts["trained"] == 4
-    shown = rows(processor=LetterProcessor(), dataset=f"{TOYS}:Chats", arguments={"pictures": 2}).batch([0])
-    assert shown.counts["images"] == 1
+    visible = rows(processor=LetterProcessor(), dataset=f"{TOYS}:Chats", arguments={"pictures": 2}).batch([0])
+    assert visible.counts["images"] == 1
     whole = Batch({"x": torch.zeros(1)}, sample_ids=("whole",))
     assert chats(whole).batch([0]).sample_ids == ("whole",)
     with pytest.raises(TesseraError, match=r"train\.micro_batch"):
@@ -197,15 +197,15 @@ def test_a_loader_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_take_the_batches_of_a_loader_in_turn(workers: int) -> None:
-    one = rows(loader=f"{TOYS}:digit_loader", arguments={"count": 24, "workers": workers})
-    with Loader(one, global_batch=4) as whole:
+    first = rows(loader=f"{TOYS}:digit_loader", arguments={"count": 24, "workers": workers})
+    with Loader(first, global_batch=4) as whole:
         expected = [batch.sample_ids for _ in range(3) for batch in next(whole)]
-    found: list[Any] = [None] * 12
+    results: list[Any] = [None] * 12
     for rank in range(2):
         source = rows(loader=f"{TOYS}:digit_loader", arguments={"count": 24, "workers": workers})
         with Loader(source, global_batch=4, rank=rank, ranks=2) as mine:
-            found[rank::2] = [batch.sample_ids for _ in range(3) for batch in next(mine)]
-    assert found == expected
+            results[rank::2] = [batch.sample_ids for _ in range(3) for batch in next(mine)]
+    assert results == expected
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_loader_that_knows_its_state_is_put_there(tmp_path: Path, monkeypatch:
     assert len(list(tmp_path.glob("loader-train-*/batch-*.json"))) == 5
     resumed = rows(cache=tmp_path, **options)
     assert int(resumed.batch([257])["number"]) == 17
-    assert resumed.data.made == 8  # 250 to 257, and none of those before
+    assert resumed.data.batches_made == 8  # 250 to 257, and none of those before
     assert int(rows(cache=tmp_path, **options).batch([3])["number"]) == 3
     other = rows(cache=tmp_path, loader=f"{TOYS}:Remembering", arguments={"batches": 100})
     assert int(other.batch([257])["number"]) == 57  # another loader's record is not used
@@ -289,7 +289,7 @@ def test_a_damaged_record_of_a_loader_is_passed_over(
         file.write_text(file.read_text().replace("20", "21") if text is None else text)
     resumed = rows(cache=tmp_path, **options)
     assert int(resumed.batch([33])["number"]) == 33
-    assert resumed.data.made == 24  # from the record of batch 10 on
+    assert resumed.data.batches_made == 24  # from the record of batch 10 on
     assert sum("cannot be trusted" in message for message in caplog.messages) == 2
 
 
@@ -310,10 +310,10 @@ def recipe(out: Path, name: str, options: dict[str, Any], **train: Any) -> dict[
 
 
 def test_a_data_kind_that_gives_no_source_of_rows_is_refused(tmp_path: Path) -> None:
-    made = recipe(tmp_path, "kind", {})
-    made["data"]["kind"] = f"{TOYS}:rows_of_no_source"
+    recipe_of_run = recipe(tmp_path, "kind", {})
+    recipe_of_run["data"]["kind"] = f"{TOYS}:rows_of_no_source"
     with pytest.raises(TesseraError, match="list") as raised:
-        tessera.train(made)
+        tessera.train(recipe_of_run)
     assert raised.value.where == "data.kind"
 
 

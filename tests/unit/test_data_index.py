@@ -47,13 +47,13 @@ def everything(index: SplitIndex) -> list[tuple[int, Sample]]:
     return [(int(tokens), index.read(i)[0]) for i, tokens in enumerate(index.column("tokens"))]
 
 
-def assert_same(one: SplitIndex, other: SplitIndex) -> None:
-    assert one.identity == other.identity
-    assert one.names == other.names
-    for name in one.names:
-        assert np.array_equal(one.column(name), other.column(name)), name
-    assert one.bad == other.bad
-    assert everything(one) == everything(other)
+def assert_same(first: SplitIndex, other: SplitIndex) -> None:
+    assert first.identity == other.identity
+    assert first.names == other.names
+    for name in first.names:
+        assert np.array_equal(first.column(name), other.column(name)), name
+    assert first.bad == other.bad
+    assert everything(first) == everything(other)
 
 
 def travelled(index: SplitIndex) -> Any:
@@ -80,9 +80,9 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     path = mixed(tmp_path)
     alone = build(path, workers=0)
     together = build(path, workers=2)
-    kept = build(path, workers=2, cache_folder=tmp_path / "cache")
+    cached_index = build(path, workers=2, cache_folder=tmp_path / "cache")
     again = build(path, workers=0, cache_folder=tmp_path / "cache")
-    for other in (together, kept, again):
+    for other in (together, cached_index, again):
         assert_same(other, alone)
     assert alone.bad_count == len(alone.bad) == 2500 // 15
     assert [id for id, _ in alone.bad[:2]] == ["p10", "p25"]
@@ -123,19 +123,19 @@ class Where(LetterProcessor):
 def test_clips_are_looked_at_by_processes_that_may_crash(tmp_path: Path) -> None:
     (tmp_path / "clip").mkdir()
     pictures(tmp_path, ["a.png", "clip/0.png", "clip/1.png"], (30, 20))
-    asked = row("<image>?", "b")["messages"]
-    rows: list[dict[str, Any]] = [{"id": f"p{i}", "messages": asked, "images": ["a.png"]} for i in range(90)]
+    question = row("<image>?", "b")["messages"]
+    rows: list[dict[str, Any]] = [{"id": f"p{i}", "messages": question, "images": ["a.png"]} for i in range(90)]
     rows[80] = {"id": "clip", "messages": row("<video>?", "b")["messages"], "videos": ["clip"]}
     path = write_jsonl(tmp_path / "l.jsonl", rows)
-    found = {}
+    results = {}
     for workers in ("auto", 0):
         tally = tmp_path / f"tally-{workers}"
         index = build(path, processor=Where(tally=tally), workers=workers)
         assert len(index) == 90
         places = dict(line.split() for line in tally.read_text().splitlines())
-        found[workers] = places["clip"] == str(os.getpid())
+        results[workers] = places["clip"] == str(os.getpid())
         assert places["p0"] == str(os.getpid())  # text and pictures take no process
-    assert found == {"auto": False, 0: True}
+    assert results == {"auto": False, 0: True}
 
 
 def test_no_pixel_is_decoded_and_none_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,13 +332,13 @@ def test_an_index_is_named_by_what_it_was_made_from(tmp_path: Path) -> None:
 
 def test_an_index_of_another_set_under_this_name_is_not_believed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    one = build(many(tmp_path, 30, "one.jsonl"), cache_folder=cache)
+    first_index = build(many(tmp_path, 30, "one.jsonl"), cache_folder=cache)
     (first,) = files(cache, "index")
     build(many(tmp_path, 40, "two.jsonl"), cache_folder=cache)
     (second,) = set(files(cache, "index")) - {first}
     first.unlink()
     first.write_bytes(second.read_bytes())
-    assert_same(build(tmp_path / "one.jsonl", cache_folder=cache), one)
+    assert_same(build(tmp_path / "one.jsonl", cache_folder=cache), first_index)
 
 
 @pytest.mark.parametrize("kind", ["index", "fit", "ids"])
@@ -370,9 +370,9 @@ def test_a_flipped_bit_anywhere_in_a_cache_changes_nothing_but_the_log(
     cache = tmp_path / "cache"
     path = write_jsonl(tmp_path / "many.jsonl", [row("q", "a" * (1 + i % 40), id=f"s{i % 50}") for i in range(60)])
     fresh, rows = cached(path, cache)
-    kept = sorted(cache.iterdir())
-    assert {file.name.partition("-")[0] for file in kept} >= {"index", "fit", "ids", "rows"}
-    for file in kept:
+    stored = sorted(cache.iterdir())
+    assert {file.name.partition("-")[0] for file in stored} >= {"index", "fit", "ids", "rows"}
+    for file in stored:
         whole = file.read_bytes()
         header = 8 + int.from_bytes(whole[:8], "little")
         places = [0, 9, header // 2, header - 40, *np.linspace(header, len(whole) - 1, 8).astype(int).tolist()]
@@ -382,8 +382,8 @@ def test_a_flipped_bit_anywhere_in_a_cache_changes_nothing_but_the_log(
             file.unlink()  # not written over: it is mapped
             file.write_bytes(damaged)
             caplog.clear()
-            found, found_rows = cached(path, cache)
-            assert_same(found, fresh)
+            index, found_rows = cached(path, cache)
+            assert_same(index, fresh)
             assert found_rows == rows
             assert any(file.name in message for message in caplog.messages), (file.name, at)
             assert file.stat().st_size == len(whole)
@@ -464,15 +464,15 @@ def test_repeated_ids_become_unique_over_all_sets(tmp_path: Path) -> None:
 
 def test_repeats_are_counted_without_a_dictionary() -> None:
     hashes = np.random.default_rng(0).integers(0, 50, 300).astype(np.uint64)
-    found = find_repeats(hashes)
+    repeats = find_repeats(hashes)
     before: dict[int, int] = {}
     expected = {}
     for sample, value in enumerate(hashes.tolist()):
         if value in before:
             expected[sample] = before[value]
         before[value] = before.get(value, 0) + 1
-    assert dict(zip(found["sample"].tolist(), found["times"].tolist(), strict=True)) == expected
-    assert np.all(np.diff(found["sample"]) > 0)
+    assert dict(zip(repeats["sample"].tolist(), repeats["times"].tolist(), strict=True)) == expected
+    assert np.all(np.diff(repeats["sample"]) > 0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -550,9 +550,9 @@ def test_cuts_are_kept_and_found_by_any_number_of_processes(tmp_path: Path, work
     assert len(index) == 399
     assert index.column("tokens").tolist() == [10 if i % 3 or i == 7 else 16 for i in range(400) if i != 8]
     assert [len(s.messages) for _, s in everything(index)] == [2 if i % 3 else 4 for i in range(400) if i != 8]
-    kept = build(path, truncate="turns", length=30, processor=TroubleProcessor(tally=tally), cache_folder=cache)
+    cached_index = build(path, truncate="turns", length=30, processor=TroubleProcessor(tally=tally), cache_folder=cache)
     assert not tally.exists()
-    assert_same(kept, index)
+    assert_same(cached_index, index)
     assert not list(cache.glob("*.parts"))
 
 

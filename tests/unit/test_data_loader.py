@@ -70,9 +70,9 @@ def test_ranks_and_micro_batches_share_one_order(
 def test_workers_do_not_change_the_order(source: RowSource, expected: list[tuple[str, ...]], workers: int) -> None:
     plain, loaded = take(source, 3, ranks=2, micro=2), take(source, 3, ranks=2, micro=2, workers=workers)
     assert ids(loaded) == ids(plain) == expected[:3]
-    for one, other in zip(chain(*plain), chain(*loaded), strict=True):
-        assert torch.equal(one["tokens"], other["tokens"])
-        assert one.counts == other.counts
+    for first, other in zip(chain(*plain), chain(*loaded), strict=True):
+        assert torch.equal(first["tokens"], other["tokens"])
+        assert first.counts == other.counts
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -379,8 +379,8 @@ def test_media_are_decoded_in_processes_from_the_first_row_on(caplog: pytest.Log
     for _ in range(2):  # with the same processes
         batches = list(reader.batches([n] for n in range(6)))
         assert [batch.sample_ids for batch in batches] == [(str(n),) for n in range(6)]
-        found = {int(batch["pid"]) for batch in batches}
-        assert os.getpid() not in found
+        processes_seen = {int(batch["pid"]) for batch in batches}
+        assert os.getpid() not in processes_seen
     reader.close()
     assert {int(batch["pid"]) for batch in RowReader(Seen(), 0).batches([[1]])} == {os.getpid()}
 

@@ -45,11 +45,11 @@ def test_pictures_are_turned_and_headers_know_it(tmp_path: Path, form: str, orie
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored.save(tmp_path / f"a.{form}", exif=exif)
-    shown = pixels(tmp_path, f"a.{form}")
-    assert size(tmp_path, f"a.{form}") == MediaSize(shown.shape[1], shown.shape[0])
-    assert shown.shape[:2] == ((30, 20) if orientation >= 5 else (20, 30))
+    decoded = pixels(tmp_path, f"a.{form}")
+    assert size(tmp_path, f"a.{form}") == MediaSize(decoded.shape[1], decoded.shape[0])
+    assert decoded.shape[:2] == ((30, 20) if orientation >= 5 else (20, 30))
     corner = {1: (0, 0), 2: (0, -1), 3: (-1, -1), 4: (-1, 0), 5: (0, 0), 6: (0, -1), 7: (-1, -1), 8: (-1, 0)}
-    red = [place for place in ((0, 0), (0, -1), (-1, -1), (-1, 0)) if shown[place][0] > 128]
+    red = [place for place in ((0, 0), (0, -1), (-1, -1), (-1, 0)) if decoded[place][0] > 128]
     assert red == [corner[orientation]]
 
 
@@ -172,22 +172,22 @@ def test_the_same_picture_from_everywhere(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(data)
     (tmp_path / "shard.tar").write_bytes(b"before" * 100 + data + b"behind" * 100)
     within = ArchiveMember(tmp_path / "shard.tar", 600, len(data), name)
-    shown = pixels(tmp_path, name)
+    decoded = pixels(tmp_path, name)
     turned = "turned" in name
-    assert shown.shape == ((media_zoo.WIDTH, media_zoo.HEIGHT) if turned else (media_zoo.HEIGHT, media_zoo.WIDTH)) + (
+    assert decoded.shape == ((media_zoo.WIDTH, media_zoo.HEIGHT) if turned else (media_zoo.HEIGHT, media_zoo.WIDTH)) + (
         3,
     )
     for value in (name, data, within):
         part = Part("image", value)
-        assert probe(part, tmp_path, LIMITS, SAMPLING) == MediaSize(shown.shape[1], shown.shape[0])
-        assert np.array_equal(np.asarray(decode(part, tmp_path, LIMITS, SAMPLING)), shown)
+        assert probe(part, tmp_path, LIMITS, SAMPLING) == MediaSize(decoded.shape[1], decoded.shape[0])
+        assert np.array_equal(np.asarray(decode(part, tmp_path, LIMITS, SAMPLING)), decoded)
     if not any(
         word in name for word in ("palette", "clear", "la.", "one", "turned", "gif", "cmyk", "grey", "deep.", "float")
     ):
-        assert np.abs(shown.astype(int) - scene()).mean() < 6
+        assert np.abs(decoded.astype(int) - scene()).mean() < 6
     if name in ("grey.jpg", "deep.png", "deep.tif", "float.tif"):
         grey = np.asarray(Image.fromarray(scene()).convert("L").convert("RGB"))
-        assert np.abs(shown.astype(int) - grey).mean() < 3
+        assert np.abs(decoded.astype(int) - grey).mean() < 3
 
 
 def test_a_member_that_the_archive_does_not_hold(tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_files_that_end_early(tmp_path: Path, name: str) -> None:
     for share in (0.02, 0.3, 0.6, 0.9):
         part = Part("image", data[: int(len(data) * share)])
         try:
-            shown = np.asarray(decode(part, tmp_path, LIMITS, SAMPLING))
+            decoded = np.asarray(decode(part, tmp_path, LIMITS, SAMPLING))
         except TesseraError:
             continue
-        assert np.array_equal(shown, whole)  # what is missing belongs to a second picture, or stands behind the pixels
+        assert np.array_equal(decoded, whole)  # the missing part is a second image, or follows the pixels
 
 
 def test_cmyk_is_inverted_when_adobe_says_so(tmp_path: Path) -> None:
@@ -251,16 +251,16 @@ def test_only_what_is_used_is_decoded(tmp_path: Path, monkeypatch: pytest.Monkey
         data = saved(large, "JPEG", exif=media_zoo.exif(turn), quality=95)
         full = np.asarray(decode(Part("image", data), tmp_path, LIMITS, SAMPLING))
         for wanted, expected in cases:
-            asked = wanted[::-1] if turn == 6 else wanted
+            question = wanted[::-1] if turn == 6 else wanted
             decoded.clear()
-            small = decode(Part("image", data), tmp_path, Limits(jpeg_draft=True), SAMPLING, to_size(*asked))
+            small = decode(Part("image", data), tmp_path, Limits(jpeg_draft=True), SAMPLING, to_size(*question))
             assert set(decoded) == {expected}
-            assert small.size == (asked if expected != (400, 240) else full.shape[1::-1])
+            assert small.size == (question if expected != (400, 240) else full.shape[1::-1])
             decoded.clear()
-            exact = decode(Part("image", data), tmp_path, LIMITS, SAMPLING, to_size(*asked))  # by default
+            exact = decode(Part("image", data), tmp_path, LIMITS, SAMPLING, to_size(*question))  # by default
             assert set(decoded) == {(400, 240)}
             if expected != (400, 240):
-                assert np.array_equal(np.asarray(exact), np.asarray(Image.fromarray(full).resize(asked, 3)))
+                assert np.array_equal(np.asarray(exact), np.asarray(Image.fromarray(full).resize(question, 3)))
                 assert np.abs(np.asarray(small).astype(int) - np.asarray(exact)).mean() < 2
 
 

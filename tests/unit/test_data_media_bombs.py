@@ -132,7 +132,7 @@ def compressed_header() -> bytes:
 
 
 def bombs() -> dict[str, bytes]:
-    made = {
+    files = {
         "image-size.png": png(60_000, 60_000, png_chunk(b"IDAT", PACKED)),
         "image-size.jpg": jpeg(65_500, 65_500),
         "image-size.tif": tiff(100_000, 100_000),
@@ -149,10 +149,10 @@ def bombs() -> dict[str, bytes]:
         "video-packed.mov": compressed_header(),
     }
     if features.check("webp"):
-        made |= {"image-size.webp": webp(16_000, 16_000), "video-size.webp": webp(16_000, 16_000)}
+        files |= {"image-size.webp": webp(16_000, 16_000), "video-size.webp": webp(16_000, 16_000)}
     if features.check("avif"):
-        made |= {"image-size.avif": avif((16_000, 16_000)), "image-lie.avif": avif((40, 28), (9000, 7000))}
-    return made
+        files |= {"image-size.avif": avif((16_000, 16_000)), "image-lie.avif": avif((40, 28), (9000, 7000))}
+    return files
 
 
 def harmless() -> dict[str, bytes]:
@@ -284,8 +284,8 @@ def test_more_text_than_picture_changes_nothing(tmp_path: Path) -> None:
     plain = decode(Part("image", with_chunks()), tmp_path, Limits(), VideoSampling())
     for data in harmless().values():
         if b"iTXt" in data or b"zTXt" in data or b"iCCP" in data:
-            shown = decode(Part("image", data), tmp_path, Limits(), VideoSampling())
-            assert np.array_equal(np.asarray(shown), np.asarray(plain))
+            decoded = decode(Part("image", data), tmp_path, Limits(), VideoSampling())
+            assert np.array_equal(np.asarray(decoded), np.asarray(plain))
     exif = io.BytesIO()
     Image.fromarray(scene()).save(exif, "PNG", exif=media_zoo.exif(6))
     assert probe(Part("image", exif.getvalue()), tmp_path, Limits(), VideoSampling()).width == media_zoo.HEIGHT

@@ -32,8 +32,8 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 def send(request: BaseHTTPRequestHandler, content: bytes, status: int = 200, **headers: str) -> None:
     request.send_response(status)
-    given = {name.replace("_", "-"): value for name, value in headers.items()}
-    for name, value in {"Content-Length": str(len(content)), **given}.items():
+    arguments = {name.replace("_", "-"): value for name, value in headers.items()}
+    for name, value in {"Content-Length": str(len(content)), **arguments}.items():
         request.send_header(name, value)
     request.end_headers()
     request.wfile.write(content)
@@ -224,12 +224,12 @@ def test_an_image_that_was_kept_is_refused_where_its_host_no_longer_is_allowed(
             fetch_image(url, replace(policy, hosts=("example.org",)))
         with pytest.raises(TesseraError, match="more than 10 bytes"):
             fetch_image(url, replace(policy, max_bytes=10))
-    asked = len(server[1])
+    question = len(server[1])
     only = replace(policy, hosts=("127.0.0.1",))
     assert fetch_image(f"{here}/a.png", only).is_file()
     with pytest.raises(TesseraError, match=r"localhost is none of data\.urls\.hosts"):  # a redirect led there
         fetch_image(f"{here}/to-name.png", only)
-    assert len(server[1]) == asked
+    assert len(server[1]) == question
     with pytest.raises(TesseraError, match="no public address"):  # it was fetched where private addresses were allowed
         fetch_image(f"{here}/a.png", replace(policy, private=False))
 

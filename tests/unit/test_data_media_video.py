@@ -63,9 +63,9 @@ def write_clip(path: Path, frames: int, rate: int = 10, noise: bool = False) -> 
 @pytest.mark.parametrize("form", ["mp4", "mkv", "avi"])
 def test_a_clip(tmp_path: Path, form: str) -> None:
     write_clip(tmp_path / f"clip.{form}", 20)
-    found = size(tmp_path, f"clip.{form}")
-    assert found == MediaSize(64, 48, 4, total=20, rate=10.0)
-    assert found.fps == 2.0
+    probed = size(tmp_path, f"clip.{form}")
+    assert probed == MediaSize(64, 48, 4, total=20, rate=10.0)
+    assert probed.fps == 2.0
     frames = decode(Part("video", f"clip.{form}"), tmp_path, LIMITS, SAMPLING)
     assert frames.shape == (4, 48, 64, 3)
     assert frames.dtype == np.uint8
@@ -84,8 +84,8 @@ def test_what_is_kept_of_a_clip_is_limited(tmp_path: Path) -> None:
         decode(part, tmp_path, tight, SAMPLING)
     with pytest.raises(TesseraError, match="4 frames of 17x12"):
         probe(part, tmp_path, tight, SAMPLING, lambda kind, size: (17, 12))
-    kept = probe(part, tmp_path, tight, SAMPLING, lambda kind, size: (16, 12))
-    assert kept == MediaSize(64, 48, 4, total=20, rate=10.0)
+    probed = probe(part, tmp_path, tight, SAMPLING, lambda kind, size: (16, 12))
+    assert probed == MediaSize(64, 48, 4, total=20, rate=10.0)
     assert decode(part, tmp_path, tight, SAMPLING, lambda kind, size: (16, 12)).shape == (4, 12, 16, 3)
 
 
@@ -161,8 +161,8 @@ def test_frames_are_those_of_decoding_everything(tmp_path: Path, name: str, monk
         expected = np.stack([frames[i * 40 // promised.frames] for i in range(promised.frames)])
         within = ArchiveMember(tmp_path / "shard.tar", 6, len(data), name)
         for value in (data, within):
-            shown = decode(Part("video", value), tmp_path, LIMITS, sampling)
-            assert np.array_equal(shown, expected), sampling
+            decoded = decode(Part("video", value), tmp_path, LIMITS, sampling)
+            assert np.array_equal(decoded, expected), sampling
         small = decode(Part("video", data), tmp_path, LIMITS, sampling, lambda kind, size: (28, 14))
         resized = np.stack([np.asarray(Image.fromarray(frame).resize((28, 14), 3)) for frame in expected])
         assert np.array_equal(small, resized)
@@ -188,7 +188,7 @@ def test_a_frame_that_its_decoder_calls_corrupt_refuses_the_clip(tmp_path: Path,
 def test_only_what_leads_to_a_chosen_frame_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("av")
     data = media_zoo.clip("mpeg4.mp4", 240)
-    given: list[int] = []
+    arguments: list[int] = []
     real = video.decoder
 
     def watched(stream: Any, max_pixels: int | None = None) -> Any:
@@ -198,16 +198,16 @@ def test_only_what_leads_to_a_chosen_frame_is_decoded(tmp_path: Path, monkeypatc
             flush_buffers = context.flush_buffers
 
             def decode(self, packet: Any) -> Any:
-                given.append(0 if packet is None else packet.size)
+                arguments.append(0 if packet is None else packet.size)
                 return context.decode(packet)
 
         return Counting()
 
     monkeypatch.setattr(video, "decoder", watched)
-    shown = decode(Part("video", data), tmp_path, LIMITS, VideoSampling(frames=4))
+    decoded = decode(Part("video", data), tmp_path, LIMITS, VideoSampling(frames=4))
     frames = everything(data)
-    assert np.array_equal(shown, np.stack([frames[i] for i in (0, 60, 120, 180)]))
-    assert len(given) < 30  # of 240: key frames come every twelfth
+    assert np.array_equal(decoded, np.stack([frames[i] for i in (0, 60, 120, 180)]))
+    assert len(arguments) < 30  # of 240: key frames come every twelfth
 
 
 def test_a_clip_that_lies_on_its_side(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_a_clip_that_lies_on_its_side(tmp_path: Path) -> None:
             turned[at + place : at + place + 4] = struct.pack(">i", value << 16)
         part = Part("video", bytes(turned))
         wide = quarters % 2 == 0
-        found = probe(part, tmp_path, LIMITS, SAMPLING)
-        assert (found.width, found.height, found.frames) == (64 if wide else 48, 48 if wide else 64, 4)
-        shown = decode(part, tmp_path, LIMITS, SAMPLING)
-        assert np.array_equal(shown[0], np.rot90(frames[0], -quarters))
+        probed = probe(part, tmp_path, LIMITS, SAMPLING)
+        assert (probed.width, probed.height, probed.frames) == (64 if wide else 48, 48 if wide else 64, 4)
+        decoded = decode(part, tmp_path, LIMITS, SAMPLING)
+        assert np.array_equal(decoded[0], np.rot90(frames[0], -quarters))
 
 
 def test_headers_that_are_wrong(tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_moving_pictures(tmp_path: Path, form: str) -> None:
     assert np.abs(first - np.asarray(frames[0])).mean() < 8
     part = Part("video", data)
     assert probe(part, tmp_path, LIMITS, SAMPLING) == MediaSize(40, 28, 4, total=8, rate=4.0)  # two a second
-    shown = decode(part, tmp_path, LIMITS, SAMPLING).astype(int)
-    for number, frame in zip((0, 2, 4, 6), shown, strict=True):
+    decoded = decode(part, tmp_path, LIMITS, SAMPLING).astype(int)
+    for number, frame in zip((0, 2, 4, 6), decoded, strict=True):
         assert np.abs(frame - np.asarray(frames[number])).mean() < 8
     small = decode(part, tmp_path, LIMITS, SAMPLING, lambda kind, size: (14, 14))
     assert small.shape == (4, 14, 14, 3)
@@ -290,8 +290,8 @@ def test_a_moving_png_with_another_still(tmp_path: Path) -> None:
     data = saved(
         Image.new("RGB", (40, 28)), "PNG", save_all=True, append_images=frames, default_image=True, duration=100
     )
-    shown = decode(Part("video", data), tmp_path, LIMITS, SAMPLING)
-    assert np.array_equal(shown, np.stack([np.asarray(frame) for frame in frames]))
+    decoded = decode(Part("video", data), tmp_path, LIMITS, SAMPLING)
+    assert np.array_equal(decoded, np.stack([np.asarray(frame) for frame in frames]))
     assert np.asarray(decode(Part("image", data), tmp_path, LIMITS, SAMPLING)).max() == 0
 
 

@@ -166,16 +166,16 @@ def test_a_table_is_kept_shared_and_made_again_when_it_must(tmp_path: Path, monk
     lengths = permutation(3000, 3) % 900 + 20
     samples = of(lengths, (1.0, 2.0), (1000,))
     fresh = row_table(samples, PackingConfig(2048))
-    made = row_table(samples, PackingConfig(2048), tmp_path)
+    table = row_table(samples, PackingConfig(2048), tmp_path)
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as patched:
         patched.setattr(table_module, "_make", None)  # must not be needed
-        kept = row_table(samples, PackingConfig(2048), tmp_path)
-    assert rows_of(kept) == rows_of(made) == rows_of(fresh)
-    assert kept.stats == made.stats == fresh.stats
-    one, other = Order(kept, 1), Order(fresh, 1)
-    assert [one.samples(row) for row in range(500)] == [other.samples(row) for row in range(500)]
-    travelled = pickle.dumps(one)
+        stored_table = row_table(samples, PackingConfig(2048), tmp_path)
+    assert rows_of(stored_table) == rows_of(table) == rows_of(fresh)
+    assert stored_table.stats == table.stats == fresh.stats
+    first, other = Order(stored_table, 1), Order(fresh, 1)
+    assert [first.samples(row) for row in range(500)] == [other.samples(row) for row in range(500)]
+    travelled = pickle.dumps(first)
     assert len(travelled) < 2000
     assert [pickle.loads(travelled).samples(row) for row in range(50)] == [other.samples(row) for row in range(50)]  # noqa: S301
     for rules in (

@@ -41,11 +41,11 @@ def work_of_rows(table: RowTable, samples: Samples, length: int) -> np.ndarray:
     """Counted again, sample by sample, padding included."""
     total = sum(samples.work.values())
     order = Order(table, 0, shuffle=False)
-    found = []
+    results = []
     for row in range(2 * len(table)):
         held = order.samples(row)
-        found.append(total[held].sum() + TOKEN * (length - samples.tokens[held].sum()))
-    return np.array(found)
+        results.append(total[held].sum() + TOKEN * (length - samples.tokens[held].sum()))
+    return np.array(results)
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 1.0), (9.0, 1.0)])
@@ -115,10 +115,10 @@ def test_work_is_part_of_what_a_table_is_kept_under(tmp_path: Path) -> None:
     row_table(mixed(100), PackingConfig(8192), tmp_path)
     row_table(mixed(100, 1), PackingConfig(8192), tmp_path)
     row_table(mixed(100), PackingConfig(8192, balance=False), tmp_path)
-    kept = row_table(mixed(100), PackingConfig(8192), tmp_path)
+    stored = row_table(mixed(100), PackingConfig(8192), tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
-    assert kept.stats == row_table(mixed(100), PackingConfig(8192)).stats
-    assert Order(kept, 0).work(range(30)) == Order(row_table(mixed(100), PackingConfig(8192)), 0).work(range(30))
+    assert stored.stats == row_table(mixed(100), PackingConfig(8192)).stats
+    assert Order(stored, 0).work(range(30)) == Order(row_table(mixed(100), PackingConfig(8192)), 0).work(range(30))
 
 
 # ---------------------------------------------------------------------------------------------- ranks

@@ -67,12 +67,12 @@ def test_the_own_data_set_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "numbers_set.py").write_text(blocks("python")[2])
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        found: list[Any] = []
+        results: list[Any] = []
         for block in blocks("yaml")[3:]:
             section = build(DataSection, yaml.safe_load(block), "page")
-            found.append(KINDS.get("custom")(RowRequest(section, "train", None, 0)))
+            results.append(KINDS.get("custom")(RowRequest(section, "train", None, 0)))
         held_out = KINDS.get("custom")(RowRequest(section, "eval", None, 0))
-        assert [len(source) for source in (*found, held_out)] == [32, 16, 64, 16]
-        assert [source.batch([0])["signal"].shape[0] for source in (*found, held_out)] == [1, 4, 1, 1]
+        assert [len(source) for source in (*results, held_out)] == [32, 16, 64, 16]
+        assert [source.batch([0])["signal"].shape[0] for source in (*results, held_out)] == [1, 4, 1, 1]
     finally:
         sys.modules.pop("numbers_set", None)

@@ -30,8 +30,8 @@ from tessera.errors import TesseraError
 
 
 class Refusal(Exception):
-    def __init__(self, one: int, two: int) -> None:  # two arguments: what pickle would rebuild it from is one
-        super().__init__(f"{one} {two}")
+    def __init__(self, first: int, two: int) -> None:  # two arguments: what pickle would rebuild it from is one
+        super().__init__(f"{first} {two}")
 
 
 def do(item: Any, note: Note) -> Any:
@@ -83,10 +83,10 @@ def pool() -> Iterator[Pool]:
 def test_results_come_in_the_order_of_the_items(workers: int) -> None:
     items = [("nap", n) for n in range(40)]
     with Pool(do, workers) as pool:
-        found = list(pool.map(items))
-        assert [item for item, _ in found] == items
-        assert [result[0] for _, result in found] == list(range(40))
-        processes = {result[1] for _, result in found}
+        results = list(pool.map(items))
+        assert [item for item, _ in results] == items
+        assert [result[0] for _, result in results] == list(range(40))
+        processes = {result[1] for _, result in results}
         assert len(processes) <= max(1, workers)
         assert (os.getpid() in processes) == (workers == 0)
         assert numbers(pool, items[:3]) == [0, 1, 2]  # again, with the same processes
@@ -95,13 +95,13 @@ def test_results_come_in_the_order_of_the_items(workers: int) -> None:
 
 def test_growing_does_not_change_the_order() -> None:
     with Pool(do, 0) as pool:
-        found, processes = [], set()
+        results, processes = [], set()
         for _, (number, process) in pool.map(("nap", n) for n in range(60)):
-            found.append(number)
+            results.append(number)
             processes.add(process)
             if number in (5, 20):
                 pool.grow(1)
-        assert found == list(range(60))
+        assert results == list(range(60))
         assert len(processes) == 3
 
 
@@ -153,19 +153,19 @@ def test_what_the_work_holds_is_each_workers_own() -> None:
 
 def test_a_worker_that_dies_is_replaced_and_its_item_named(pool: Pool) -> None:
     items = [("die" if n in (3, 4) else "leave" if n == 9 else "nap", n) for n in range(12)]
-    found = [result for _, result in pool.map(items)]
-    assert [n for n, result in enumerate(found) if isinstance(result, Lost)] == [3, 4, 9]
-    assert found[3] == Lost(3, "its reader died of signal 11 (SIGSEGV)")
-    assert found[9] == Lost(9, "its reader ended with exit code 3")
+    results = [result for _, result in pool.map(items)]
+    assert [n for n, result in enumerate(results) if isinstance(result, Lost)] == [3, 4, 9]
+    assert results[3] == Lost(3, "its reader died of signal 11 (SIGSEGV)")
+    assert results[9] == Lost(9, "its reader ended with exit code 3")
     assert pool.workers == 2
 
 
 def die_once(item: Path, note: Note) -> int:
     """Dies as many times as the file says. Its answer is the process, which must be a fresh one."""
     note(7)
-    left = int(item.read_text())
-    if left:
-        item.write_text(str(left - 1))
+    remaining = int(item.read_text())
+    if remaining:
+        item.write_text(str(remaining - 1))
         os.kill(os.getpid(), signal.SIGKILL)
     return os.getpid()
 
@@ -181,10 +181,10 @@ def test_what_a_worker_died_at_is_tried_once_more_before_it_is_blamed(tmp_path: 
         return item
 
     with Pool(die_once, 2) as pool:
-        found = [result for _, result in pool.map(files, again)]
-    assert all(isinstance(result, int) for result in found)
+        results = [result for _, result in pool.map(files, again)]
+    assert all(isinstance(result, int) for result in results)
     assert blamed == [(files[3], 7)]  # by its second death, not by its first
-    assert found[1] not in (found[0], found[2])
+    assert results[1] not in (results[0], results[2])
 
 
 class EndsItsReader:
@@ -200,9 +200,9 @@ def test_what_waits_behind_a_deadly_item_is_never_blamed() -> None:
 
     with Pool(do, 1, ahead=2) as pool:  # one worker: what comes next stands behind the deadly item every time
         assert [result for _, result in pool.map([("die", 1), ("nap", 9)], again)][1][0] == 9
-        found = [result for _, result in pool.map([EndsItsReader(), ("nap", 9)])]
-    assert found[0] == Lost(None, "its reader ended with exit code 5")
-    assert found[1][0] == 9
+        results = [result for _, result in pool.map([EndsItsReader(), ("nap", 9)])]
+    assert results[0] == Lost(None, "its reader ended with exit code 5")
+    assert results[1][0] == 9
 
 
 def server_of(item: int, note: Note) -> int:
@@ -239,9 +239,9 @@ def test_what_a_stopped_worker_was_at_is_tried_in_another(pool: Pool, tmp_path: 
 
 def test_a_worker_stuck_in_c_is_ended(pool: Pool) -> None:
     began = time.monotonic()
-    found = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]
-    assert [found[1], found[2]] == [Lost(1, "took longer than 0.3 s"), Lost(2, "took longer than 0.3 s")]
-    assert [found[0][0], found[3][0]] == [0, 3]
+    results = [result for _, result in pool.map([("nap", 0), ("hang", 1), ("hang", 2), ("nap", 3)])]
+    assert [results[1], results[2]] == [Lost(1, "took longer than 0.3 s"), Lost(2, "took longer than 0.3 s")]
+    assert [results[0][0], results[3][0]] == [0, 3]
     assert time.monotonic() - began < 20  # it would hang for longer
 
 
@@ -251,15 +251,15 @@ def test_slowness_that_python_sees_is_no_loss(pool: Pool) -> None:
 
 
 def test_a_lost_item_can_be_answered_with_another(pool: Pool) -> None:
-    asked = []
+    question = []
 
     def again(item: Any, lost: Lost) -> Any:
-        asked.append((item, lost.at))
+        question.append((item, lost.at))
         return ("die", item[1] + 100) if item[1] < 100 else ("nap", item[1])
 
-    found = list(pool.map([("nap", 0), ("die", 1), ("nap", 2)], again))
-    assert [(item, result[0]) for item, result in found] == [(("nap", 0), 0), (("die", 1), 101), (("nap", 2), 2)]
-    assert asked == [(("die", 1), 1), (("die", 101), 101)]
+    results = list(pool.map([("nap", 0), ("die", 1), ("nap", 2)], again))
+    assert [(item, result[0]) for item, result in results] == [(("nap", 0), 0), (("die", 1), 101), (("nap", 2), 2)]
+    assert question == [(("die", 1), 1), (("die", 101), 101)]
 
 
 # ---------------------------------------------------------------------------------------------- exceptions
@@ -344,13 +344,13 @@ def test_nothing_is_left_behind() -> None:
     before = held()
     with Pool(do, 2) as pool:
         items = [("die" if n % 50 == 20 else "tensor", n) for n in range(200)]
-        kept = []
+        stored = []
         for (what, n), result in pool.map(items):
             if what == "tensor":
                 assert result[0].shape == (300, 200)
                 assert result[0][7, 7] == n
                 result[0][7, 7] = -1  # ours to write to
-                kept.append(result[0])
+                stored.append(result[0])
         handles, names = held()
         # One memory and one socket for each of two workers, a pair of sockets to wake the pool, one to the server, and
         # what waits for them all: not one for each tensor, nor for each worker that died.
@@ -360,7 +360,7 @@ def test_nothing_is_left_behind() -> None:
     handles, names = held()
     assert handles <= before[0]
     assert names == before[1]
-    assert torch.stack(kept).double().sum() == sum(n * (300 * 200 - 1) - 1 for n in range(200) if n % 50 != 20)
+    assert torch.stack(stored).double().sum() == sum(n * (300 * 200 - 1) - 1 for n in range(200) if n % 50 != 20)
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
@@ -469,19 +469,19 @@ def test_tensors_and_arrays_arrive_as_they_were() -> None:
     with ours, theirs:
         for message in (values, {"small": torch.arange(3)}, weight):
             send(ours, message)  # one at a time fits into the socket: what is large lies elsewhere
-            found = receive(theirs)
+            message_read = receive(theirs)
             if message is weight:
-                assert isinstance(found, torch.nn.Parameter)
-                assert torch.equal(found, weight)
+                assert isinstance(message_read, torch.nn.Parameter)
+                assert torch.equal(message_read, weight)
                 continue
-            assert list(found) == list(message)
-            assert found.get("same") is found.get("large")
+            assert list(message_read) == list(message)
+            assert message_read.get("same") is message_read.get("large")
             for name, value in message.items():
                 if isinstance(value, torch.Tensor):
-                    assert found[name].dtype == value.dtype
-                    assert torch.equal(found[name].to(torch.complex64), value.to(torch.complex64)), name
+                    assert message_read[name].dtype == value.dtype
+                    assert torch.equal(message_read[name].to(torch.complex64), value.to(torch.complex64)), name
                 elif isinstance(value, np.ndarray):
-                    assert np.array_equal(found[name], value)
+                    assert np.array_equal(message_read[name], value)
         ours.close()
         with pytest.raises(EOFError):
             receive(theirs)

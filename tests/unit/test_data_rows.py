@@ -177,9 +177,9 @@ def test_a_sample_that_fails_in_decoding_leaves_a_hole(tmp_path: Path) -> None:
     assert "damaged image" in after.problems[0][1]
     assert after.counts["samples"] == before.counts["samples"] - 1
     assert after.counts["trained"] == before.counts["trained"] - len("A thing.")
-    kept = samples_of(after)
+    stored = samples_of(after)
     for id, tokens in samples_of(before).items():
-        assert kept[id] == ([0] * len(tokens) if id == "3.png" else tokens)
+        assert stored[id] == ([0] * len(tokens) if id == "3.png" else tokens)
     strict = build(path, on_bad_sample="fail")
     with pytest.raises(TesseraError, match=r"sample 3\.png cannot be used: damaged image"):
         strict.batch([0, 1])
@@ -209,21 +209,21 @@ def test_a_sample_that_breaks_its_reader_is_left_out_by_name(tmp_path: Path) -> 
     whole = rows.guarded([0, 1], {}, noted.append)
     assert noted == rows.order.samples(0) + rows.order.samples(1)
     bad = noted[1]
-    asked: list[int] = []
-    holed = rows.guarded([0, 1], {bad: "its reader crashed: signal 11"}, asked.append)
-    assert asked == [number if number != bad else ~bad for number in noted]
+    question: list[int] = []
+    holed = rows.guarded([0, 1], {bad: "its reader crashed: signal 11"}, question.append)
+    assert question == [number if number != bad else ~bad for number in noted]
     assert holed.problems == ((whole.sample_ids[1], "its reader crashed: signal 11"),)
     assert holed.sample_ids == whole.sample_ids
     assert holed.rows == whole.rows
     assert holed.segments["text"].lengths == whole.segments["text"].lengths
     assert holed.counts["samples"] == whole.counts["samples"] - 1
-    asked.clear()
-    nameless = rows.guarded([0, 1], {bad: "crashed", ~bad: "crashed again"}, asked.append)  # by its row alone
-    assert asked == [number for number in noted if number != bad]
+    question.clear()
+    nameless = rows.guarded([0, 1], {bad: "crashed", ~bad: "crashed again"}, question.append)  # by its row alone
+    assert question == [number for number in noted if number != bad]
     assert nameless.problems == ((f"texts.jsonl:{bad + 1}", "crashed"),)
     strict = build(tmp_path / "texts.jsonl", on_bad_sample="fail")
     with pytest.raises(TesseraError, match=f"sample {whole.sample_ids[1]} cannot be used: crashed"):
-        strict.guarded([0, 1], {bad: "crashed"}, asked.append)
+        strict.guarded([0, 1], {bad: "crashed"}, question.append)
 
 
 @pytest.mark.parametrize("tries", [1, 2])
@@ -327,9 +327,9 @@ def test_ranks_that_share_rows_weigh_and_guard_them_alike(tmp_path: Path) -> Non
     assert speaks.work([0, 3]) == silent.work([0, 3]) == rows.work([0, 3])
     noted: list[int] = []
     lost = {rows.order.samples(0)[0]: "crashed"}
-    one, other = (local.guarded([0], lost, noted.append) for local in (speaks, silent))
+    first, other = (local.guarded([0], lost, noted.append) for local in (speaks, silent))
     assert noted == 2 * [~number if number in lost else number for number in rows.order.samples(0)]
-    assert (one.rows, one.flops, len(one.problems)) == (rows.batch([0]).rows, 7.0, 1)
+    assert (first.rows, first.flops, len(first.problems)) == (rows.batch([0]).rows, 7.0, 1)
     assert (other.rows, other.sample_ids, other.flops, other.problems) == ((), (), 0.0, ())
     bare = RankDataset(Bare(), axes, 0)
     assert bare.work([0, 1]) is None

@@ -36,9 +36,9 @@ def opened(path: Path, cache_folder: Path | None = None, **section: Any) -> Sour
 
 
 def all_of(source: Source) -> list[Sample | RecordError]:
-    found = list(source.scan(range(len(source))))
-    assert [number for number, _ in found] == list(range(len(source)))
-    return [sample for _, sample in found]
+    scanned = list(source.scan(range(len(source))))
+    assert [number for number, _ in scanned] == list(range(len(source)))
+    return [sample for _, sample in scanned]
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
@@ -96,8 +96,8 @@ def test_rows_are_found_whatever_the_chunks_cut_through(
         lines = [json.dumps(one) if chance.random() < 0.8 else chance.choice(["", " ", "\t\r"]) for one in rows]
         path.write_text("\n".join(lines) + chance.choice(["", "\n"]), encoding="utf-8")
         data = path.read_bytes()
-        found = [(data[a : a + n].decode().strip(), number) for a, n, number in text_files.find_lines(path).tolist()]
-        assert found == [(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+        spans = [(data[a : a + n].decode().strip(), number) for a, n, number in text_files.find_lines(path).tolist()]
+        assert spans == [(line, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def test_blank_lines_keep_line_numbers(tmp_path: Path) -> None:
@@ -171,11 +171,11 @@ def test_a_row_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, mo
 
 
 def test_an_array_is_looked_through_in_memory_that_does_not_grow(tmp_path: Path) -> None:
-    one = json.dumps(row("What is it?", "A thing of many words. " * 400))
+    first = json.dumps(row("What is it?", "A thing of many words. " * 400))
     with (tmp_path / "big.json").open("w") as out:
-        out.write("[" + one)
+        out.write("[" + first)
         for _ in range(40):
-            out.write((", " + one) * 100)
+            out.write((", " + first) * 100)
         out.write("]")
     assert (tmp_path / "big.json").stat().st_size > 32 << 20
     tracemalloc.start()
@@ -431,10 +431,10 @@ def test_parquet_rows_of_spilled_groups_are_those_of_the_file(
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(parquet_module, "SPILL_BYTES", 1 << 10)
     chance = random.Random(7)
-    shown = [chance.randbytes(chance.randint(0, 40_000)) for _ in range(12)]
+    visible = [chance.randbytes(chance.randint(0, 40_000)) for _ in range(12)]
 
     def cell(number: int) -> Any:
-        data = None if number % 9 == 4 else shown[chance.randrange(len(shown))]
+        data = None if number % 9 == 4 else visible[chance.randrange(len(visible))]
         if place == "text":
             return None if data is None else data.hex()
         if place == "struct":
@@ -507,9 +507,9 @@ def test_parquet_pages_that_lie_are_refused(tmp_path: Path) -> None:
             torn[at] ^= 1 << chance.randrange(8)
             path.write_bytes(torn)
             file = open_parquet(path, "a", None)
-            for one in (0, 11, 19):
+            for first in (0, 11, 19):
                 with contextlib.suppress(RecordError):  # no other error
-                    assert file.load(one).content["text"] == "t"
+                    assert file.load(first).content["text"] == "t"
 
 
 def test_a_dictionary_of_parquet_is_not_copied_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from data_cases import pictures, row, write_jsonl
 from PIL import Image
-from test_data_sources_forms import one, opened, said
+from test_data_sources_forms import opened, said, single_sample
 
 from tessera.config.run_config import SourceSection
 from tessera.core.sample import Part
@@ -60,7 +60,7 @@ def test_question_and_answer(tmp_path: Path) -> None:
     assert source.record_format == "question_answer"
     assert said(source.read(0)) == [("user", "[a.png]What?"), ("assistant", "A dog")]
     renamed = {"question": "What?", "reply": "A dog", "pics": ["a.png"]}
-    sample = one(tmp_path, renamed, format="question_answer", columns={"response": "reply", "images": "pics"})
+    sample = single_sample(tmp_path, renamed, format="question_answer", columns={"response": "reply", "images": "pics"})
     assert said(sample) == [("user", "[a.png]What?"), ("assistant", "A dog")]
     with pytest.raises(TesseraError, match="cannot tell the format"):
         opened(tmp_path, [{"question": "What?"}])
@@ -69,17 +69,17 @@ def test_question_and_answer(tmp_path: Path) -> None:
 def test_media_are_named_between_tags(tmp_path: Path) -> None:
     text = "Picture 1: <img>a b.PNG</img>\nand <video>c.mp4</video><image>d.jpg</image>?"
     told = [("user", "Picture 1: [a b.PNG]\nand [c.mp4][d.jpg]?"), ("assistant", "Yes.")]
-    assert said(one(tmp_path, row(text, "Yes."))) == told
-    assert said(one(tmp_path, {"query": text, "response": "Yes."})) == told
+    assert said(single_sample(tmp_path, row(text, "Yes."))) == told
+    assert said(single_sample(tmp_path, {"query": text, "response": "Yes."})) == told
     talk = {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Yes."}]}
-    assert said(one(tmp_path, talk)) == told
+    assert said(single_sample(tmp_path, talk)) == told
     mixed = {"query": "<image> or <img>b.png</img>", "response": "b", "images": ["a.png"]}
-    assert said(one(tmp_path, mixed))[0] == ("user", "[a.png] or [b.png]")
+    assert said(single_sample(tmp_path, mixed))[0] == ("user", "[a.png] or [b.png]")
 
 
 def test_tags_around_words_are_words(tmp_path: Path) -> None:
     for text in ("<img>no file</img>", "<img>a.mp4</img>", "<img>\na.png</img>", "<img>a.png</video>", "<img></img>"):
-        assert said(one(tmp_path, row(text, "Yes.")))[0] == ("user", text)
+        assert said(single_sample(tmp_path, row(text, "Yes.")))[0] == ("user", text)
 
 
 def test_paths_between_tags_stay_below_the_root(tmp_path: Path) -> None:
@@ -101,11 +101,11 @@ def test_images_written_into_a_row(tmp_path: Path) -> None:
         row(f"<img>{url}</img>What?", "Red."),
     ]
     for content in rows:
-        part = one(tmp_path, content).media()[0]
+        part = single_sample(tmp_path, content).media()[0]
         assert part == Part("image", png())
         assert decode(part, tmp_path, Limits(), VideoSampling()).getpixel((0, 0)) == (255, 0, 0)
-    asked = sample_of([{"role": "user", "content": [{"type": "image", "image": url}]}], "1", tmp_path)
-    assert asked.media()[0].value == png()
+    question = sample_of([{"role": "user", "content": [{"type": "image", "image": url}]}], "1", tmp_path)
+    assert question.media()[0].value == png()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_data_urls_that_are_no_media_are_refused(url: str, tmp_path: Path) -> No
     with pytest.raises(TesseraError):
         decode_data_url(url)
     with pytest.raises(RecordError, match="images: "):
-        one(tmp_path, row("<image>What?", "Red.", images=[url]))
+        single_sample(tmp_path, row("<image>What?", "Red.", images=[url]))
 
 
 def class_folder(path: Path) -> Path:
@@ -140,15 +140,15 @@ def class_folder(path: Path) -> Path:
 def test_a_folder_for_each_class_asks_for_the_class(tmp_path: Path) -> None:
     source = open_source(SourceSection(path=class_folder(tmp_path)))
     samples = [source.read(number) for number in range(len(source))]
-    asked = "What is in this image? Answer with one of: cat, dog."
+    question = "What is in this image? Answer with one of: cat, dog."
     assert [said(sample) for sample in samples] == [
-        [("user", f"[{name}]{asked}"), ("assistant", name.split("/")[0])]
+        [("user", f"[{name}]{question}"), ("assistant", name.split("/")[0])]
         for name in ("cat/1.png", "dog/1.png", "dog/deeper/2.png")
     ]
     assert [sample.id for sample in samples] == ["cat/1.png", "dog/1.png", "dog/deeper/2.png"]
-    own = open_source(SourceSection(path=tmp_path, question="Which animal?"))
-    assert said(own.read(0)) == [("user", "[cat/1.png]Which animal?"), ("assistant", "cat")]
-    assert own.facts() != source.facts()
+    custom = open_source(SourceSection(path=tmp_path, question="Which animal?"))
+    assert said(custom.read(0)) == [("user", "[cat/1.png]Which animal?"), ("assistant", "cat")]
+    assert custom.facts() != source.facts()
 
 
 def test_many_classes_are_not_listed(tmp_path: Path) -> None:
@@ -177,18 +177,18 @@ def test_a_question_without_classes_is_refused(tmp_path: Path) -> None:
 
 def test_one_image_under_its_own_name_is_read_in_messages_and_never_dropped(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "A dog"}
-    asked = [{"role": "user", "content": "<image>What?"}, answer]
+    question = [{"role": "user", "content": "<image>What?"}, answer]
     inside = [
         {"role": "user", "content": [{"type": "image", "image": "b.png"}, {"type": "text", "text": "It?"}]},
         answer,
     ]
     rows = [
-        {"messages": asked, "image": "a.png"},
-        {"messages": asked, "image": ["a.png"], "images": None},
+        {"messages": question, "image": "a.png"},
+        {"messages": question, "image": ["a.png"], "images": None},
         {"messages": inside, "image": "b.png"},  # said twice
         {"messages": [{"role": "user", "content": "What?"}, answer], "image": "a.png"},
-        {"messages": asked, "image_path": "a.png"},
-        {"messages": asked, "id": "a word"},
+        {"messages": question, "image_path": "a.png"},
+        {"messages": question, "id": "a word"},
     ]
     source = opened(tmp_path, rows)
     for number in (0, 1):

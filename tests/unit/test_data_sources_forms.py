@@ -41,7 +41,7 @@ def opened(path: Path, rows: list[dict[str, Any]], **section: Any) -> Source:
     return source
 
 
-def one(path: Path, content: dict[str, Any], **section: Any) -> Sample:
+def single_sample(path: Path, content: dict[str, Any], **section: Any) -> Sample:
     return opened(path, [content], **section).read(0)
 
 
@@ -79,14 +79,14 @@ def test_the_forms_of_conversations(tmp_path: Path) -> None:
 
 def test_sound_and_lists_beside_messages(tmp_path: Path) -> None:
     heard = row("<audio>who? <video>", "You.", audios=["a.wav"])
-    assert said(one(tmp_path, heard)) == [("user", "[a.wav]who? <video>"), ("assistant", "You.")]
+    assert said(single_sample(tmp_path, heard)) == [("user", "[a.wav]who? <video>"), ("assistant", "You.")]
     # The part says where, the list says which: as Hugging Face data sets write it.
     parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image", "text": None}]
     listed = {"messages": [{"role": "user", "content": parts}], "images": ["a.png", "b.png"]}
-    assert said(one(tmp_path, listed)) == [("user", "[a.png]and[b.png]")]
+    assert said(single_sample(tmp_path, listed)) == [("user", "[a.png]and[b.png]")]
     # A conversation without a list of videos may speak of the tag.
     plain = {"conversations": [{"from": "human", "value": "What is <video> in HTML?"}]}
-    assert said(one(tmp_path, plain)) == [("user", "What is <video> in HTML?")]
+    assert said(single_sample(tmp_path, plain)) == [("user", "What is <video> in HTML?")]
 
 
 def test_alpaca(tmp_path: Path) -> None:
@@ -101,17 +101,17 @@ def test_alpaca(tmp_path: Path) -> None:
         ("assistant", "3"),
     ]
     assert said(source.read(1)) == [("user", "Go"), ("assistant", "Gone")]
-    shown = {"instruction": "What?", "output": "A dog", "image": "a.png"}
-    assert said(one(tmp_path, shown)) == [("user", "[a.png]What?"), ("assistant", "A dog")]
+    visible = {"instruction": "What?", "output": "A dog", "image": "a.png"}
+    assert said(single_sample(tmp_path, visible)) == [("user", "[a.png]What?"), ("assistant", "A dog")]
 
 
 def test_text_is_a_message_that_nobody_says(tmp_path: Path) -> None:
     for key in ("text", "content"):
-        sample = one(tmp_path, {key: "Once upon <image> a time"})
+        sample = single_sample(tmp_path, {key: "Once upon <image> a time"})
         assert said(sample) == [(PLAIN, "Once upon <image> a time")]
     woven = {"text": "See <image> and <image>.", "images": ["a.png", "b.png"]}
-    assert said(one(tmp_path, woven)) == [(PLAIN, "See [a.png] and [b.png].")]
-    assert said(one(tmp_path, {"text": "a dog", "image": "a.png"})) == [(PLAIN, "[a.png]a dog")]
+    assert said(single_sample(tmp_path, woven)) == [(PLAIN, "See [a.png] and [b.png].")]
+    assert said(single_sample(tmp_path, {"text": "a dog", "image": "a.png"})) == [(PLAIN, "[a.png]a dog")]
 
 
 def test_calls_of_functions(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_calls_of_functions(tmp_path: Path) -> None:
         "system": "Count.",
         "tools": json.dumps([TOOL]),
     }
-    sample = one(tmp_path, chat)
+    sample = single_sample(tmp_path, chat)
     assert [role for role, _ in said(sample)] == ["system", "user", "assistant", "tool", "assistant"]
     system = said(sample)[0][1]
     assert system.startswith("Count.\n\n# Tools")
@@ -145,10 +145,10 @@ def test_calls_of_functions(tmp_path: Path) -> None:
         ],
         "tools": [TOOL],
     }
-    sample = one(tmp_path, listed)
+    sample = single_sample(tmp_path, listed)
     assert said(sample)[0][1].startswith("# Tools")
     assert said(sample)[2:] == [("assistant", again.format(call)), ("tool", "3")]
-    assert said(one(tmp_path, {**row("a", "b"), "tools": "[]"})) == [("user", "a"), ("assistant", "b")]
+    assert said(single_sample(tmp_path, {**row("a", "b"), "tools": "[]"})) == [("user", "a"), ("assistant", "b")]
 
 
 def test_columns_name_what_is_called_differently(tmp_path: Path) -> None:
@@ -170,18 +170,19 @@ def test_columns_name_what_is_called_differently(tmp_path: Path) -> None:
         "system": "rules",
     }
     for form in ("auto", "messages", "sharegpt"):
-        sample = one(tmp_path, odd, columns=columns, format=form)
+        sample = single_sample(tmp_path, odd, columns=columns, format=form)
         assert sample.id == "x1"
         expected = [("system", "Be kind."), ("user", "[a.png]?"), ("assistant", "Yes."), ("tool", "ok")]
         assert said(sample) == expected
-    asked = {"question": "Why?", "answer": "So."}
-    sample = one(tmp_path, asked, columns={"prompt": "question", "response": "answer"})
+    question = {"question": "Why?", "answer": "So."}
+    sample = single_sample(tmp_path, question, columns={"prompt": "question", "response": "answer"})
     assert said(sample) == [("user", "Why?"), ("assistant", "So.")]
-    assert said(one(tmp_path, {"body": "x"}, columns={"text": "body"})) == [(PLAIN, "x")]
+    assert said(single_sample(tmp_path, {"body": "x"}, columns={"text": "body"})) == [(PLAIN, "x")]
     openai = {"conversations": row("a", "b")["messages"]}
-    assert said(one(tmp_path, openai, columns={"messages": "conversations"})) == [("user", "a"), ("assistant", "b")]
+    renamed = single_sample(tmp_path, openai, columns={"messages": "conversations"})
+    assert said(renamed) == [("user", "a"), ("assistant", "b")]
     with pytest.raises(TesseraError, match="unknown name in `columns`: 'mesages'") as raised:
-        one(tmp_path, odd, columns={"mesages": "dialogue"})
+        single_sample(tmp_path, odd, columns={"mesages": "dialogue"})
     assert raised.value.nearest == "messages"
     assert raised.value.allowed == list(COLUMNS)
 
@@ -212,7 +213,7 @@ def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path) -> None:
             opened(tmp_path, [row("q", "a"), other]).read(1)
     # A form that the recipe names is taken where the row has it, whatever else the row has.
     both = {"text": "plain", **row("q", "a")}
-    assert one(tmp_path, both, format="text").messages[0].role == PLAIN
+    assert single_sample(tmp_path, both, format="text").messages[0].role == PLAIN
     # A row that has the keys of no form is that row's own trouble.
     with pytest.raises(RecordError, match="messages is not a list"):
         opened(tmp_path, [row("q", "a"), {"unknown": 1}]).read(1)

@@ -143,13 +143,13 @@ def test_mutated_tar_files_are_read_or_refused(tmp_path: Path) -> None:
             torn[chance.randrange(len(torn))] = chance.randrange(256)
         (tmp_path / "m.tar").write_bytes(torn)
         try:
-            found = outcomes(tmp_path / "m.tar")
+            records = outcomes(tmp_path / "m.tar")
         except TesseraError:
             refused += 1
             continue
         read += 1
-        for one in found:
-            for part in one.media() if isinstance(one, Sample) else []:
+        for first in records:
+            for part in first.media() if isinstance(first, Sample) else []:
                 assert 0 <= part.value.start <= part.value.start + part.value.size <= len(torn)
     assert read > 30
     assert refused > 30

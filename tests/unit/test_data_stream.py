@@ -167,9 +167,9 @@ def test_rows_do_not_depend_on_processes_on_batches_or_on_what_was_read_before(
 
 
 def test_samples_that_are_left_out_and_those_that_crash_are_told_by_file(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
-    made = publish(hub)
+    repository = publish(hub)
     for number in range(FILES):
-        made.files[f"data/train-{number:05d}.jsonl"] += b'{"id": "bad", "messages": 3}\n'
+        repository.files[f"data/train-{number:05d}.jsonl"] += b'{"id": "bad", "messages": 3}\n'
     rows = streamed(tmp_path / "index", max_bad_share=1)
     length = epoch_of(rows)
     problems = [one for row in range(2 * length) for one in rows.batch([row]).problems]
@@ -188,23 +188,23 @@ def test_a_file_without_a_usable_sample_is_passed_over(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made = publish(hub)
-    made.files["data/train-00001.jsonl"] = b'{"id": "bad", "messages": 3}\n'
+    repository = publish(hub)
+    repository.files["data/train-00001.jsonl"] = b'{"id": "bad", "messages": 3}\n'
     rows = streamed(tmp_path / "index")
-    found = [one for row in ids(rows, 0, epoch_of(rows)) for one in row]
-    assert sorted(found) == sorted(f"{number}-{at}" for number in (0, 2, 3) for at in range(SAMPLES))
+    sample_ids = [one for row in ids(rows, 0, epoch_of(rows)) for one in row]
+    assert sorted(sample_ids) == sorted(f"{number}-{at}" for number in (0, 2, 3) for at in range(SAMPLES))
     assert "is passed over: no usable sample is left of 1" in caplog.text
     with pytest.raises(TesseraError, match="bad cannot be used"):
         epoch_of(streamed(None, on_bad_sample="fail"))
     for number in range(FILES):
-        made.files[f"data/train-{number:05d}.jsonl"] = b'{"id": "bad", "messages": 3}\n'
+        repository.files[f"data/train-{number:05d}.jsonl"] = b'{"id": "bad", "messages": 3}\n'
     with pytest.raises(TesseraError, match="no file of the data has a usable sample"):
         streamed(tmp_path / "index", max_bad_share=1).batch([0])
 
 
 def test_a_stream_ends_where_too_many_samples_of_its_files_so_far_are_bad(hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
-    made = publish(hub)
-    made.files["data/train-00003.jsonl"] += b'{"id": "bad", "messages": 3}\n' * 3
+    repository = publish(hub)
+    repository.files["data/train-00003.jsonl"] += b'{"id": "bad", "messages": 3}\n' * 3
     for folder in (tmp_path / "index", None):
         rows = streamed(folder, shuffle=False)
         length = epoch_of(streamed(tmp_path / "another", shuffle=False, max_bad_share=1))
@@ -217,18 +217,18 @@ def test_a_stream_ends_where_too_many_samples_of_its_files_so_far_are_bad(hub: H
 
 
 def test_a_shard_is_verified_and_asked_for_again(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
-    made = publish(hub)
-    found = remote_shards(HubId("hf", "dataset", "org/set"), "data")
-    assert [file.name for file in found.files] == [f"data/train-{number:05d}.jsonl" for number in range(FILES)]
-    made.faults["data/train-00001.jsonl"] = "altered"
+    repository = publish(hub)
+    shards = remote_shards(HubId("hf", "dataset", "org/set"), "data")
+    assert [file.name for file in shards.files] == [f"data/train-{number:05d}.jsonl" for number in range(FILES)]
+    repository.faults["data/train-00001.jsonl"] = "altered"
     with pytest.raises(TesseraError, match="the download was damaged"):
-        fetch_shard(found.id, found.files[1], "data", waits=(0.0,))
+        fetch_shard(shards.id, shards.files[1], "data", waits=(0.0,))
     assert "it is tried again" in capsys.readouterr().err
-    made.faults.clear()
-    assert fetch_shard(found.id, found.files[1], "data").read_bytes() == rows_of_file(1)
+    repository.faults.clear()
+    assert fetch_shard(shards.id, shards.files[1], "data").read_bytes() == rows_of_file(1)
     hub.requests.clear()
-    assert fetch_shard(found.id, found.files[1], "data").is_file()
-    assert remote_shards(found.id, "data") == found  # a commit is listed once
+    assert fetch_shard(shards.id, shards.files[1], "data").is_file()
+    assert remote_shards(shards.id, "data") == shards  # a commit is listed once
     assert hub.requests == []
 
 
@@ -236,15 +236,15 @@ def test_a_shard_that_the_hub_refuses_is_not_asked_for_again(
     hub: HubServer,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    made = publish(hub)
-    found = remote_shards(HubId("hf", "dataset", "org/set"), "data")
-    made.gated = True
+    repository = publish(hub)
+    shards = remote_shards(HubId("hf", "dataset", "org/set"), "data")
+    repository.gated = True
     with pytest.raises(TesseraError, match="accepted its terms"):
-        fetch_shard(found.id, found.files[1], "data")
-    made.gated = False
-    made.faults["data/train-00001.jsonl"] = "gone"
+        fetch_shard(shards.id, shards.files[1], "data")
+    repository.gated = False
+    repository.faults["data/train-00001.jsonl"] = "gone"
     with pytest.raises(TesseraError, match="it does not have"):
-        fetch_shard(found.id, found.files[1], "data")
+        fetch_shard(shards.id, shards.files[1], "data")
     assert "it is tried again" not in capsys.readouterr().err
 
 
@@ -276,8 +276,8 @@ def test_files_of_this_machine_are_streamed_too(tmp_path: Path) -> None:
     for number in range(FILES):
         (tmp_path / f"part-{number}.jsonl").write_bytes(rows_of_file(number))
     rows = streamed(tmp_path / "index", str(tmp_path / "part-*.jsonl"))
-    found = ids(rows, 0, epoch_of(rows))
-    assert len([one for row in found for one in row]) == FILES * SAMPLES
+    sample_ids = ids(rows, 0, epoch_of(rows))
+    assert len([one for row in sample_ids for one in row]) == FILES * SAMPLES
     (tmp_path / "part-0.jsonl").write_bytes(rows_of_file(0, samples=2))
     assert streamed(None, str(tmp_path / "part-*.jsonl")).identity != rows.identity
 
@@ -318,18 +318,18 @@ def recipe(hub: HubServer, tmp_path: Path) -> dict[str, Any]:  # noqa: F811
     lines = [line for line in (data / "train.jsonl").read_bytes().splitlines(True) if b"pictures" not in line]
     files = {f"train-{number}.jsonl": b"".join(lines) for number in range(3)}
     hub.add("datasets/org/chat", files)
-    made = chat_recipe(data, tmp_path / "runs", steps=6)
-    made["data"] |= {"train": [{"path": "hf://datasets/org/chat"}], "eval": [], "stream": True, "length": 96}
-    made["train"] |= {"global_batch": 2}
-    return made
+    recipe_of_run = chat_recipe(data, tmp_path / "runs", steps=6)
+    recipe_of_run["data"] |= {"train": [{"path": "hf://datasets/org/chat"}], "eval": [], "stream": True, "length": 96}
+    recipe_of_run["train"] |= {"global_batch": 2}
+    return recipe_of_run
 
 
 @pytest.mark.slow
 def test_a_streamed_run_that_was_stopped_goes_on_as_if_it_had_not_been(recipe: dict[str, Any], tmp_path: Path) -> None:
     whole = tessera.train(recipe)
     part = tessera.train({**recipe, "out": str(tmp_path / "stopped")}, {"train.steps": 2})
-    kept = load_config(part.folder / "config.yaml").data.train[0]
-    assert "@" in str(kept.path)
+    saved = load_config(part.folder / "config.yaml").data.train[0]
+    assert "@" in str(saved.path)
     again = tessera.resume(part.folder, {"train.steps": 6})
     assert [row["loss"] for row in again.metrics] == [row["loss"] for row in whole.metrics]
     assert "has changed" not in (part.folder / "logs/rank-00000.log").read_text()

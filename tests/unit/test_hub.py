@@ -122,9 +122,9 @@ def test_org_and_name_are_a_path_where_they_can_be_one(tmp_path: Path, monkeypat
 def test_weights_are_taken_once_and_code_never() -> None:
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "consolidated.safetensors"]
     names += ["model.safetensors.index.json", "config.json", "model.py", "model.bin", "../x.json", ".hidden.json"]
-    kept = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    stored = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     texts = ["model.safetensors.index.json", "config.json"]
-    assert model_files(names, model(), weights=True) == [*kept, *texts]
+    assert model_files(names, model(), weights=True) == [*stored, *texts]
     assert model_files(names, model(), weights=False) == texts
     assert model_files(names, model(), weights=True, include=["*.json"]) == texts
     pipeline = [
@@ -146,8 +146,8 @@ def test_weights_are_taken_once_and_code_never() -> None:
 
 
 def chosen(names: list[str], split: Any = "train", inside: str = "") -> tuple[list[str], str]:
-    found = data_files(names, HubId("hf", "dataset", "org/set", None, inside), split)
-    return list(found.files), found.path
+    chosen_files = data_files(names, HubId("hf", "dataset", "org/set", None, inside), split)
+    return list(chosen_files.files), chosen_files.path
 
 
 def test_the_files_of_a_split_are_found_by_their_names() -> None:
@@ -181,19 +181,19 @@ def test_sets_that_do_not_say_what_to_read_are_refused() -> None:
 
 
 def test_a_model_is_downloaded_pinned_and_verified(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
-    made = hub.add("org/tiny", dict(MODEL))
-    found = fetch(model(), "model.path")
-    assert str(found.id) == f"hf://org/tiny@{made.commit}"
-    names = sorted(path.name for path in found.folder.iterdir())
+    repository = hub.add("org/tiny", dict(MODEL))
+    fetched = fetch(model(), "model.path")
+    assert str(fetched.id) == f"hf://org/tiny@{repository.commit}"
+    names = sorted(path.name for path in fetched.folder.iterdir())
     assert names == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
-    assert (found.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert (fetched.path / "model.safetensors").read_bytes() == WEIGHTS
     assert "4 files, 10.3 kB" in capsys.readouterr().err
     hub.requests.clear()
-    assert fetch(found.id, "model.path") == found  # a commit never changes: nobody is asked
+    assert fetch(fetched.id, "model.path") == fetched  # a commit never changes: nobody is asked
     assert hub.requests == []
-    made.files["config.json"] = b'{"model_type": "qwen2"}'
+    repository.files["config.json"] = b'{"model_type": "qwen2"}'
     again = fetch(model(), "model.path")
-    assert again.id != found.id
+    assert again.id != fetched.id
     assert hub.downloads() == ["config.json"]  # what has not changed is not fetched again
 
 
@@ -210,9 +210,9 @@ def test_adapters_find_their_model_where_it_was_downloaded(hub: HubServer, tmp_p
     local_model("hf://org/tiny", weights=False)
     with pytest.raises(TesseraError, match="not on this machine"):  # what a plan fetched is no model
         base_of(adapters, downloaded)
-    found = fetch(model(), "model.path")
+    fetched = fetch(model(), "model.path")
     hub.requests.clear()
-    assert base_of(adapters, downloaded) == found.path
+    assert base_of(adapters, downloaded) == fetched.path
     assert hub.requests == []
     file.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": ""}))
     with pytest.raises(TesseraError, match="name no model") as raised:
@@ -248,10 +248,10 @@ def test_a_plan_needs_no_weights(hub: HubServer) -> None:
     [("altered", "another sha256"), ("error", "broke off: Server error '500")],
 )
 def test_a_broken_download_is_told_and_goes_on(hub: HubServer, fault: str, said: str) -> None:
-    made = hub.add("org/tiny", dict(MODEL), faults={"model.safetensors": fault})
+    repository = hub.add("org/tiny", dict(MODEL), faults={"model.safetensors": fault})
     with pytest.raises(TesseraError, match=said):
         fetch(model(), "model.path")
-    made.faults.clear()
+    repository.faults.clear()
     hub.requests.clear()
     assert (fetch(model(), "model.path").path / "model.safetensors").read_bytes() == WEIGHTS
     assert hub.downloads() == ["model.safetensors"]
@@ -280,12 +280,12 @@ def test_off_line_a_copy_serves_and_its_absence_is_explained(
 ) -> None:
     hub.add("org/tiny", dict(MODEL))
     hub.add("datasets/org/set", {"train.jsonl": ROW})
-    found = fetch(model(), "model.path")
+    fetched = fetch(model(), "model.path")
     rows = local_source(SourceSection(path=Path("hf://org/set")), "train")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1") if how == "HF_HUB_OFFLINE" else monkeypatch.setenv("HF_ENDPOINT", NOBODY)
     hub.requests.clear()
     capsys.readouterr()
-    assert fetch(model(), "model.path").folder == found.folder
+    assert fetch(model(), "model.path").folder == fetched.folder
     assert "was not asked" in capsys.readouterr().err
     assert local_source(SourceSection(path=Path("hf://org/set")), "train") == rows
     with pytest.raises(TesseraError, match="is not on this machine, and Hugging Face cannot be asked") as raised:
@@ -332,22 +332,22 @@ def test_download_writes_a_folder_that_trains_elsewhere(hub: HubServer, tmp_path
 
 
 def test_the_recipe_of_a_run_names_the_commit(hub: HubServer, tmp_path: Path) -> None:
-    made = hub.add("org/tiny", dict(MODEL))
+    repository = hub.add("org/tiny", dict(MODEL))
     rows = hub.add("datasets/org/set", {"train.jsonl": ROW, "test.jsonl": ROW})
     recipe = {"model": {"path": "hf://org/tiny"}, "train": {"steps": 1}}
     recipe["data"] = {"train": "hf://org/set", "eval": "hf://org/set"}  # type: ignore[dict-item]
     config = load_config(recipe)
     assert "path: hf://org/tiny" in dump_yaml(config)
     config = with_local_folders(config)
-    assert config.model.hub_id == f"hf://org/tiny@{made.commit}"
+    assert config.model.hub_id == f"hf://org/tiny@{repository.commit}"
     assert config.data.train[0].hub_id == f"hf://datasets/org/set@{rows.commit}"
     assert config.data.train[0].path.name == "train.jsonl"
     assert config.data.eval[0].path.name == "test.jsonl"
     assert len(open_source(config.data.train[0])) == 1
-    kept = load_config(json.loads(config.model_dump_json()))
-    assert with_local_folders(kept) == config
+    saved = load_config(json.loads(config.model_dump_json()))
+    assert with_local_folders(saved) == config
     # The cache is gone, and the model has moved on: the run still gets what it began with.
-    gone = kept.model_copy(update={"model": kept.model.model_copy(update={"path": tmp_path / "gone" / "away"})})
+    gone = saved.model_copy(update={"model": saved.model.model_copy(update={"path": tmp_path / "gone" / "away"})})
     assert with_local_folders(gone).model.path == config.model.path
 
 
@@ -374,22 +374,22 @@ def test_images_of_a_data_set_are_read_from_the_cache(hub: HubServer) -> None:
 
 def test_processes_at_once_download_once(hub: HubServer) -> None:
     hub.add("org/tiny", dict(MODEL), faults={"model.safetensors": "slow"})
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(fetch(model(), "model.path"))) for _ in range(3)]
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(fetch(model(), "model.path"))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({one.folder for one in found}) == 1
+    assert len({one.folder for one in results}) == 1
     assert sorted(hub.downloads()) == ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_ranks_of_a_job_get_one_commit(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = hub.add("org/tiny", dict(MODEL))
+    repository = hub.add("org/tiny", dict(MODEL))
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     first = fetch(model(), "model.path")
-    made.files["config.json"] = b"{}"  # the branch moves while the ranks start
+    repository.files["config.json"] = b"{}"  # the branch moves while the ranks start
     hub.requests.clear()
     assert fetch(model(), "model.path") == first
     assert hub.requests == []
@@ -423,9 +423,9 @@ def test_download_from_the_shell(
     hub.add("org/tiny", dict(MODEL))
     words = ["tessera", "download", "hf://org/tiny", "--to", str(tmp_path / "copy"), "--include", "*.json"]
     monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as ended:
         main()
-    assert not left.value.code
+    assert not ended.value.code
     assert capsys.readouterr().out == f"{tmp_path / 'copy'}\n"
     assert sorted(path.name for path in (tmp_path / "copy").glob("*.json")) == ["config.json", "tokenizer.json"]
     assert not (tmp_path / "copy" / "model.safetensors").exists()

@@ -49,9 +49,9 @@ def test_a_killed_download_is_completed(when: str | int, place: str, hub: HubSer
     to = tmp_path / "to" if place == "folder" else None
     run_and_kill(hub, when, "download", "org/tiny", *(() if to is None else ("--to", to)))
     folder = download("org/tiny", to)
-    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    assert {name: content for name, content in found.items() if name in TAKEN} == {name: MODEL[name] for name in TAKEN}
-    assert all(name in TAKEN or name.startswith(".") for name in found), sorted(found)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert {name: content for name, content in files.items() if name in TAKEN} == {name: MODEL[name] for name in TAKEN}
+    assert all(name in TAKEN or name.startswith(".") for name in files), sorted(files)
     hub.requests.clear()
     download("org/tiny", to)
     assert hub.downloads() == []

@@ -31,42 +31,42 @@ def order(tokens: np.ndarray, size: StepSize, weights: tuple[float, ...] | None 
     return step_order(Samples(tokens, starts, weights), PackingConfig(LENGTH, **{"seed": 3, **packing}), size)
 
 
-def steps(made: StepOrder, first: int, count: int) -> list[list[list[int]]]:
-    rows = made.rows_per_step
-    return [[made.samples(step * rows + row) for row in range(rows)] for step in range(first, first + count)]
+def steps(stepped: StepOrder, first: int, count: int) -> list[list[list[int]]]:
+    rows = stepped.rows_per_step
+    return [[stepped.samples(step * rows + row) for row in range(rows)] for step in range(first, first + count)]
 
 
 @pytest.mark.parametrize(("count", "samples"), [(400, 10), (397, 64), (130, 128), (10, 64), (64, 64)])
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_every_step_has_its_samples_in_rows_that_hold_them(count: int, samples: int, multiple: int) -> None:
     tokens = lengths(count)
-    made = order(tokens, StepSize(samples, multiple=multiple))
-    assert made.rows_per_step % multiple == 0
-    assert made.steps == -(-count // samples)
+    stepped = order(tokens, StepSize(samples, multiple=multiple))
+    assert stepped.rows_per_step % multiple == 0
+    assert stepped.steps == -(-count // samples)
     for epoch in (0, 7):
         drawn: Counter[int] = Counter()
-        for step in steps(made, epoch * made.steps, made.steps):
+        for step in steps(stepped, epoch * stepped.steps, stepped.steps):
             assert all(step), "no row is empty"
             assert sum(map(len, step)) == samples
             assert max(sum(int(tokens[one]) for one in row) for row in step) <= LENGTH
             drawn.update(one for row in step for one in row)
         assert set(drawn) == set(range(count)), "every sample comes in every epoch"
-        assert max(drawn.values()) <= -(-made.steps * samples // count), "and as few as possible twice"
+        assert max(drawn.values()) <= -(-stepped.steps * samples // count), "and as few as possible twice"
 
 
 def test_rows_are_hardly_more_than_the_samples_take_on_average() -> None:
     tokens = lengths(5000)
-    made = order(tokens, StepSize(128))
+    stepped = order(tokens, StepSize(128))
     least = 128 * float(tokens.mean()) / LENGTH
-    assert made.rows_per_step <= least + 1 + 2  # the longest sample, and what packing whole samples leaves over
+    assert stepped.rows_per_step <= least + 1 + 2  # the longest sample, and what packing whole samples leaves over
 
 
 def test_epochs_are_shuffled_anew_and_any_step_is_found_by_itself() -> None:
-    made = order(lengths(320), StepSize(32))
-    first, second = steps(made, 0, made.steps), steps(made, made.steps, made.steps)
+    stepped = order(lengths(320), StepSize(32))
+    first, second = steps(stepped, 0, stepped.steps), steps(stepped, stepped.steps, stepped.steps)
     together = [[sorted(one for row in step for one in row) for step in epoch] for epoch in (first, second)]
     assert not any(step in together[1] for step in together[0])
-    assert steps(made, 10**9, 1) == steps(order(lengths(320), StepSize(32)), 10**9, 1)
+    assert steps(stepped, 10**9, 1) == steps(order(lengths(320), StepSize(32)), 10**9, 1)
     assert steps(order(lengths(320), StepSize(32), seed=4), 0, 3) != first[:3]
 
 
@@ -74,8 +74,8 @@ def test_the_samples_of_a_step_do_not_depend_on_its_rows() -> None:
     few, many = order(lengths(320), StepSize(32)), order(lengths(320), StepSize(32, multiple=16))
     assert few.rows_per_step != many.rows_per_step
     assert few.identity == many.identity
-    for one, other in zip(steps(few, 5, 8), steps(many, 5, 8), strict=True):
-        assert sorted(sample for row in one for sample in row) == sorted(sample for row in other for sample in row)
+    for first, other in zip(steps(few, 5, 8), steps(many, 5, 8), strict=True):
+        assert sorted(sample for row in first for sample in row) == sorted(sample for row in other for sample in row)
     # A position of one is a position of the other.
     length = [RunLength(100, o.rows_per_step, len(o), 32) for o in (few, many)]
     position = length[0].position(17 * few.rows_per_step)
@@ -83,8 +83,8 @@ def test_the_samples_of_a_step_do_not_depend_on_its_rows() -> None:
 
 
 def test_weights_of_sets_hold_over_steps() -> None:
-    made = order(lengths(300), StepSize(30), weights=(3.0, 1.0))
-    drawn = [one for step in steps(made, 0, made.steps) for row in step for one in row]
+    stepped = order(lengths(300), StepSize(30), weights=(3.0, 1.0))
+    drawn = [one for step in steps(stepped, 0, stepped.steps) for row in step for one in row]
     assert len(drawn) == 300
     assert sum(one < 100 for one in drawn) == 225
 
@@ -107,9 +107,9 @@ def test_a_run_has_the_same_samples_in_the_same_steps_after_a_resume_with_other_
     data = write_chat_set(tmp_path / "data", samples=12)
 
     def recipe(out: Path) -> dict[str, Any]:
-        made = chat_recipe(data, out, steps=7, samples_per_step=5, global_batch=1)
-        made["data"]["eval"] = []
-        return made | {"checkpoint": {"every": 0}, "guard": {"coverage": "off"}}
+        recipe_of_run = chat_recipe(data, out, steps=7, samples_per_step=5, global_batch=1)
+        recipe_of_run["data"]["eval"] = []
+        return recipe_of_run | {"checkpoint": {"every": 0}, "guard": {"coverage": "off"}}
 
     whole = tessera.train(recipe(tmp_path / "a"))
     part = tessera.train(recipe(tmp_path / "b"), callbacks=[StopAt(4)])
