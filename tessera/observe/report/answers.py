@@ -7,9 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from tessera.data.media.answer_images import TINY, small_copy
 from tessera.errors import TesseraError
 from tessera.observe.report.recorded import RecordedRun
 from tessera.runtime import html
@@ -117,26 +114,25 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
 
 def _image(path: str, run: RecordedRun) -> str:
     """Return an image of the run's folder."""
+    # Imported here, because it imports torch: a page without images is drawn in a fraction of a second.
+    from tessera.data.media.answer_images import TINY, small_copy
+    from tessera.data.media.files import Limits
+    from tessera.data.media.images import read_image
+
     if path.endswith(".gif"):  # embedded as it is, so that it moves
         uri = _media(run.folder, path)
         return "" if uri is None else f'<div class="image"><img class="tiny" alt="" src="{uri}"></div>'
     file = _inside(run.folder, path)
-    image = None if file is None else _read(file)
+    try:
+        image = None if file is None else read_image(file, Limits())
+    except TesseraError:
+        return ""
     if image is None:
         return ""
     tiny = ' class="tiny"' if max(image.size) <= TINY else ""
-    return f'<div class="image"><img{tiny} alt="" src="{_data_uri(image)}"></div>'
-
-
-def _read(file: Path) -> Image.Image | None:
-    # Imported here, because it brings torch: a page without images is drawn in a fraction of a second.
-    from tessera.data.media.files import Limits
-    from tessera.data.media.images import read_image
-
-    try:
-        return read_image(file, Limits())
-    except TesseraError:
-        return None
+    content, kind = small_copy(image)
+    uri = f"data:image/{kind};base64," + base64.b64encode(content).decode()
+    return f'<div class="image"><img{tiny} alt="" src="{uri}"></div>'
 
 
 def _media(folder: Path, name: str) -> str | None:
@@ -159,9 +155,3 @@ def _inside(folder: Path, name: str) -> Path | None:
         return path if path.is_file() and not leads_out(path, folder) else None
     except (OSError, ValueError):  # a name may hold anything, such as a NUL
         return None
-
-
-def _data_uri(image: Image.Image) -> str:
-    """Return a small copy of an image as a `data:` URL."""
-    content, kind = small_copy(image)
-    return f"data:image/{kind};base64," + base64.b64encode(content).decode()
