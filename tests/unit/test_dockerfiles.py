@@ -107,3 +107,12 @@ def test_a_planted_fault_is_found(change: tuple[str, str], told: str) -> None:
     text = (ROOT / "docker" / "Dockerfile.cpu").read_text(encoding="utf-8")
     assert change[0] in text
     assert any(told in one for one in faults(text.replace(*change)))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_an_image_holds_every_import_package_of_the_distribution(file: Path) -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {pattern for pattern in settings["packages"]["find"]["include"] if "." not in pattern}
+    copied = {rest.split()[0] for word, rest in instructions(file.read_text(encoding="utf-8")) if word == "COPY"}
+    assert packages == {"tessera", "tessera_compat"}
+    assert packages <= copied
