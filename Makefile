@@ -70,5 +70,5 @@ layouts: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dist.layouts
 
 clean:
-	find tessera tests -name __pycache__ -prune -exec rm -rf {} +
+	find tessera tessera_compat tests -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
