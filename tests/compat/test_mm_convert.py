@@ -137,7 +137,7 @@ def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(written[name], expected[name]) for name in expected)
     checked = tessera.compare("back", base=folder, prove="never")
     assert checked.complete, checked.problems
-    assert f"{len(expected)} same" in checked.shown[0]  # its record was written
+    assert f"{len(expected)} tensors" in checked.compared[0]  # its record was written
 
 
 def test_options_come_from_files_and_variables(
