@@ -1,8 +1,8 @@
 """Convert a synthetic folder between forms: bytes per second beside a plain copy, and peak memory.
 
-    python bench/convert.py [--gigabytes 2] [--jobs N] [--kills 20] [--kills-in-one 20] [--folder DIR]
+    python bench/convert.py [--gigabytes 2] [--jobs N] [--kills 20] [--folder DIR]
 
-One JSON line; what is known so far goes to standard error.
+One JSON line; partial results go to standard error.
 
 The folder is a Qwen2-VL with random weights in bf16, as large as asked for. Each conversion runs in a
 process of its own. With --kills, each of so many conversions, of every form in turn, is killed at a random moment and
@@ -83,27 +83,27 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
     return copied - began, time.perf_counter() - began
 
 
-def copies(root: Path, size: int, when: str, found: dict[str, float]) -> None:
-    """Measure a copy into `found`; done before and after the conversions, because disks of shared machines vary."""
+def copies(root: Path, size: int, when: str, figures: dict[str, float]) -> None:
+    """Measure a copy into `figures`; done before and after the conversions, because disks of shared machines vary."""
     plain, synced = copy(root / "hf", root / "copied")
     shutil.rmtree(root / "copied")
-    found[f"copy {when} GB/s"] = round(size / plain / 1e9, 3)
-    found[f"copy to disk {when} GB/s"] = round(size / synced / 1e9, 3)
-    tell(found)
+    figures[f"copy {when} GB/s"] = round(size / plain / 1e9, 3)
+    figures[f"copy to disk {when} GB/s"] = round(size / synced / 1e9, 3)
+    tell(figures)
 
 
-def tell(found: dict[str, float]) -> None:
+def tell(figures: dict[str, float]) -> None:
     """Print what is known so far, for whoever watches."""
-    print(json.dumps(found), file=sys.stderr, flush=True)
+    print(json.dumps(figures), file=sys.stderr, flush=True)
 
 
 def convert(root: Path, source: str, target: str, options: dict[str, Any], results: Any) -> None:
     """Convert in this process, and report seconds and peak memory."""
-    given = options | ({"like": root / options["like"]} if "like" in options else {})
+    arguments = options | ({"like": root / options["like"]} if "like" in options else {})
     verb = tessera.convert  # which imports everything
     results.put(0)
     began = time.perf_counter()
-    verb(root / source, root / target, **given)
+    verb(root / source, root / target, **arguments)
     results.put((time.perf_counter() - began, devices.memory(torch.device("cpu")).peak))
 
 
@@ -115,7 +115,7 @@ def in_process(root: Path, source: str, target: str, options: dict[str, Any], ki
     process = context.Process(target=convert, args=(root, source, target, options, results))
     process.start()
     results.get()
-    while process.is_alive() and (kill_at is None or written(root / f".staging-{target}~convert") < kill_at):
+    while process.is_alive() and (kill_at is None or written(root, target) < kill_at):
         process.join(None if kill_at is None else 0.01)
     if process.is_alive():
         process.kill()
@@ -125,24 +125,26 @@ def in_process(root: Path, source: str, target: str, options: dict[str, Any], ki
     return results.get()
 
 
-def written(staging: Path) -> int:
-    """Return how many bytes of files with holes are there."""
-    found = 0
+def written(root: Path, target: str) -> int:
+    """Return how many bytes of a conversion are written: its files have holes until then."""
     with contextlib.suppress(FileNotFoundError):  # it has just been published
-        found = sum(path.stat().st_blocks * 512 for path in staging.rglob("*"))
-    return found
+        staged = [path for folder in root.glob(f".staging-{target}~*") for path in folder.rglob("*")]
+        return sum(path.stat().st_blocks * 512 for path in staged)
+    return 0
 
 
-def same(one: Path, other: Path) -> bool:
+def same(folder: Path, other: Path) -> bool:
     """Return whether two folders hold the same files, byte for byte; but for the time in the record of an export."""
-    names = [sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) for root in (one, other)]
-    records = [json.loads((root / MARK).read_text()) for root in (one, other)]
+    names = [
+        sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()) for root in (folder, other)
+    ]
+    records = [json.loads((root / MARK).read_text()) for root in (folder, other)]
     for record in records:
         record.pop("written", None)
     return (
         names[0] == names[1]
         and records[0] == records[1]
-        and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0] if name != MARK)
+        and all(filecmp.cmp(folder / name, other / name, shallow=False) for name in names[0] if name != MARK)
     )
 
 
@@ -156,53 +158,39 @@ def kill(root: Path, number: int, jobs: int | None, chance: random.Random) -> tu
     killed = in_process(root, source, "again", options, chance.uniform(0, size)) is None
     if not (root / "again").exists():
         in_process(root, source, "again", options)
-    found = same(root / target, root / "again")
+    equal = same(root / target, root / "again")
     shutil.rmtree(root / "again")
-    return killed, found
-
-
-def kill_in_one(root: Path, size: int, times: int, jobs: int | None, chance: random.Random) -> dict[str, float]:
-    """Kill one conversion at so many moments, each time after it went on; return how often, and whether it is right."""
-    source, target, options = CASES[0][0], "again", CASES[0][2] | {"jobs": jobs}
-    moments = sorted(chance.uniform(0, size) for _ in range(times))
-    killed = sum(in_process(root, source, target, options, moment) is None for moment in moments)
-    in_process(root, source, target, options)
-    found = same(root / CASES[0][1], root / target)
-    shutil.rmtree(root / target)
-    return {"killed in one": killed, "same after them": float(found)}
+    return killed, equal
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kills-in-one", type=int, default=0, help="kill one conversion so often, at random moments")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--jobs", type=int, default=None)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None, help="where to work; default: for temporary files")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+    flags = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=flags.folder) as name:
         root = Path(name)
-        size = write_folder(root / "hf", asked.gigabytes)
-        found: dict[str, float] = {"gigabytes": round(size / 1e9, 2)}
-        copies(root, size, "before", found)
+        size = write_folder(root / "hf", flags.gigabytes)
+        figures: dict[str, float] = {"gigabytes": round(size / 1e9, 2)}
+        copies(root, size, "before", figures)
         for source, target, options in CASES:
-            taken, peak = in_process(root, source, target, options | {"jobs": asked.jobs})
-            found[f"{source} to {target} GB/s"] = round(size / taken / 1e9, 3)
-            found[f"{source} to {target} peak GB"] = round(peak / 1e9, 2)
-            tell(found)
+            taken, peak = in_process(root, source, target, options | {"jobs": flags.jobs})
+            figures[f"{source} to {target} GB/s"] = round(size / taken / 1e9, 3)
+            figures[f"{source} to {target} peak GB"] = round(peak / 1e9, 2)
+            tell(figures)
             if target != "mm":
                 shutil.rmtree(root / target)
-        copies(root, size, "after", found)
+        copies(root, size, "after", figures)
         chance = random.Random(0)
-        found["killed"] = found["same after kills"] = 0
-        for number in range(asked.kills):
-            killed, equal = kill(root, number, asked.jobs, chance)
-            found["killed"] += killed
-            found["same after kills"] += equal
-            tell(found)
-        if asked.kills_in_one:
-            found |= kill_in_one(root, size, asked.kills_in_one, asked.jobs, chance)
-        print(json.dumps(found))
+        figures["killed"] = figures["same after kills"] = 0
+        for number in range(flags.kills):
+            killed, equal = kill(root, number, flags.jobs, chance)
+            figures["killed"] += killed
+            figures["same after kills"] += equal
+            tell(figures)
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":
