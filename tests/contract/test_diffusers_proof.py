@@ -52,7 +52,7 @@ def test_a_folder_and_its_conversion_are_compared(wan: Path, tmp_path: Path) -> 
     out = tessera.convert(wan, tmp_path / "out", prove="always")
     agreement = tessera.compare(out, base=wan)
     assert agreement.complete, agreement.lines()
-    assert "diffusers computes the same latents" in agreement.shown[-1]
+    assert "diffusers computes the same latents" in agreement.compared[-1]
 
 
 FAULTS: dict[str, dict[str, Any]] = {
