@@ -32,12 +32,12 @@ from tessera.optim.optimizer import state_bytes
 from tessera.parallel.frozen import FrozenBytes, frozen_bytes
 from tessera.parallel.make_plan import make_plan, parameter_bytes
 from tessera.parallel.mesh import DATA
-from tessera.parallel.passes import training_of
 from tessera.parallel.plan import Plan, Workload
 from tessera.parallel.plan_text import DescribedPlan
 from tessera.runtime import device as devices
 from tessera.tasks import build_task
 from tessera.tasks.language import LanguageTask
+from tessera.training.passes import training_of
 from tessera.weights.layouts import detect_layout
 
 
