@@ -14,20 +14,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tessera.config.run_config import RunConfig
 from tessera.core.batch import Batch
 from tessera.core.spec import Component, ModelSpec, Residence
 from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
-
-if TYPE_CHECKING:
-    from tessera.config.run_config import RunConfig
 
 # By name. An int where the host knows the count (a shape); a tensor where only the device does: nothing waits for it.
 Counts = Mapping[str, "int | Tensor"]

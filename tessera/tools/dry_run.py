@@ -36,6 +36,7 @@ from tessera.parallel.apply import build_engine, materialize, parallelize_on_met
 from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommCounter, CommVolume, comm_text, readable
 from tessera.parallel.experts import RankDispatch
+from tessera.parallel.live_memory import LiveMemory
 from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.modules import present
@@ -50,7 +51,6 @@ from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
 from tessera.runtime.torch_internals import fake_tensor_mode, lone_stage
 from tessera.tasks.answers import AnswerTask
-from tessera.tools.live_memory import LiveMemory
 from tessera.tools.repeated_blocks import RepeatedBlocks
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tessera.parallel.communication import CommCounter, CommVolume
+from tessera.parallel.live_memory import LiveMemory
 from tessera.runtime.torch_internals import tree_flatten, tree_unflatten
-from tessera.tools.live_memory import LiveMemory
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
