@@ -253,7 +253,7 @@ def test_parallel_names_no_modality() -> None:
     """Everything there works on the streams that a family declares."""
     words = re.compile(r"pixels|\bvision|image|audio|picture", re.IGNORECASE)
     texts = {path: path.read_text(encoding="utf-8") for path in (PACKAGE / "parallel").rglob("*.py")}
-    assert {str(path): found for path, text in texts.items() if (found := words.findall(text))} == {}
+    assert {str(path): matches for path, text in texts.items() if (matches := words.findall(text))} == {}
 
 
 def test_no_pickle_and_no_globals() -> None:
@@ -293,45 +293,45 @@ PYTHON_OWN = {"_exit", "_current_frames", "_replace", "_asdict", "_fields", "_ma
 
 def own_private_names(sources: list[str]) -> set[str]:
     """Return the private names that some source gives to something: functions, attributes, fields, modules."""
-    found: set[str] = set()
+    private_names: set[str] = set()
     for source in sources:
         for node in nodes(source):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
+                private_names.add(node.name)
             elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return {name for name in found if name.startswith("_")}
+                private_names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in private_names if name.startswith("_")}
 
 
-def private_symbols(source: str, own: set[str]) -> list[str]:
+def private_symbols(source: str, ours: set[str]) -> list[str]:
     """Return private symbols of torch and transformers that a source imports or reads: those that nobody here gave."""
 
     def private(name: str) -> bool:
         return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
-    found: list[str] = []
+    symbols: list[str] = []
     for node in nodes(source):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in own | PYTHON_OWN:
-            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in ours | PYTHON_OWN:
+            symbols.append(ast.unparse(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
-            asked = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
-            found += [asked] if private(asked) and asked not in own else []
+            attribute = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            symbols += [attribute] if private(attribute) and attribute not in ours else []
         for name in names:
             root, *rest = name.split(".")
-            found += [name] if root in ("torch", "transformers") and any(map(private, rest)) else []
-    return found
+            symbols += [name] if root in ("torch", "transformers") and any(map(private, rest)) else []
+    return symbols
 
 
 def test_private_symbols_live_in_one_file() -> None:
     sources = {path: path.read_text(encoding="utf-8") for path in both_packages()}
     del sources[PACKAGE / "runtime" / "torch_internals.py"]
-    own = own_private_names(list(sources.values()))
-    assert {str(path): found for path, source in sources.items() if (found := private_symbols(source, own))} == {}
+    ours = own_private_names(list(sources.values()))
+    assert {str(path): symbols for path, source in sources.items() if (symbols := private_symbols(source, ours))} == {}
 
 
 def test_a_planted_private_symbol_is_found() -> None:
@@ -379,22 +379,22 @@ ASKED_BY_NAME = {
 
 def attributes_asked_by_name(source: str) -> list[str]:
     """Return the names in `hasattr(x, "name")` and `getattr(x, "name", default)`, without Python's own protocols."""
-    found: list[str] = []
+    attributes: list[str] = []
     for node in nodes(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
             optional = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
             if optional and isinstance(node.args[1], ast.Constant):
-                found.append(str(node.args[1].value))
-    return [name for name in found if not (name.startswith("__") and name.endswith("__"))]
+                attributes.append(str(node.args[1].value))
+    return [name for name in attributes if not (name.startswith("__") and name.endswith("__"))]
 
 
 def test_optional_abilities_are_declared_and_not_found_by_name() -> None:
-    asked = {
+    read = {
         (str(path.relative_to(PACKAGE)), name)
         for path in files()
         for name in attributes_asked_by_name(path.read_text(encoding="utf-8"))
     }
-    assert asked - ASKED_BY_NAME.keys() == set()
+    assert read - ASKED_BY_NAME.keys() == set()
 
 
 def test_a_planted_ability_is_found() -> None:
@@ -454,9 +454,9 @@ def test_classes_that_a_page_names_exist(page: Path) -> None:
         for node in nodes(path.read_text(encoding="utf-8"))
         if isinstance(node, ast.ClassDef)
     }
-    found = [one.split(".")[0] for one in named(page) if re.fullmatch(r"[A-Z][a-z]\w*[A-Z]?\w*(?:\.\w+)?", one)]
-    assert len(found) > 5
-    assert [name for name in found if name not in classes] == []
+    mentioned = [one.split(".")[0] for one in named(page) if re.fullmatch(r"[A-Z][a-z]\w*[A-Z]?\w*(?:\.\w+)?", one)]
+    assert len(mentioned) > 5
+    assert [name for name in mentioned if name not in classes] == []
 
 
 def test_no_two_public_classes_share_a_name() -> None:
@@ -547,19 +547,19 @@ def test_tests_that_the_makefile_names_exist() -> None:
 
 def defined_names(source: str) -> set[str]:
     """Return the names that a module has: what it defines, assigns or imports outside of functions and classes."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting: list[ast.AST] = list(ast.parse(source).body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
+            names.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         waiting += ast.iter_child_nodes(node)
-    return found
+    return names
 
 
 @functools.cache
@@ -603,16 +603,16 @@ def broken_imports(source: str) -> list[str]:
 
 def python_sources() -> dict[str, str]:
     """Return all Python files by path, and the Python blocks of the docs that can be parsed by page and number."""
-    found = {}
+    sources = {}
     for folder in ("tessera", "tessera_compat", "tests", "bench", "recipes"):
-        found |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+        sources |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
         for number, block in enumerate(blocks):
             with contextlib.suppress(SyntaxError):  # a block may show a part of a statement
                 ast.parse(block)
-                found[f"{page}, block {number}"] = block
-    return found
+                sources[f"{page}, block {number}"] = block
+    return sources
 
 
 def test_imports_name_modules_and_symbols_that_exist() -> None:
