@@ -171,6 +171,7 @@ def _prepare(
     components = {
         name: FrozenModule(frozen.component.loaded().to(device), device, "device")
         for name, frozen in setup.frozen.items()
+        if frozen.plan is None  # and not a second copy of the model
     }
     place = chosen.folder or config.model.path
     assert place is not None, "the task has read its encoders there"
