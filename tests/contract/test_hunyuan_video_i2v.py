@@ -144,7 +144,7 @@ def test_what_such_a_model_needs_is_asked_for(world: tuple[Path, Any], tmp_path:
     folder = world[0]
     with pytest.raises(TesseraError, match="continues given images"):
         tessera.plan(recipe(folder, folder / "videos.jsonl", given="none"), world=1)
-    with pytest.raises(TesseraError, match="no image encoder lies beside it"):
+    with pytest.raises(TesseraError, match="image_encoder"):
         frame_embeddings(tmp_path)
 
 
