@@ -84,23 +84,3 @@ class Encoded:
     def length(self) -> int:
         """Return how many tokens of a row the sample takes."""
         return len(self.tokens)
-
-
-@dataclass
-class EncodedMedia:
-    """Hold one sample of a generation model, not yet packed: an image or video that the model learns to make, and what
-    it is made from. A sample that could not be read has a length and nothing else.
-
-    `tensors` has `text_ids` (also `text_ids_2`, `text_ids_3`) and `frames` uint8 [F, H, W, 3]; or what encoders made of
-    them: `clean` [patches, P], `text` [L, D] and the like.
-    """
-
-    id: str
-    length: int  # elements of the main sequence
-    grid: tuple[int, int, int] = (0, 0, 0)  # of the latents, in patches: frames, rows, columns
-    text: int = 0  # text tokens in the main sequence; 0 where the model reads text by cross attention
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    reference_grids: tuple[tuple[int, int, int], ...] = ()  # of images to edit, whose latents follow
-    counts: dict[str, int] = field(default_factory=dict)
-    references: tuple[Tensor, ...] = ()  # these images, uint8 [1, H, W, 3]; none where `clean` has their latents
-    embeds: int = 0  # embeddings of a given frame in the main sequence, which follow those of text

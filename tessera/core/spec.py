@@ -44,7 +44,7 @@ class Processor(Protocol):
         ...
 
     def encode(self, sample: Sample, media: Sequence[Any], sizes: Sequence[MediaSize] | None = None) -> Any:
-        """Return a sample ready to be packed: `Encoded` of conversations, `EncodedMedia` of generation. `media`: one
+        """Return a sample ready to be packed: `Encoded` of conversations, others of other kinds. `media`: one
         decoded object per media part (PIL image, or uint8 frames [F, H, W, 3]), in order. `sizes`: of their
         headers, where images were made smaller while they were decoded."""
         ...

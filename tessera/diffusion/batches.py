@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
-from tessera.core.sample import EncodedMedia
 from tessera.diffusion.family import GenerationFamily
+from tessera.diffusion.samples import EncodedMedia
 
 IMAGE_EMBEDS = "image_embeds"
 # Features of a sample with an empty caption of its own: its embeddings from the row `empty_starts` on. Those before are

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tessera.config.reader import build
 from tessera.core.batch import Batch
-from tessera.core.sample import EncodedMedia, MediaSize, PartKind, Sample
+from tessera.core.sample import MediaSize, PartKind, Sample
 from tessera.data.media.images import to_rgb
 from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
@@ -45,7 +45,7 @@ from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.feature_facts import check_made_for
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER, frame_embeddings
 from tessera.diffusion.given_images import Grid
-from tessera.diffusion.samples import CaptionedSample, GenerationOptions
+from tessera.diffusion.samples import CaptionedSample, EncodedMedia, GenerationOptions
 from tessera.errors import TesseraError
 from tessera.models.files.side_files import copy_side_files
 from tessera.models.processing.streams import media_size
@@ -374,6 +374,13 @@ class GenerationProcessor:
             assert used <= length, "the packer keeps rows within the length"
             segments += [*row, *([EncodedMedia("", length - used)] if used < length else [])]
         return self.pack(segments)
+
+    def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> EncodedMedia:
+        """Return zeros in place of a sample that cannot be read; see `CaptionProcessor`."""
+        counts = {"clean": length, "condition": length, "pooled": 1}
+        empty = {} if like is None else like
+        tensors = {name: some.new_zeros(counts.get(name, 0), *some.shape[1:]) for name, some in empty.items()}
+        return EncodedMedia(id, length, tensors=tensors)
 
     def pack(self, items: Sequence[EncodedMedia]) -> Batch:
         """Return samples as one packed batch, a segment each."""

@@ -24,7 +24,7 @@ from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch
 from tessera.core.outputs import LATENTS, LOGITS, REWARDS
-from tessera.core.sample import EncodedMedia, Message, Part, Sample
+from tessera.core.sample import Message, Part, Sample
 from tessera.core.spec import ModelSpec
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, read_media
@@ -32,6 +32,7 @@ from tessera.diffusion.batches import pack
 from tessera.diffusion.config import DiffusersConfig
 from tessera.diffusion.family import GenerationFamily, GenerationSpec
 from tessera.diffusion.given_images import from_tokens
+from tessera.diffusion.samples import EncodedMedia
 from tessera.errors import TesseraError, few_names, first_line, nearest
 from tessera.inference.load import allocated
 from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference, UnreadableError

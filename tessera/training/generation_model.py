@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from tessera.config.run_config import load_config
 from tessera.core.batch import Batch
-from tessera.core.sample import EncodedMedia, Message, Part, Sample
+from tessera.core.sample import Message, Part, Sample
 from tessera.core.spec import ModelSpec, Residence
 from tessera.core.task import FrozenModule
 from tessera.diffusion.family import generation_family_of
 from tessera.diffusion.given_images import patchify
 from tessera.diffusion.objectives.diffusion import DiffusionTask
 from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.samples import EncodedMedia
 from tessera.errors import TesseraError
 from tessera.inference.load import load
 from tessera.runtime.distributed import World

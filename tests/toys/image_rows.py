@@ -11,12 +11,11 @@ import torch
 
 from tessera.core.batch import Batch
 from tessera.core.row_source import RowSource
-from tessera.core.sample import EncodedMedia
 from tessera.data.kinds import RowRequest
 from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.diffusion.qwen_image.config import QwenImageFamily
-from tessera.diffusion.samples import GenerationOptions
+from tessera.diffusion.samples import EncodedMedia, GenerationOptions
 from tessera.diffusion.sd3.config import SD3Family
 from tessera.runtime.rng import derive, generator
 

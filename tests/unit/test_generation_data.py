@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.core.sample import EncodedMedia, MediaSize, Sample
+from tessera.core.sample import MediaSize, Sample
 from tessera.core.spec import Processor
 from tessera.data.media.read import ChatProcessor, MediaProcessor
 from tessera.data.media.video_frames import VideoSampling
@@ -23,6 +23,7 @@ from tessera.diffusion.captions import Captions, EncodedPaddingCaptions
 from tessera.diffusion.edit_images import EditPipeline
 from tessera.diffusion.family import GenerationFamily, GenerationSpec
 from tessera.diffusion.processor import GenerationProcessor
+from tessera.diffusion.samples import EncodedMedia
 from tessera.diffusion.sd3.config import SD3Family
 from tessera.errors import TesseraError
 from tessera.models import FAMILIES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from tessera.core.row_source import RowSource
-from tessera.core.sample import EncodedMedia
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import pack_rows, with_format
 from tessera.data.media.read import CaptionProcessor
@@ -51,11 +49,11 @@ def build(request: RowRequest) -> RowSource:
             fix=f"make features of the others too, or leave {features[0]} out",
         )
     request = replace(request, section=with_format(section, "generation"))
-    rows = pack_rows(request, processor, hole=EncodedMedia, count_names=COUNTS)
+    rows = pack_rows(request, processor, hole=processor.hole, count_names=COUNTS)
     if features:
         empty = empty_caption(features[0], FeatureManifest.read(features[0]).key)
         rows.constants = {f"empty_{name}": tensor for name, tensor in empty.items()}
-        rows.hole = partial(_feature_hole, _without_elements(rows))
+        rows.hole = partial(processor.hole, like=_without_elements(rows))
     cut = int(np.sum(rows.index.column("cut_captions")))
     if cut:
         log.warning(
@@ -77,13 +75,6 @@ def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
             if number + 1 == len(rows.index):
                 raise
     raise AssertionError("an index has samples")
-
-
-def _feature_hole(like: Mapping[str, Tensor], id: str, length: int) -> EncodedMedia:
-    """Return what stands for a sample whose features cannot be read: zeros, which a batch can be made of alone."""
-    counts = {"clean": length, "condition": length, "pooled": 1}
-    tensors = {name: some.new_zeros(counts.get(name, 0), *some.shape[1:]) for name, some in like.items()}
-    return EncodedMedia(id, length, tensors=tensors)
 
 
 KIND = build

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tessera.core.batch import Batch
 from tessera.core.row_source import RowSource
-from tessera.core.sample import EncodedMedia, MediaSize, Message, PartKind, Sample
+from tessera.core.sample import MediaSize, Message, PartKind, Sample
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.generation import build as build_generation
 from tessera.data.media.read import CaptionProcessor, KeepsMediaWhole
@@ -24,10 +26,13 @@ from tessera.errors import TesseraError
 
 
 @dataclass
-class EncodedMediaPair(EncodedMedia):
-    """Hold both samples of a pair."""
+class EncodedMediaPair:
+    """Hold both samples of a pair, not yet packed."""
 
-    answers: tuple[EncodedMedia, ...] = ()
+    id: str
+    length: int
+    counts: dict[str, int]
+    answers: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ class MediaPairProcessor:
         batch = self.inner.collate(spread, length)
         pairs = sum(isinstance(item, EncodedMediaPair) for row in rows for item in row)
         return replace(batch, counts={**batch.counts, "samples": sum(map(len, rows)), "pairs": pairs})
+
+    def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> Any:
+        return self.inner.hole(id, length, like)
 
     def check_features(self, facts: Mapping[str, Any], where: str) -> None:
         raise TesseraError("features hold single samples, not pairs", where=where, fix="name the images and videos")

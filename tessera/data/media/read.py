@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from tessera.core.sample import MediaSize, Part, PartKind, Sample
 from tessera.core.spec import LanguageProcessor, Processor
@@ -95,6 +96,13 @@ class PadsSamples(Protocol):
 @runtime_checkable
 class CaptionProcessor(MediaProcessor, Protocol):
     """Declare what images and videos with captions need of a family's processor."""
+
+    def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> Any:
+        """Return what stands for a sample that cannot be read, and that a batch can be made of alone.
+
+        `like`: features without elements, where samples are features; they have the widths and types of all others.
+        """
+        ...
 
     def check_features(self, facts: Mapping[str, Any], where: str) -> None:
         """Raise if features that are made from `facts` are not those that this model reads."""
