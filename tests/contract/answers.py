@@ -27,17 +27,17 @@ def export(spec: ModelSpec, config: Any, processor: Any, folder: Path, seed: int
 
 
 def same_answer(
-    folder: Path, asked: list[dict[str, Any]], inputs: Callable[[Any, Batch], dict[str, Any]], new: int = 12
+    folder: Path, question: list[dict[str, Any]], inputs: Callable[[Any, Batch], dict[str, Any]], new: int = 12
 ) -> None:
     """`inputs`: of transformers' model, given it and our prompt."""
     model, loaded = tessera.load(folder, device="cpu")
-    batch, processor = loaded(asked), loaded.processor
+    batch, processor = loaded(question), loaded.processor
     stops = processor.stop_tokens
     ours = generate_tokens(model.module, batch, max_new_tokens=new, stop_tokens=stops, sampling=Sampling())[0]
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    given = {"input_ids": batch["tokens"][None], "attention_mask": torch.ones_like(batch["tokens"])[None]}
+    prompt = {"input_ids": batch["tokens"][None], "attention_mask": torch.ones_like(batch["tokens"])[None]}
     out = reference.generate(
-        **{**given, **inputs(reference, batch)}, max_new_tokens=new, do_sample=False, eos_token_id=list(stops)
+        **{**prompt, **inputs(reference, batch)}, max_new_tokens=new, do_sample=False, eos_token_id=list(stops)
     )
     theirs = [token for token in out[0, batch["tokens"].numel() :].tolist() if token not in stops]
     assert ours == theirs

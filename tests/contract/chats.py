@@ -63,8 +63,8 @@ def talk(*turns: tuple[str, str]) -> Sample:
 
 def conversation(*media: str, answer: str = "\nA red square.\n") -> Sample:
     """Two questions, the first of which shows media of these kinds."""
-    asked = [part for kind in media for part in (text(f"Look at this {kind}:\n"), Part(kind, None))]  # type: ignore[arg-type]
-    first = Message("user", (*asked, text("\n\n  What is in the picture? <b>été</b>")))
+    parts = [part for kind in media for part in (text(f"Look at this {kind}:\n"), Part(kind, None))]  # type: ignore[arg-type]
+    first = Message("user", (*parts, text("\n\n  What is in the picture? <b>été</b>")))
     rest = talk(("assistant", answer), ("user", "Sure?"), ("assistant", "中文 12345"))
     return Sample("one", (first, *rest.messages))
 
@@ -91,10 +91,10 @@ def reference_ids(folder: Path, sample: Sample, media_tokens: list[tuple[str, in
     return list(tokenizer(words)["input_ids"])
 
 
-def asked_about(*shown: Any, question: str = "what is in this picture") -> list[dict[str, Any]]:
+def asked_about(*media: Any, question: str = "what is in this picture") -> list[dict[str, Any]]:
     """A question about pictures and frames of clips, as people send it."""
-    kinds = ["image" if isinstance(one, Image.Image) else "video" for one in shown]
-    parts = [{"type": kind, kind: one} for kind, one in zip(kinds, shown, strict=True)]
+    kinds = ["image" if isinstance(one, Image.Image) else "video" for one in media]
+    parts = [{"type": kind, kind: one} for kind, one in zip(kinds, media, strict=True)]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
@@ -110,8 +110,10 @@ def write_words(
 
 def by_kind(grids: Sequence[Any], media: Sequence[str]) -> list[torch.Tensor | None]:
     """Grids of pictures, and of clips."""
-    found = [[torch.as_tensor(g) for g, one in zip(grids, media, strict=True) if one == k] for k in ("image", "video")]
-    return [torch.stack(chosen) if chosen else None for chosen in found]
+    chosen_by_kind = [
+        [torch.as_tensor(g) for g, one in zip(grids, media, strict=True) if one == k] for k in ("image", "video")
+    ]
+    return [torch.stack(chosen) if chosen else None for chosen in chosen_by_kind]
 
 
 def in_pairs(stills: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -32,6 +32,6 @@ def of_model(case: Case, model: dict[str, Any], note: str = "", **more: Any) -> 
 
 def train_like_one_process(cases: Iterable[Case], folder: Path, weights_apart: float = 1.0) -> None:
     """`weights_apart`: so much further than all else may weights be from those of one process."""
-    found = measure(list(cases), folder)
-    rows = {name: {**row, "weight": row["weight"] / weights_apart} for name, row in found.items()}
-    assert [name for name, row in rows.items() if not good(row)] == [], found
+    measured = measure(list(cases), folder)
+    rows = {name: {**row, "weight": row["weight"] / weights_apart} for name, row in measured.items()}
+    assert [name for name, row in rows.items() if not good(row)] == [], measured

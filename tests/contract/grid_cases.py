@@ -103,12 +103,12 @@ class Grids(VisionLanguageFamily):
         visual = int(np.prod(grid)) // config.vision.spatial_merge_size**2
         return [config.vision_start_token_id, *[mark] * visual, config.vision_end_token_id, *words()]
 
-    def case(self, pair: Pair, shown: list[Any], seed: int) -> Case:
+    def case(self, pair: Pair, media: list[Any], seed: int) -> Case:
         """Positions are by transformers' own rule."""
         config, marks = pair.config, (pair.config.image_token_id, pair.config.video_token_id)
         generator, words = word_maker(seed, (self.first_word, WORDS))
         tokens, kinds, items = words(), [], []
-        for kind, grid in shown:
+        for kind, grid in media:
             kinds += [0] * (len(tokens) - len(kinds))
             run = self.written(config, kind, grid, words)
             tokens += run
@@ -153,11 +153,11 @@ class Grids(VisionLanguageFamily):
     def places(self, config: Any, grids: Sequence[Grid]) -> dict[str, Tensor]:
         parts: dict[str, list[np.ndarray]] = {}
         for t, h, w in grids:
-            own = block_positions(h, w, config.vision.spatial_merge_size)
-            found = {"patch_positions": own}
+            positions = block_positions(h, w, config.vision.spatial_merge_size)
+            arrays = {"patch_positions": positions}
             if self.between is not None:
-                index, weights = self.between(own, h, w, config.vision.table_side)
-                found |= {"patch_index": index, "patch_weights": weights}
-            for name, one in found.items():
-                parts.setdefault(name, []).append(np.tile(one, (t, 1)))
+                index, weights = self.between(positions, h, w, config.vision.table_side)
+                arrays |= {"patch_index": index, "patch_weights": weights}
+            for name, array in arrays.items():
+                parts.setdefault(name, []).append(np.tile(array, (t, 1)))
         return {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in parts.items()}

@@ -135,8 +135,8 @@ class Qwen25VLCase(Qwen2VLCase):
     def configure(self, **changes: Any) -> Qwen25VLConfig:
         vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "window_size": 84}
         text = {**TEXT, "mrope_section": (2, 3, 3)}
-        own = {name: changes.pop(name) for name in ("window_size", "tokens_per_second") if name in changes}
-        fields = {"text": text, "vision": {**vision, **own}, **QWEN_TOKENS, **changes}
+        of_vision = {name: changes.pop(name) for name in ("window_size", "tokens_per_second") if name in changes}
+        fields = {"text": text, "vision": {**vision, **of_vision}, **QWEN_TOKENS, **changes}
         return Qwen25VLConfig.model_validate(fields)
 
     def in_windows(self, shapes: Tensor, pixels: Tensor) -> tuple[Tensor, list[int]]:

@@ -15,13 +15,13 @@ from tessera.models import resolve
 
 def changed(data: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """`key`: with dots, where the value lies deeper."""
-    made: dict[str, Any] = copy.deepcopy(dict(data))
+    config: dict[str, Any] = copy.deepcopy(dict(data))
     *path, last = key.split(".")
-    inner = made
+    inner = config
     for name in path:
         inner = inner[name]
     inner[last] = value
-    return made
+    return config
 
 
 def preset_of(family: str, preset: str) -> Any:

@@ -68,14 +68,14 @@ class InternVL(VisionLanguageFamily):
     def media(self, number: int) -> dict[str, list[int]]:
         return MEDIA
 
-    def case(self, pair: Pair, shown: list[int], seed: int) -> Case:
+    def case(self, pair: Pair, media: list[int], seed: int) -> Case:
         vision = pair.config.vision
         generator, words = word_maker(seed, (2, 70))
         tokens = words()
-        for tiles in shown:
+        for tiles in media:
             tokens += [71, *[IMAGE] * tiles * vision.tile_tokens, 72, *words()]
         ids = torch.tensor(tokens + words(4, 9))
-        pixels = torch.randn(sum(shown), 3, vision.image_size, vision.image_size, generator=generator)
+        pixels = torch.randn(sum(media), 3, vision.image_size, vision.image_size, generator=generator)
         return Case(ids, labels_of(ids, 70), torch.arange(len(ids)), pixels)
 
     def inputs(self, pair: Pair, case: Case) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class InternVL(VisionLanguageFamily):
 
     def gradients(self, pair: Pair) -> dict[str, Tensor | None]:
         grads = super().gradients(pair)
-        known = spread({name: grad for name, grad in grads.items() if grad is not None})
-        return {**known, **{name: None for name, grad in grads.items() if grad is None}}
+        spread_grads = spread({name: grad for name, grad in grads.items() if grad is not None})
+        return {**spread_grads, **{name: None for name, grad in grads.items() if grad is None}}
 
     def beside(self, name: str) -> str:
         return queries_for_keys_of_encoders(name)

@@ -122,11 +122,11 @@ def processor_of(shape: Shape, folder: Path, **options: Any) -> LlavaProcessor:
 
 def conversation(media: list[Any], number: int = 0) -> Sample:
     kinds = ["image" if isinstance(item, Image.Image) else "video" for item in media]
-    shown = [Part(kind, None) for kind in kinds]  # type: ignore[arg-type]
+    parts = [Part(kind, None) for kind in kinds]  # type: ignore[arg-type]
     return Sample(
         f"sample-{number}",
         (
-            Message("user", (*shown, Part("text", f"What is in picture {number}?"))),
+            Message("user", (*parts, Part("text", f"What is in picture {number}?"))),
             Message("assistant", (Part("text", "A red square."),)),
         ),
     )
@@ -135,7 +135,7 @@ def conversation(media: list[Any], number: int = 0) -> Sample:
 def media_of(shape: Shape) -> dict[str, list[Any]]:
     """Tall, wide, odd and large pictures, by name."""
     size = shape.size
-    found: dict[str, list[Any]] = {
+    media: dict[str, list[Any]] = {
         "text": [],
         "one": [picture(3 * size - 1, 2 * size + 3)],
         "small": [picture(5, 7)],
@@ -144,9 +144,9 @@ def media_of(shape: Shape) -> dict[str, list[Any]]:
         "several": [picture(size, 9), picture(13, 30, 1), picture(6, 6, 2)],
     }
     if shape.tiled:
-        found["video"] = [clip(3, 20, 14)]
-        found["mixed"] = [clip(2, 9, 14), picture(2 * size, 3 * size, 5)]
-    return found
+        media["video"] = [clip(3, 20, 14)]
+        media["mixed"] = [clip(2, 9, 14), picture(2 * size, 3 * size, 5)]
+    return media
 
 
 def reference_inputs(processor: LlavaProcessor, encoded: Encoded, media: list[Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Talk:
 
     processor: LlavaProcessor
     encoded: Encoded
-    shown: list[Any]
+    media: list[Any]
 
 
 class Llava(VisionLanguageFamily):
@@ -211,15 +211,15 @@ class Llava(VisionLanguageFamily):
     def media(self, number: int) -> dict[str, list[Any]]:
         return media_of(SHAPES[number])
 
-    def case(self, pair: Pair, shown: list[Any], seed: int) -> Case:
+    def case(self, pair: Pair, media: list[Any], seed: int) -> Case:
         shape = next(shape for shape in SHAPES if config_of(shape, attention=pair.config.attention) == pair.config)
         with tempfile.TemporaryDirectory() as folder:
             processor = processor_of(shape, Path(folder))
-        encoded = processor.encode(conversation(shown, seed), shown)
-        return Case(encoded.tokens, encoded.labels, encoded.positions, Talk(processor, encoded, shown))
+        encoded = processor.encode(conversation(media, seed), media)
+        return Case(encoded.tokens, encoded.labels, encoded.positions, Talk(processor, encoded, media))
 
     def inputs(self, pair: Pair, case: Case) -> dict[str, Any]:
-        return reference_inputs(case.media.processor, case.media.encoded, case.media.shown)
+        return reference_inputs(case.media.processor, case.media.encoded, case.media.media)
 
     def pack(self, config: LlavaConfig, cases: Sequence[Case], padding: int = 0) -> Batch:
         items = [replace(c.media.encoded, tokens=c.tokens, labels=c.labels, positions=c.positions) for c in cases]
@@ -230,8 +230,8 @@ class Llava(VisionLanguageFamily):
     def gradients(self, pair: Pair) -> dict[str, Tensor | None]:
         """What has no part in the answers has none there, and is not trained here."""
         grads = super().gradients(pair)
-        left = {name: grads.pop(name) for name in list(grads) if unread(pair.config, name)}
-        assert all(grad is None for grad in left.values())
+        frozen = {name: grads.pop(name) for name in list(grads) if unread(pair.config, name)}
+        assert all(grad is None for grad in frozen.values())
         return grads
 
     def beside(self, name: str) -> str:

@@ -188,8 +188,8 @@ def materialized(name: str, **changes: Any) -> tuple[ModelSpec, Any, nn.Module]:
 def test_initialization_is_a_function_of_the_generator_and_gives_finite_gradients_to_all(name: str) -> None:
     _, config, model = materialized(name)
     again = materialized(name)[2]
-    for (path, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        assert torch.equal(one, other), path
+    for (path, parameter), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(parameter, other), path
     loss_of(model, BATCHES[name](config)).backward()
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -212,8 +212,8 @@ def test_flops_agree_with_the_counter_of_torch(name: str) -> None:
     batch = BATCHES[name](config)
     with FlopCounterMode(display=False) as counter:
         loss_of(model, batch).backward()
-    found = spec.flops(config, batch, {}) + squares(config, batch, Passes())
-    assert found == pytest.approx(counter.get_total_flops(), rel=0.02)
+    counted = spec.flops(config, batch, {}) + squares(config, batch, Passes())
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def squares(config: Any, batch: Batch, passes: Passes) -> float:
@@ -258,8 +258,8 @@ def test_gradients_that_nobody_asks_for_are_not_counted(case: str) -> None:
     with FlopCounterMode(display=False) as counter:
         loss_of(module, batch).backward()
     assert spec.flops is not None
-    found = spec.flops(config, batch, training) + squares(config, batch, training["text"])
-    assert found == pytest.approx(counter.get_total_flops(), rel=0.06)
+    counted = spec.flops(config, batch, training) + squares(config, batch, training["text"])
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.06)
     whole = spec.flops(config, batch, {})
     assert (spec.flops(config, batch, training) == pytest.approx(whole)) == (case == "all")
 

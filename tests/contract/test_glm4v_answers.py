@@ -72,19 +72,19 @@ SHOWN: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> None:
     """Its own image processor sees pictures, and frames that have the right size, one by one."""
-    images, shown = load_image_processor(exported), SHOWN[name]
+    images, media = load_image_processor(exported), SHOWN[name]
 
     def inputs(reference: Any, batch: Batch) -> dict[str, Any]:
         kinds = (batch["tokens"] == IDS["<|image|>"]).long() * (2 if name == "clip" else 1)
         seen = {}
         if name == "clip":
-            stills = [images(images=[Image.fromarray(f)], return_tensors="pt")["pixel_values"] for f in shown[0]]
+            stills = [images(images=[Image.fromarray(f)], return_tensors="pt")["pixel_values"] for f in media[0]]
             seen = {"pixel_values_videos": in_pairs(stills), "video_grid_thw": torch.tensor([[4, 6, 4]])}
-        elif shown:
-            seen = dict(images(images=shown, return_tensors="pt"))
+        elif media:
+            seen = dict(images(images=media, return_tensors="pt"))
         return {"mm_token_type_ids": kinds[None], **seen}
 
-    same_answer(exported, asked_about(*shown), inputs)
+    same_answer(exported, asked_about(*media), inputs)
 
 
 def test_the_folder_names_what_ends_an_answer(exported: Path) -> None:
@@ -98,8 +98,8 @@ def test_the_tool_that_compares_agrees(exported: Path, tmp_path: Path) -> None:
     rows = []
     for number in range(3):
         picture(20 + 9 * number, 30, number).save(tmp_path / f"{number}.png")
-        asked = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "what is in this picture"}]
-        said = [{"role": "user", "content": asked[number % 2 :]}, {"role": "assistant", "content": "a cat"}]
+        content = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "what is in this picture"}]
+        said = [{"role": "user", "content": content[number % 2 :]}, {"role": "assistant", "content": "a cat"}]
         rows.append({"id": f"row-{number}", "messages": said})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     agreement = tessera.compare(exported, tmp_path / "rows.jsonl", max_new_tokens=8)

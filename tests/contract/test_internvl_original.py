@@ -34,33 +34,33 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return original_folder("qwen2", tmp_path_factory.mktemp("qwen2") / "InternVL3-1B")
 
 
-def same(one: Path, other: Path) -> None:
+def same(first: Path, other: Path) -> None:
     """All files of two folders are the same, byte by byte; of weights, names and numbers are."""
-    names = {path.name for path in one.iterdir()} | {path.name for path in other.iterdir()}
+    names = {path.name for path in first.iterdir()} | {path.name for path in other.iterdir()}
     for name in names - {"tessera_export.json", "export.json"}:
         if name.endswith(".safetensors"):
-            found, expected = load_file(one / name), load_file(other / name)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            tensors, expected = load_file(first / name), load_file(other / name)
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[key], expected[key]) for key in expected)
         elif name == "config.json":
-            assert json.loads((one / name).read_text()) == json.loads((other / name).read_text())
+            assert json.loads((first / name).read_text()) == json.loads((other / name).read_text())
         else:
-            assert (one / name).read_bytes() == (other / name).read_bytes(), name
+            assert (first / name).read_bytes() == (other / name).read_bytes(), name
 
 
 def test_it_computes_what_its_hugging_face_form_computes_and_goes_back(folder: Path, tmp_path: Path) -> None:
     kind = json.loads((folder / "config.json").read_text())["llm_config"]["model_type"]
     hub = tessera.convert(folder, tmp_path / "hf", prove="always")  # transformers computes the same logits from it
     expected = weights(kind)[1]
-    found = load_file(hub / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tensors = load_file(hub / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     said = json.loads((hub / "config.json").read_text())
     assert said["model_type"] == "internvl"
     assert json.loads((hub / "preprocessor_config.json").read_text())["max_patches"] == 4
     outputs = []
-    for one in (folder, hub):
-        model, processor = tessera.load(one, device="cpu")
+    for path in (folder, hub):
+        model, processor = tessera.load(path, device="cpu")
         batch = processor(asked_about(picture(70, 40)))
         assert batch["tokens"].eq(model.config.image_token_id).sum() == 3 * 4  # two tiles and the whole, of 2 x 2
         outputs.append((batch["tokens"], model(batch)["logits"]))
@@ -91,12 +91,12 @@ def test_a_run_begins_from_it_and_ends_in_either_form(qwen2: Path, tmp_path: Pat
     recipe |= {"model": {"path": str(qwen2)}}
     recipe["data"] |= {"eval": [], "processor": {}}
     recipe["checkpoint"] |= {"every": 1, "export": True, "prove": "never"}
-    made = tessera.train(recipe).folder
-    exported = AutoModelForImageTextToText.from_pretrained(made / "hf")
+    run = tessera.train(recipe).folder
+    exported = AutoModelForImageTextToText.from_pretrained(run / "hf")
     assert type(exported).__name__ == "InternVLForConditionalGeneration"
-    assert type(load_image_processor(made / "hf")).__name__.startswith("GotOcr2")
-    assert "You are somebody else." not in str(AutoTokenizer.from_pretrained(made / "hf").chat_template)
-    back = tessera.convert(made, tmp_path / "back", to="original")
+    assert type(load_image_processor(run / "hf")).__name__.startswith("GotOcr2")
+    assert "You are somebody else." not in str(AutoTokenizer.from_pretrained(run / "hf").chat_template)
+    back = tessera.convert(run, tmp_path / "back", to="original")
     before, after = load_file(qwen2 / "model.safetensors"), load_file(back / "model.safetensors")
     assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
     assert not torch.equal(before["mlp1.3.weight"], after["mlp1.3.weight"])

@@ -96,10 +96,10 @@ def test_what_does_not_split_is_told() -> None:
     _, config = resolve(ModelSection(family="internvl", preset="3-78b"))
     with torch.device("meta"):
         module = SPEC.main.build(config)
-    made = make_plan(ParallelSection(tp=8), SPEC.main.plan(config), module, 8)  # type: ignore[arg-type]
-    assert made.tensor is not None
-    assert "vision.blocks.0.attn.qkv" not in made.tensor.layers
-    assert made.tensor.layers["vision.blocks.0.mlp.up"] == "column"
+    plan = make_plan(ParallelSection(tp=8), SPEC.main.plan(config), module, 8)  # type: ignore[arg-type]
+    assert plan.tensor is not None
+    assert "vision.blocks.0.attn.qkv" not in plan.tensor.layers
+    assert plan.tensor.layers["vision.blocks.0.mlp.up"] == "column"
     _, config = resolve(ModelSection(family="internvl", preset="3-1b"))
     with torch.device("meta"):
         module = SPEC.main.build(config)

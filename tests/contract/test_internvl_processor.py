@@ -84,16 +84,16 @@ def test_pictures_are_decoded_whole_only_if_they_are_cut(processor: InternVLProc
 
 
 def test_system_prompts_and_the_internlm_words(folder: Path, tmp_path: Path) -> None:
-    made = CASE.load(folder, system="Be {brief}.", frames=8, min_tiles=2, max_tiles=5)
-    made.save(tmp_path)
+    saved = CASE.load(folder, system="Be {brief}.", frames=8, min_tiles=2, max_tiles=5)
+    saved.save(tmp_path)
     read = CASE.load(tmp_path)
     assert (read.template, read.sampling, read.image, read.video) == (
-        made.template,
-        made.sampling,
-        made.image,
-        made.video,
+        saved.template,
+        saved.sampling,
+        saved.image,
+        saved.video,
     )
-    assert read.fingerprint == made.fingerprint
+    assert read.fingerprint == saved.fingerprint
     rated = CASE.load(folder, fps=3.0, max_frames=9)
     rated.save(tmp_path)
     assert CASE.load(tmp_path).sampling == rated.sampling
@@ -148,13 +148,13 @@ def test_an_exported_folder_gives_identical_greedy_tokens(processor: InternVLPro
         messages = asked_about(*pictures, question="What is in the picture?")
         seen = images(images=pictures, return_tensors="pt") if pictures else {}
         words = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        asked = conversation(*["image"] * len(pictures))
-        words = CASE.expand(words, asked, pictures, sizes_of(pictures))
+        sample = conversation(*["image"] * len(pictures))
+        words = CASE.expand(words, sample, pictures, sizes_of(pictures))
         inputs = dict(tokenizer(words, return_tensors="pt"))
         if pictures:
             inputs["pixel_values"] = seen["pixel_values"]
-        _, own = tessera.load(folder, device="cpu")
-        assert own(messages)["tokens"].tolist() == inputs["input_ids"][0].tolist()
+        _, processor_of_folder = tessera.load(folder, device="cpu")
+        assert processor_of_folder(messages)["tokens"].tolist() == inputs["input_ids"][0].tolist()
         same_answer(folder, messages, lambda reference, batch, inputs=inputs: inputs)
     assert compare(folder, questions(tmp_path / "data"), max_new_tokens=8).complete
 
@@ -167,8 +167,8 @@ def questions(folder: Path) -> Path:
         names = [f"{number}-{which}.png" for which in range(number)]
         for which, name in enumerate(names):
             picture(61 + 40 * which, 87, seed=which).save(folder / name)
-        shown = [{"type": "image", "image": name} for name in names]
-        said = [*shown, {"type": "text", "text": "What is in the picture?"}]
+        images = [{"type": "image", "image": name} for name in names]
+        said = [*images, {"type": "text", "text": "What is in the picture?"}]
         rows.append({"id": str(number), "messages": [{"role": "user", "content": said}, ANSWER]})
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "data.jsonl"

@@ -30,40 +30,40 @@ def as_qwen() -> Tokenizer:
 
 def as_llama3(words: tuple[str, ...] = ("<|end_of_text|>", *LLAMA3.special)) -> Tokenizer:
     """Digits by threes, no normalisation, and the beginning of a text written by itself."""
-    made = Tokenizer(BPE(ignore_merges=True))
+    tokenizer = Tokenizer(BPE(ignore_merges=True))
     cut = r"(?i:'s|'ll)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(cut), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(LEARNED * 20, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    tokenizer.train_from_iterator(LEARNED * 20, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in words])
     if LLAMA3.begin in words:
-        begin = (LLAMA3.begin, made.token_to_id(LLAMA3.begin))
-        made.post_processor = processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
-    return made
+        begin = (LLAMA3.begin, tokenizer.token_to_id(LLAMA3.begin))
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    return tokenizer
 
 
 def as_llama2() -> Tokenizer:
     """Words begin with a mark in place of a space, and bytes stand for what has no letter."""
-    made = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    tokenizer = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    known = ["<unk>", *VICUNA.special, *(f"<0x{byte:02X}>" for byte in range(256))]
-    made.train_from_iterator(LEARNED * 20, trainers.BpeTrainer(vocab_size=500, special_tokens=known))
-    data = json.loads(made.to_str())
+    words = ["<unk>", *VICUNA.special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.train_from_iterator(LEARNED * 20, trainers.BpeTrainer(vocab_size=500, special_tokens=words))
+    data = json.loads(tokenizer.to_str())
     data["added_tokens"] = data["added_tokens"][:3]
-    made = Tokenizer.from_str(json.dumps(data))
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
+    tokenizer = Tokenizer.from_str(json.dumps(data))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )
-    return made
+    return tokenizer
 
 
 CASES = {
@@ -79,11 +79,11 @@ def exported(family: str, tokenizer: Tokenizer, folder: Path, **config: Any) -> 
     """Our processor, and transformers' tokenizer of the folder that it writes."""
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    spec, made = resolve(ModelSection(family=family, preset="quickstart", config=config))
+    spec, settings = resolve(ModelSection(family=family, preset="quickstart", config=config))
     assert spec.processor is not None
-    processor: Any = spec.processor(made, folder)
+    processor: Any = spec.processor(settings, folder)
     processor.save(folder / "out")
-    (folder / "out" / "config.json").write_text(json.dumps(made.to_hf()))  # type: ignore[attr-defined]
+    (folder / "out" / "config.json").write_text(json.dumps(settings.to_hf()))  # type: ignore[attr-defined]
     return processor, AutoTokenizer.from_pretrained(folder / "out")
 
 
@@ -99,9 +99,9 @@ def test_transformers_reads_an_exported_tokenizer_to_the_same_ids(name: str, tmp
         assert theirs.decode(ids) == processor.spell(ids)
     said = [{"role": message.role, "content": message.parts[0].value} for message in TALK.messages]
     for start in (0, 1):  # with a system message, and without
-        asked = type(TALK)("one", TALK.messages[start:])
+        question = type(TALK)("one", TALK.messages[start:])
         told = theirs.apply_chat_template(said[start:], add_generation_prompt=True)["input_ids"]
-        assert told == processor.prompt([asked], [[]])["tokens"].tolist()
+        assert told == processor.prompt([question], [[]])["tokens"].tolist()
         whole = type(TALK)("one", TALK.messages[start:-1])
         told = theirs.apply_chat_template(said[start:-1])["input_ids"]
         assert told == processor.encode(whole, []).tokens.tolist()

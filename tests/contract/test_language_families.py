@@ -99,8 +99,8 @@ BOTH_WAYS = (1, 3, 5, 11, 15, 16, 17, 20, 21, 22)
 def test_folders_go_both_ways(number: int, tmp_path: Path) -> None:
     spec, config, reference, model = pair(number)
     reference.save_pretrained(tmp_path / "theirs")
-    found, read = resolve(ModelSection(path=tmp_path / "theirs", config={"attention": "eager"}))
-    assert found is spec
+    family, read = resolve(ModelSection(path=tmp_path / "theirs", config={"attention": "eager"}))
+    assert family is spec
     assert read == config
     again = from_foreign(spec, config, load_file(tmp_path / "theirs" / "model.safetensors"))
     same_weights(model, again)

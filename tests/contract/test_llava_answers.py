@@ -19,12 +19,12 @@ SHOWN = ("text", "one", "several", "video", "mixed")
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    made = {}
+    models = {}
     for number in (0, 3):
         root = tmp_path_factory.mktemp(f"export-{number}")
         processor = processor_of(SHAPES[number], root)
-        made[number] = (processor, export(SPEC, config_of(SHAPES[number]), processor, root / "hf", number))
-    return made
+        models[number] = (processor, export(SPEC, config_of(SHAPES[number]), processor, root / "hf", number))
+    return models
 
 
 @pytest.mark.parametrize(

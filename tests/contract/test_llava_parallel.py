@@ -54,12 +54,12 @@ WEIGHTS_APART = 10.0
 
 def with_model(cases: list[tuple[str, Case]], folder: Path) -> list[Case]:
     """Each with the tokenizer of its kind."""
-    made = []
+    plans = []
     for kind, case in cases:
         words = write_words(folder / f"words-{kind}", vicuna=kind == "1.5", vocab=512)
         model = {"family": "llava", **MODELS[kind], "tokenizer": str(words)}
-        made.append(of_model(case, model, "unread" if kind == "1.5" else "", **{"data.processor": {}}))
-    return made
+        plans.append(of_model(case, model, "unread" if kind == "1.5" else "", **{"data.processor": {}}))
+    return plans
 
 
 @pytest.mark.slow  # Qwen2.5-VL, Qwen3-VL and InternVL go the same ways in every run

@@ -138,37 +138,40 @@ def test_features_of_the_published_tiles_are_packed_as_the_references(width: int
     (expected,), _ = LlavaOnevisionModel.pack_image_features(
         model, [features], [[height, width]], image_newline=newline, vision_aspect_ratio="anyres_max_9"
     )
-    made = tiles.tiled_image(height, width)
+    interpolation = tiles.tiled_image(height, width)
     table = torch.cat([newline[None], features.flatten(0, 1)])
-    found = table[torch.from_numpy(made.index + 1)]
-    if made.weights is None:
-        assert torch.equal(found[:, 0], expected)
+    gathered = table[torch.from_numpy(interpolation.index + 1)]
+    if interpolation.weights is None:
+        assert torch.equal(gathered[:, 0], expected)
     else:
-        shares = torch.from_numpy(made.weights)
-        torch.testing.assert_close((found * shares[..., None]).sum(1), expected, rtol=1e-5, atol=1e-5)
-    assert (made.weights is not None) == (down * across > 9)
+        shares = torch.from_numpy(interpolation.weights)
+        torch.testing.assert_close((gathered * shares[..., None]).sum(1), expected, rtol=1e-5, atol=1e-5)
+    assert (interpolation.weights is not None) == (down * across > 9)
 
 
 def test_features_of_frames_are_pooled_as_the_references() -> None:
     features = torch.randn(3, 27 * 27, 2, generator=torch.Generator().manual_seed(0))
     model: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(image_size=384, patch_size=14)))
     expected = LlavaOnevisionModel.apply_pooling(model, features).flatten(0, 1)
-    made = AnyResTiles(27, 384, PINPOINTS, 9).video(3)
-    assert made.weights is not None
-    assert made.index[-1].tolist() == [-1] * 4
-    assert made.weights[-1].tolist() == [1, 0, 0, 0]
-    found = features.flatten(0, 1)[torch.from_numpy(made.index[:-1])] * torch.from_numpy(made.weights[:-1])[..., None]
-    torch.testing.assert_close(found.sum(1), expected, rtol=1e-5, atol=1e-5)
+    interpolation = AnyResTiles(27, 384, PINPOINTS, 9).video(3)
+    assert interpolation.weights is not None
+    assert interpolation.index[-1].tolist() == [-1] * 4
+    assert interpolation.weights[-1].tolist() == [1, 0, 0, 0]
+    gathered = (
+        features.flatten(0, 1)[torch.from_numpy(interpolation.index[:-1])]
+        * torch.from_numpy(interpolation.weights[:-1])[..., None]
+    )
+    torch.testing.assert_close(gathered.sum(1), expected, rtol=1e-5, atol=1e-5)
 
 
 def reference_tiled(config: LlavaConfig, folder: Path) -> LlavaOnevisionProcessor:
-    made = object.__new__(LlavaOnevisionProcessor)
+    reference = object.__new__(LlavaOnevisionProcessor)
     fields = json.loads((folder / "processor_config.json").read_text())
     for name in ("num_image_tokens", "vision_feature_select_strategy", "image_token", "video_token"):
-        setattr(made, name, fields[name])
-    made.vision_aspect_ratio = fields["vision_aspect_ratio"]
-    made.image_processor = LlavaOnevisionImageProcessorPil.from_pretrained(folder)
-    return made
+        setattr(reference, name, fields[name])
+    reference.vision_aspect_ratio = fields["vision_aspect_ratio"]
+    reference.image_processor = LlavaOnevisionImageProcessorPil.from_pretrained(folder)
+    return reference
 
 
 @pytest.mark.parametrize("shape", [TILED, TILED_CLIP, LEFTOVER], ids=["siglip", "clip", "leftover"])
@@ -188,9 +191,9 @@ def test_tokens_of_pictures_are_as_many_as_the_references(shape: Shape, tmp_path
     words = "".join(reference.replace_image_token(told, n) for n in range(2))
     encoded = processor.encode(conversation(many), many)
     assert int((encoded.tokens == processor.config.image_token_id).sum()) == words.count("<image>")
-    shown = clip(3, 9, 9)
+    frames = clip(3, 9, 9)
     words = reference.replace_video_token({"pixel_values_videos": [torch.zeros(3, 3, 8, 8)]}, 0)
-    encoded = processor.encode(conversation([shown]), [shown])
+    encoded = processor.encode(conversation([frames]), [frames])
     assert int((encoded.tokens == processor.config.video_token_id).sum()) == words.count("<video>")
 
 
@@ -278,10 +281,10 @@ def test_the_whole_processor_of_1_5_gives_the_same(tmp_path: Path) -> None:
     reference = ReferenceProcessor(images, tokenizer, chat_template=tokenizer.chat_template, **fields)
     for name in ("text", "one", "several"):
         media = media_of(PLAIN)[name]
-        asked = Sample("one", conversation(media).messages[:1])
-        words = reference.apply_chat_template(as_reference(asked), add_generation_prompt=True)
+        question = Sample("one", conversation(media).messages[:1])
+        words = reference.apply_chat_template(as_reference(question), add_generation_prompt=True)
         theirs = reference(text=[words], images=media or None, return_tensors="pt")
-        batch = processor.prompt([asked], [media])
+        batch = processor.prompt([question], [media])
         assert batch["tokens"].tolist() == theirs["input_ids"][0].tolist()
         if media:
             assert torch.equal(as_squares(processor, batch["pixels"]), theirs["pixel_values"])
@@ -309,8 +312,8 @@ def test_measure_is_what_encode_gives_and_batches_fit_together(shape: Shape, tmp
     patches = len(batch["pixels"])
     assert set(batch.segments["vision"].lengths) == {config.vision.patches}
     assert batch.segments["vision"].bounds[-1] == patches == len(batch["patch_index"])
-    kept = batch.get("media_patches")
-    features = patches if kept is None else len(kept)
+    selected = batch.get("media_patches")
+    features = patches if selected is None else len(selected)
     assert features == patches // config.vision.patches * config.features
     if config.tiles is None:
         assert features == len(batch["media_slots"])

@@ -95,8 +95,8 @@ def test_greedy_answers_are_those_of_transformers(name: str, exported: Path) -> 
         if clips:
             seen |= {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids)}
             seen["second_per_grid_ts"] = torch.tensor([1.0] * len(clips))  # two frames a second, two to a patch
-            known = {key: value for key, value in seen.items() if not key.startswith("pixel")}
-            positions, _ = reference.model.get_rope_index(tokens[None], **known)
+            inputs = {key: value for key, value in seen.items() if not key.startswith("pixel")}
+            positions, _ = reference.model.get_rope_index(tokens[None], **inputs)
             seen["position_ids"] = as_published(positions[:, 0], kinds)[:, None]
         return seen
 

@@ -150,8 +150,12 @@ def test_positions_are_the_references(media: tuple[str, ...], rate: float, total
     images, videos = by_kind(grids(processor, conversation(*media), things, sizes), media)
     seconds = None
     if videos is not None:
-        known = VideoMetadata(total_num_frames=total, fps=rate, frames_indices=processor.sampling.spread(taken, total))
-        seconds = torch.tensor([2 / known.sampled_fps] * len(videos))  # a float32 tensor, as its processor returns it
+        metadata = VideoMetadata(
+            total_num_frames=total, fps=rate, frames_indices=processor.sampling.spread(taken, total)
+        )
+        seconds = torch.tensor(
+            [2 / metadata.sampled_fps] * len(videos)
+        )  # a float32 tensor, as its processor returns it
     assert torch.equal(ours.positions, reference_positions(ours.tokens, images, videos, seconds, config))
 
 

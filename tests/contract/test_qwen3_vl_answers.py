@@ -62,9 +62,9 @@ def test_greedy_answers_are_those_of_transformers(experts: dict[str, Any] | None
     assert SPEC.processor is not None
     processor: Any = SPEC.processor(config, words, **BOUNDS)
     folder = export(SPEC, config, processor, tmp_path / "hf", seed=1)
-    shown, two = clip(4, 24, 16), [picture(9, 30, 2), picture(40, 17, 3)]
-    asked: list[list[Any]] = [[], [picture(30, 20, 1)], two, [shown], [shown, *two]]
-    for media in asked:
+    frames, two = clip(4, 24, 16), [picture(9, 30, 2), picture(40, 17, 3)]
+    questions: list[list[Any]] = [[], [picture(30, 20, 1)], two, [frames], [frames, *two]]
+    for media in questions:
         kinds = ["image" if isinstance(item, Image.Image) else "video" for item in media]
 
         def inputs(reference: Any, batch: Batch, media: list[Any] = media, kinds: list[str] = kinds) -> dict[str, Any]:
@@ -74,10 +74,10 @@ def test_greedy_answers_are_those_of_transformers(experts: dict[str, Any] | None
             seen: dict[str, Any] = {"mm_token_type_ids": marks[None]}
             grids = [processor.layout(kind, media_size(item)).grid for kind, item in zip(kinds, media, strict=True)]
             pixels = numbers(processor, batch["pixels"]).split([t * h * w for t, h, w in grids]) if media else ()
-            for (kind, (name, key)), found in zip(INPUTS.items(), by_kind(grids, kinds), strict=True):
-                if found is not None:
+            for (kind, (name, key)), shapes in zip(INPUTS.items(), by_kind(grids, kinds), strict=True):
+                if shapes is not None:
                     seen[name] = torch.cat([one for one, which in zip(pixels, kinds, strict=True) if which == kind])
-                    seen[key] = found
+                    seen[key] = shapes
             return seen
 
         same_answer(folder, asked_about(*media, question="what is this"), inputs)

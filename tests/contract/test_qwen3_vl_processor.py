@@ -109,8 +109,8 @@ def test_seconds_are_written_as_in_the_reference(processor: Qwen3VLProcessor, ra
 
 def test_pictures_through_the_references_own_processor(processor: Qwen3VLProcessor) -> None:
     images, sample = [picture(61, 87), picture(120, 60, seed=1)], conversation("image", "image")
-    asked = as_reference(Sample("one", sample.messages[:-1]))
-    words = CASE.reference.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    question = as_reference(Sample("one", sample.messages[:-1]))
+    words = CASE.reference.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     theirs = CASE.reference(text=[words], images=images, return_tensors="pt")
     ours = processor.prompt([sample], [images])
     assert torch.equal(ours["tokens"], theirs["input_ids"][0])
@@ -143,19 +143,19 @@ TALKS = [
 
 
 @pytest.mark.parametrize("sample", TALKS)
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("answer", [True, False])
 def test_conversations_are_written_as_published(
-    processor: Qwen3VLProcessor, exported: Path, sample: Sample, asked: bool
+    processor: Qwen3VLProcessor, exported: Path, sample: Sample, answer: bool
 ) -> None:
-    pieces = processor.template.render(sample.messages, answer=asked)
+    pieces = processor.template.render(sample.messages, answer=answer)
     ours = "".join(piece.text for piece in pieces)
     template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(PUBLISHED)
-    assert ours == template.render(messages=as_reference(sample), add_generation_prompt=asked)
+    assert ours == template.render(messages=as_reference(sample), add_generation_prompt=answer)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    again = tokenizer.apply_chat_template(as_reference(sample), tokenize=False, add_generation_prompt=asked)
+    again = tokenizer.apply_chat_template(as_reference(sample), tokenize=False, add_generation_prompt=answer)
     assert ours == again
     plain = [{"role": m.role, "content": m.parts[0].value} for m in sample.messages]
-    assert tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asked) == ours
+    assert tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=answer) == ours
     trained = "".join(piece.text for piece in pieces if piece.trained)
     assert trained == "".join(m.parts[0].value + "<|im_end|>" for m in sample.messages if m.role == "assistant")
 

@@ -93,15 +93,15 @@ def flat(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def older(told: Mapping[str, Any]) -> dict[str, Any]:
     """With the base of rotary positions beside them, as releases before 5 wrote it."""
-    made = copy.deepcopy(dict(told))
-    for part in (made, made.get("text_config", {})):
+    config = copy.deepcopy(dict(told))
+    for part in (config, config.get("text_config", {})):
         rope = part.pop("rope_parameters", None)
         if rope is not None:
             part["rope_theta"] = rope.pop("rope_theta")
             kind = rope.pop("rope_type")
             if rope:
                 part["rope_scaling"] = {**rope, "type": kind}
-    return made
+    return config
 
 
 def paths(told: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -112,12 +112,12 @@ def paths(told: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def without(told: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    made = copy.deepcopy(dict(told))
-    at = made
+    config = copy.deepcopy(dict(told))
+    at = config
     for name in path[:-1]:
         at = at[name]
     del at[path[-1]]
-    return made
+    return config
 
 
 def meaning(kind: str, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,13 +128,13 @@ def meaning(kind: str, told: Mapping[str, Any]) -> dict[str, Any]:
 def differences(ours: Any, theirs: Any, at: str = "") -> list[str]:
     """Of what ours says; theirs may say more."""
     if isinstance(ours, Mapping):
-        found = []
+        lines = []
         for name, value in ours.items():
             # Whether the head is tied is what the whole says; a text tower may say something else of itself.
             inner = name == "tie_word_embeddings" and bool(at)
             if name not in NOISE and not inner and isinstance(theirs, Mapping) and name in theirs:
-                found += differences(value, theirs[name], f"{at}.{name}")
-        return found
+                lines += differences(value, theirs[name], f"{at}.{name}")
+        return lines
     ours, theirs = (list(x) if isinstance(x, tuple) else x for x in (ours, theirs))
     return [] if ours == theirs else [f"{at}: {ours} here, {theirs} there"]
 
@@ -196,14 +196,14 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path, inside: bool) -> No
     kind = LlavaForConditionalGeneration if inside else LlamaForCausalLM
     untied = copy.deepcopy(told)
     (untied["text_config"] if inside else untied)["tie_word_embeddings"] = False
-    made = kind(CONFIG_MAPPING[told["model_type"]](**untied))
-    made.save_pretrained(tmp_path)
+    model = kind(CONFIG_MAPPING[told["model_type"]](**untied))
+    model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(TesseraError, match=r"ties the head .*lm_head.weight differs from(.|\n)*tie_word_embeddings"):
         read(tmp_path)
     with torch.no_grad():  # stored twice, but one and the same: that is a tie
-        made.get_output_embeddings().weight.copy_(made.get_input_embeddings().weight)
-    made.save_pretrained(tmp_path)
+        model.get_output_embeddings().weight.copy_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(told))
     assert read(tmp_path).tie_word_embeddings
 

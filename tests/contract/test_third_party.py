@@ -68,9 +68,9 @@ def test_built_without_weights_but_with_the_tables_the_class_computes(name: str,
     assert type(module) is getattr(transformers, CASES[name].class_name)
     assert all(parameter.is_meta for parameter in module.parameters())
     expected = dict(upstream(name, folders[name]).named_buffers())
-    found = computed_buffers(module)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    buffers = computed_buffers(module)
+    assert buffers.keys() == expected.keys()
+    assert all(torch.equal(buffers[key], value) for key, value in expected.items())
     assert module.config._attn_implementation == "sdpa"
     paths = [path for path, _ in module.named_modules() if path]
     assert list(model.plan().blocks) == select(CASES[name].blocks, paths, "test")
@@ -263,11 +263,11 @@ def module_family(**config: Any) -> tuple[Any, Any]:
 def test_a_plain_module_keeps_its_tables_and_is_called_by_keywords() -> None:
     spec, config = module_family(**{"class": PLAIN, "arguments": {"depth": 1}})
     with torch.device("meta"):
-        one, two = spec.main.build(config), spec.main.build(config)
-    assert all(parameter.is_meta for parameter in one.parameters())
-    assert torch.equal(one.window, torch.hann_window(64) + 0.5)
-    assert torch.equal(one.features, two.features)  # drawn at random, and yet every rank has the same
-    assert one.features.std() > 0
+        first, second = spec.main.build(config), spec.main.build(config)
+    assert all(parameter.is_meta for parameter in first.parameters())
+    assert torch.equal(first.window, torch.hann_window(64) + 0.5)
+    assert torch.equal(first.features, second.features)  # drawn at random, and yet every rank has the same
+    assert first.features.std() > 0
     real = spec.main.load(config)
     batch = KeywordRows("digits", 0).batch([0, 1])
     assert torch.equal(real(**batch.tensors), without_hooks(real, batch))
@@ -402,5 +402,5 @@ def test_the_language_task_needs_labels_and_logits_that_fit() -> None:
 
 
 def test_new_models_differ_by_seed() -> None:
-    one, two = (next(new_model("qwen3", seed).parameters()) for seed in (0, 1))
-    assert not torch.equal(one, two)
+    first, second = (next(new_model("qwen3", seed).parameters()) for seed in (0, 1))
+    assert not torch.equal(first, second)

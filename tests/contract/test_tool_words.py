@@ -75,7 +75,7 @@ def sample_of(row: dict[str, Any], folder: Path) -> Sample:
 @pytest.fixture(scope="module")
 def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     """Of every family, and transformers' tokenizer of what it exports."""
-    made = {}
+    processors = {}
     for name, words in WORDS.items():
         root = tmp_path_factory.mktemp(name)
         tokenizer = json.loads(train_tokenizer(TEXTS * 20, 512, [*TAGS, *words]).to_str())
@@ -87,8 +87,8 @@ def processors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any,
         processor = spec.processor(config, root)
         processor.save(root / "out")  # type: ignore[attr-defined]
         (root / "out" / "config.json").write_text(json.dumps(config.to_hf()))  # type: ignore[attr-defined]
-        made[name] = (processor, AutoTokenizer.from_pretrained(root / "out"))
-    return made
+        processors[name] = (processor, AutoTokenizer.from_pretrained(root / "out"))
+    return processors
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -143,17 +143,17 @@ def test_qwens_published_words(system: str | None, processors: Any, tmp_path: Pa
     processor, _ = processors["qwen2"]
     processor.save(root)
     spec, config = resolve(ModelSection(family="qwen2", preset="quickstart"))
-    made: Any = spec.processor(config, root, system=system)  # type: ignore[misc]
+    processor: Any = spec.processor(config, root, system=system)  # type: ignore[misc]
     sample = sample_of({"messages": ROWS["called"], "tools": TOOLS}, tmp_path)
     opening = f"<|im_start|>system\n{system}\n\n{LISTED}" if system else f"<|im_start|>system\n{LISTED}"
     wanted = f"{opening}<|im_end|>\n{CALLED}"
-    assert "".join(piece.text for piece in made.template.render(sample.messages, answer=True)) == wanted
-    made.save(tmp_path / "out")
+    assert "".join(piece.text for piece in processor.template.render(sample.messages, answer=True)) == wanted
+    processor.save(tmp_path / "out")
     told = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(
         ROWS["called"], tools=TOOLS, tokenize=False, add_generation_prompt=True
     )
     assert told == wanted
-    assert spec.processor(config, tmp_path / "out").template == made.template  # type: ignore[misc, attr-defined]
+    assert spec.processor(config, tmp_path / "out").template == processor.template  # type: ignore[misc, attr-defined]
 
 
 def test_arguments_that_are_no_json() -> None:

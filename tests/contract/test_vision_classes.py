@@ -42,7 +42,7 @@ transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def class_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
     base = tmp_path_factory.mktemp("classes")
 
     @cache
@@ -56,11 +56,11 @@ def processor_of(folder: Path, **options: Any) -> ClassProcessor:
     spec, config = resolve(ModelSection(path=folder))
     assert spec.name == "transformers"
     assert spec.processor is not None
-    found = spec.processor(config, folder, **options)
-    assert isinstance(found, ClassProcessor)
-    assert isinstance(found, ChatProcessor)
-    assert isinstance(found, PadsSamples)
-    return found.training_on(("assistant",))
+    processor = spec.processor(config, folder, **options)
+    assert isinstance(processor, ClassProcessor)
+    assert isinstance(processor, ChatProcessor)
+    assert isinstance(processor, PadsSamples)
+    return processor.training_on(("assistant",))
 
 
 def encoded(processor: ClassProcessor, source: Source) -> list[Any]:
@@ -83,8 +83,8 @@ def their_gradients(model: Any, batch: Batch, dtype: torch.dtype) -> dict[str, T
     inputs = {key: one.to(dtype) if one.is_floating_point() else one for key, one in batch.tensors.items()}
     loss = model.train()(**inputs, use_cache=False).loss
     loss.backward()
-    found = {path: one.grad for path, one in model.named_parameters() if one.grad is not None}
-    return {"loss": loss.detach(), **found}
+    gradients = {path: one.grad for path, one in model.named_parameters() if one.grad is not None}
+    return {"loss": loss.detach(), **gradients}
 
 
 def our_gradients(folder: Path, batch: Batch) -> dict[str, Tensor]:
@@ -93,13 +93,13 @@ def our_gradients(folder: Path, batch: Batch) -> dict[str, Tensor]:
     inputs = task.inputs(batch)
     total, count = sum_and_count(task, module(inputs), inputs)
     (total / count).backward()
-    found = {path: one.grad for path, one in module.named_parameters() if one.grad is not None}
-    return {"loss": (total / count).detach(), **found}
+    gradients = {path: one.grad for path, one in module.named_parameters() if one.grad is not None}
+    return {"loss": (total / count).detach(), **gradients}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradients_are_those_of_the_class(name: str, made: Any) -> None:
-    folder, data = made(name)
+def test_loss_and_gradients_are_those_of_the_class(name: str, class_case: Any) -> None:
+    folder, data = class_case(name)
     processor = processor_of(folder)
     batch = processor.collate([[item] for item in encoded(processor, open_source(SourceSection(path=data)))], 0)
     exact = their_gradients(their_model(name, folder, torch.float64), batch, torch.float64)
@@ -112,8 +112,8 @@ def test_loss_and_gradients_are_those_of_the_class(name: str, made: Any) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEN)
-def test_what_is_trained_on_is_what_the_assistant_says(name: str, made: Any) -> None:
-    folder, data = made(name)
+def test_what_is_trained_on_is_what_the_assistant_says(name: str, class_case: Any) -> None:
+    folder, data = class_case(name)
     processor = processor_of(folder)
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     stop = processor.spell(processor.stop_tokens[:1])
@@ -124,8 +124,8 @@ def test_what_is_trained_on_is_what_the_assistant_says(name: str, made: Any) -> 
         trained = processor.spell([label for label in item.labels.tolist() if label != IGNORE])
         ends = stop if name not in NO_ENDS else ""  # their turns have no end but the last
         assert _words(trained) == _words(ends.join(said) + stop)
-        kept = last.spell([label for label in next(once).labels.tolist() if label != IGNORE])
-        assert _words(kept) == _words(said[-1] + stop)
+        spoken = last.spell([label for label in next(once).labels.tolist() if label != IGNORE])
+        assert _words(spoken) == _words(said[-1] + stop)
 
 
 def _words(text: str) -> str:
@@ -134,8 +134,8 @@ def _words(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_samples_that_share_a_row_do_not_see_each_other(name: str, made: Any) -> None:
-    folder, data = made(name)
+def test_samples_that_share_a_row_do_not_see_each_other(name: str, class_case: Any) -> None:
+    folder, data = class_case(name)
     processor = processor_of(folder)
     assert processor.packs == (name != "paligemma"), "its prompts are read in both directions"
     items = encoded(processor, open_source(SourceSection(path=data)))
@@ -144,10 +144,10 @@ def test_samples_that_share_a_row_do_not_see_each_other(name: str, made: Any) ->
 
     def total(rows: list[list[Any]]) -> float:
         batch = processor.collate(rows, 0)
-        given = {key: one.double() if one.is_floating_point() else one for key, one in batch.tensors.items()}
-        labels = given.pop("labels")
+        inputs = {key: one.double() if one.is_floating_point() else one for key, one in batch.tensors.items()}
+        labels = inputs.pop("labels")
         with torch.no_grad():
-            logits = model(**given, use_cache=False).logits[:, :-1]
+            logits = model(**inputs, use_cache=False).logits[:, :-1]
         return float(
             F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE, reduction="sum")
         )
@@ -161,8 +161,8 @@ def test_samples_that_share_a_row_do_not_see_each_other(name: str, made: Any) ->
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_a_batch_of_text_has_a_blank_image_and_its_gradients_are_zero(name: str, made: Any) -> None:
-    folder, data = made(name)
+def test_a_batch_of_text_has_a_blank_image_and_its_gradients_are_zero(name: str, class_case: Any) -> None:
+    folder, data = class_case(name)
     processor = processor_of(folder)
     items = encoded(processor, open_source(SourceSection(path=data)))
     texts = [item for item in items if not item.images]
@@ -191,8 +191,8 @@ def test_the_proof_computes_with_pixels_in_bfloat16(tmp_path: Path) -> None:
     stock = StockModel(tmp_path)
     pixels = torch.rand(1, 3, 16, 16).bfloat16()
     tokens = torch.tensor([[3, *[7] * 4, 9]])  # 4 x 4 patches, of which the projector joins 2 x 2
-    found = stock.logits({"input_ids": tokens, "pixel_values": pixels})
-    assert torch.equal(found, stock.logits({"input_ids": tokens, "pixel_values": pixels.float()}))
+    logits = stock.logits({"input_ids": tokens, "pixel_values": pixels})
+    assert torch.equal(logits, stock.logits({"input_ids": tokens, "pixel_values": pixels.float()}))
 
 
 def recipe(folder: Path, data: Path, out: Path, **model: Any) -> dict[str, Any]:
@@ -210,8 +210,8 @@ def recipe(folder: Path, data: Path, out: Path, **model: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEN)
-def test_an_export_loads_back_and_answers_as_in_the_library(name: str, made: Any, tmp_path: Path) -> None:
-    folder, data = made(name)
+def test_an_export_loads_back_and_answers_as_in_the_library(name: str, class_case: Any, tmp_path: Path) -> None:
+    folder, data = class_case(name)
     run = tessera.train(recipe(folder, data, tmp_path))
     assert len({row["loss"] for row in run.metrics if row["kind"] == "train"}) == 2
     exported = run.folder / "hf"
@@ -228,8 +228,8 @@ def test_an_export_loads_back_and_answers_as_in_the_library(name: str, made: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEN)
-def test_adapters_are_of_the_text_decoder_and_load_in_peft(name: str, made: Any, tmp_path: Path) -> None:
-    folder, data = made(name)
+def test_adapters_are_of_the_text_decoder_and_load_in_peft(name: str, class_case: Any, tmp_path: Path) -> None:
+    folder, data = class_case(name)
     run = tessera.train(recipe(folder, data, tmp_path, lora={"rank": 2}))
     model, processor = load(run.folder / "adapter")
     assert model.adapters

@@ -50,8 +50,8 @@ def test_transformers_reads_what_we_write(name: str, number: int, tmp_path: Path
     state = back.state_dict()
     for path, tensor in pair.reference.state_dict().items():
         assert torch.equal(state[path], tensor), path  # also what nobody computes with
-    shown = "mixed" if "mixed" in family.media(number) else "one"
-    (case,) = family.cases(pair, number, [shown], 3)
+    media = "mixed" if "mixed" in family.media(number) else "one"
+    (case,) = family.cases(pair, number, [media], 3)
     with torch.no_grad():
         expected = back.eval()(**family.inputs(type(pair)(pair.config, back, pair.model), case)).logits[0]
         ours = pair.model.eval()(family.pack(pair.config, [case]), logits=True)["logits"]

@@ -97,9 +97,9 @@ def test_tokens_and_positions_are_the_references(name: str, kinds: tuple[str, ..
     ours = case.processor.encode(sample, media)
     assert ours.tokens.tolist() == case.tokens(sample, media, sizes_of(media), answer=False)
     assert torch.equal(ours.positions, case.reference_positions(ours, sample, media))
-    asked = Sample("one", sample.messages[:-1])
+    question = Sample("one", sample.messages[:-1])
     prompt = case.processor.prompt([sample], [media])
-    assert prompt["tokens"].tolist() == case.tokens(asked, media, sizes_of(media), answer=True)
+    assert prompt["tokens"].tolist() == case.tokens(question, media, sizes_of(media), answer=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

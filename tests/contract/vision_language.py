@@ -56,7 +56,7 @@ class VisionLanguageFamily(ABC):
         takes clips."""
 
     @abstractmethod
-    def case(self, pair: Pair, shown: list[Any], seed: int) -> Case: ...
+    def case(self, pair: Pair, media: list[Any], seed: int) -> Case: ...
 
     @abstractmethod
     def inputs(self, pair: Pair, case: Case) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class VisionLanguageFamily(ABC):
         return Pair(config, reference, from_foreign(self.spec, config, self.state(reference)).train())
 
     def cases(self, pair: Pair, number: int, names: Sequence[str], seed: int) -> list[Case]:
-        shown = self.media(number)
-        return [self.case(pair, shown[name], seed + at) for at, name in enumerate(names)]
+        media = self.media(number)
+        return [self.case(pair, media[name], seed + at) for at, name in enumerate(names)]
 
 
 def word_maker(seed: int, ids: tuple[int, int]) -> tuple[torch.Generator, Callable[..., list[int]]]:

@@ -34,11 +34,11 @@ def write_text_class(model: str, fields: dict[str, Any], folder: Path) -> Path:
     torch.manual_seed(0)
     kind, words = getattr(transformers, model), tokenizer()
     ids = {name: getattr(words, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    made = kind(kind.config_class(**ids, **fields))
+    model = kind(kind.config_class(**ids, **fields))
     with torch.no_grad():
-        for parameter in made.parameters():  # biases and norms too: those are alike in every fresh model
+        for parameter in model.parameters():  # biases and norms too: those are alike in every fresh model
             parameter.add_(0.02 * torch.randn_like(parameter))
-    made.save_pretrained(folder)
+    model.save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
 

@@ -323,41 +323,41 @@ def write_class(name: str, folder: Path, seed: int = 0, weights: bool = True) ->
     import torch
     import transformers
 
-    one = CLASSES[name]
-    words = dict.fromkeys(["<pad>", "<s>", "</s>", "<image>", *one.words, *one.named.values()])
+    kind = CLASSES[name]
+    words = dict.fromkeys(["<pad>", "<s>", "</s>", "<image>", *kind.words, *kind.named.values()])
     words |= dict.fromkeys(["<fake_token_around_image>"] if name == "idefics2" else [])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=train_tokenizer(TEXTS, VOCABULARY, list(words)),
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        extra_special_tokens=one.named,
+        extra_special_tokens=kind.named,
     )
-    images = getattr(transformers, one.image_processor)(**one.image_options)
-    if "image_seq_length" in one.image_options:
-        images.image_seq_length = one.image_options["image_seq_length"]
-    made = getattr(transformers, one.processor)(
+    images = getattr(transformers, kind.image_processor)(**kind.image_options)
+    if "image_seq_length" in kind.image_options:
+        images.image_seq_length = kind.image_options["image_seq_length"]
+    processor = getattr(transformers, kind.processor)(
         image_processor=images,
         tokenizer=tokenizer,
-        chat_template=one.template.replace("IMAGE", one.image),
-        **one.options,
+        chat_template=kind.template.replace("IMAGE", kind.image),
+        **kind.options,
     )
-    made.save_pretrained(folder)
+    processor.save_pretrained(folder)
     torch.manual_seed(seed)
-    kind = getattr(transformers, one.model)
-    ids = {key: tokenizer.convert_tokens_to_ids(word) for key, word in one.ids.items()}
+    kind = getattr(transformers, kind.model)
+    ids = {key: tokenizer.convert_tokens_to_ids(word) for key, word in kind.ids.items()}
     if name == "ovis2":
-        ids["visual_indicator_token_ids"] = tokenizer.convert_tokens_to_ids(list(one.words[4:]))
-    config = kind.config_class(**one.config, **ids)
+        ids["visual_indicator_token_ids"] = tokenizer.convert_tokens_to_ids(list(kind.words[4:]))
+    config = kind.config_class(**kind.config, **ids)
     for part in (config, config.get_text_config()):
         part.pad_token_id, part.bos_token_id, part.eos_token_id = (
             tokenizer.convert_tokens_to_ids(word) for word in ("<pad>", "<s>", "</s>")
         )
     if name == "paligemma":  # the processor adds a thousand words for places
-        tokenizer = made.tokenizer
+        tokenizer = processor.tokenizer
         config.text_config.vocab_size = config.vocab_size = len(tokenizer)
     if not weights:
-        config.architectures = [one.model]
+        config.architectures = [kind.model]
         config.save_pretrained(folder)
         return folder
     model = kind(config)
@@ -371,26 +371,26 @@ def write_class(name: str, folder: Path, seed: int = 0, weights: bool = True) ->
 def write_chats(name: str, folder: Path, count: int = 8) -> Path:
     """Write conversations that a class can be trained on: images of several sizes, several images, none, several
     turns, a system message."""
-    one = CLASSES[name]
+    kind = CLASSES[name]
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
         images = [1, 2, 0, 1][number % 4]
-        images = max(images, 0 if one.text_only else 1)
-        images = images if one.several else min(images, 1)
-        shown = []
+        images = max(images, 0 if kind.text_only else 1)
+        images = images if kind.several else min(images, 1)
+        parts = []
         for which in range(images):
             width, height = [(20, 20), (40, 17), (13, 30)][(number + which) % 3]
             pixels = np.random.default_rng(number * 3 + which).integers(0, 255, (height, width, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / f"{number}-{which}.png")
-            shown.append({"type": "image", "image": f"{number}-{which}.png"})
+            parts.append({"type": "image", "image": f"{number}-{which}.png"})
         messages: list[dict[str, Any]] = [
-            {"role": "user", "content": [*shown, {"type": "text", "text": f"What is number {number}?"}]},
+            {"role": "user", "content": [*parts, {"type": "text", "text": f"What is number {number}?"}]},
             {"role": "assistant", "content": " ".join(["red", "blue", "tall"][: 1 + number % 3])},
         ]
         if number % 3 == 1:
             messages += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "old"}]
-        if number % 4 == 3 and one.system:
+        if number % 4 == 3 and kind.system:
             messages.insert(0, {"role": "system", "content": "Be brief."})
         rows.append({"id": f"{name}-{number}", "messages": messages})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -211,7 +211,7 @@ def test_a_template_knows_its_own_headers_in_a_folder(template: ChatTemplate) ->
 
 
 @pytest.mark.parametrize(
-    ("template", "written", "own"),
+    ("template", "written", "is_own"),
     [
         (LLAMA3, "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}", True),
         (VICUNA, "{{ message['role'].upper() }}: {% if add_generation_prompt %}ASSISTANT:{% endif %}", True),
@@ -221,5 +221,5 @@ def test_a_template_knows_its_own_headers_in_a_folder(template: ChatTemplate) ->
         (VICUNA, "[INST] {{ message.content }} [/INST]", False),
     ],
 )
-def test_the_template_of_another_model_is_told_apart(template: ChatTemplate, written: str, own: bool) -> None:
-    assert template.headers_in(written) is own
+def test_the_template_of_another_model_is_told_apart(template: ChatTemplate, written: str, is_own: bool) -> None:
+    assert template.headers_in(written) is is_own

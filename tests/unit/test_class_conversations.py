@@ -60,9 +60,9 @@ def with_template(folder: Path, tmp_path: Path) -> Any:
 def processor_of(folder: Path, **options: Any) -> ClassProcessor:
     spec, config = resolve(ModelSection(path=folder))
     assert spec.processor is not None
-    found = spec.processor(config, folder, **options)
-    assert isinstance(found, ClassProcessor)
-    return found
+    processor = spec.processor(config, folder, **options)
+    assert isinstance(processor, ClassProcessor)
+    return processor
 
 
 def sample(*turns: tuple[str, str]) -> Sample:
@@ -107,8 +107,8 @@ def test_generation_blocks_write_marks_and_change_nothing_else() -> None:
         marks = generation_marks(template)
         assert marks is not None
         plain, marked_text = (
-            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)[0][0]
-            for one in (template, marks)
+            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=jinja)[0][0]
+            for jinja in (template, marks)
         )
         text, spans = without_marks(marked_text)
         assert text == plain
@@ -199,8 +199,8 @@ def test_an_answer_may_look_like_a_list_of_parts(folder: Path) -> None:
 
 def test_a_system_message_can_be_given(folder: Path) -> None:
     processor = processor_of(folder, system="Be brief.")
-    shown = processor.spell(processor.encode(TALK, []).tokens.tolist())
-    assert shown.startswith("<s>System: Be brief.<end_of_utterance>\nUser: What?")
+    spelled = processor.spell(processor.encode(TALK, []).tokens.tolist())
+    assert spelled.startswith("<s>System: Be brief.<end_of_utterance>\nUser: What?")
     told = sample(("system", "Be long."), ("user", "What?"), ("assistant", "red"))
     assert "brief" not in processor.spell(processor.encode(told, []).tokens.tolist())
 
@@ -210,10 +210,10 @@ def test_a_video_is_read_as_its_frames(folder: Path) -> None:
     assert processor.sampling.count(100, 10.0) == 3
     talk = Sample("v", (Message("user", (Part("video", "v.mp4"), Part("text", "What?"))), *TALK.messages[1:]))
     frames = np.random.default_rng(0).integers(0, 255, (3, 20, 20, 3), dtype=np.uint8)
-    found = processor.encode(talk, [frames])
-    assert found.counts["frames"] == 3
-    assert found.counts == processor.measure(talk, [MediaSize(20, 20, 3)])
-    batch = processor.collate([[found]], 0)
+    encoded = processor.encode(talk, [frames])
+    assert encoded.counts["frames"] == 3
+    assert encoded.counts == processor.measure(talk, [MediaSize(20, 20, 3)])
+    batch = processor.collate([[encoded]], 0)
     assert batch["pixel_values"].shape[1] == 3 * 5  # each is cut in four and shown whole
     with pytest.raises(TesseraError, match="not on audio"):
         processor.encode(Sample("a", (Message("user", (Part("audio", "a"),)),)), [np.zeros(4, np.float32)])
@@ -329,10 +329,10 @@ def test_what_resizes_images_is_chosen_by_a_key_and_not_by_what_is_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], backend: str
 ) -> None:
     """torchvision is stubbed: it is found, and the library is asked for its preprocessor."""
-    load, asked = transformers.AutoImageProcessor.from_pretrained, []
+    load, backends = transformers.AutoImageProcessor.from_pretrained, []
 
     def stub(place: Any, backend: str | None = None, **keys: Any) -> Any:
-        asked.append(backend)
+        backends.append(backend)
         return load(place, backend="pil", **keys)
 
     monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", stub)
@@ -344,7 +344,7 @@ def test_what_resizes_images_is_chosen_by_a_key_and_not_by_what_is_installed(
         )
     processor = processor_of(folder, **options)
     assert processor.sees
-    assert asked[-1] == backend
+    assert backends[-1] == backend
     assert (processor.fingerprint == processor_of(folder).fingerprint) == (backend == "pil")
 
 
@@ -394,10 +394,10 @@ FEATURES = """{% macro turn(m) %}{{ bos_token }}[{{ m.role | upper }}]{{ m['cont
 @pytest.mark.parametrize("template", [ChatTemplate(), LLAMA3, VICUNA, INTERNLM, GLM4V])
 def test_templates_are_rendered_as_transformers_does(template: ChatTemplate, folder: Path) -> None:
     words = transformers.AutoTokenizer.from_pretrained(folder)
-    asked = [{"role": "system", "content": "Be \ud800 brief."}, {"role": "user", "content": " Hi\u2028 "}]
-    whole = [*asked, {"role": "assistant", "content": "hello\n"}]
+    messages = [{"role": "system", "content": "Be \ud800 brief."}, {"role": "user", "content": " Hi\u2028 "}]
+    whole = [*messages, {"role": "assistant", "content": "hello\n"}]
     for jinja in (template.jinja(), FEATURES):
-        for chat, answer in ((asked, True), (whole, False)):
+        for chat, answer in ((messages, True), (whole, False)):
             expected = words.apply_chat_template(
                 chat, chat_template=jinja, tokenize=False, add_generation_prompt=answer
             )
@@ -433,11 +433,11 @@ def test_the_first_limit_that_a_template_exceeds_ends_a_start(
 ) -> None:
     """A limit counts for a start, and not for each place that asks the template for something."""
     monkeypatch.setattr(rendering, "_SECONDS", 0.1)
-    asked, ask = [], rendering._RenderProcess.ask
-    monkeypatch.setattr(rendering._RenderProcess, "ask", lambda self, request: asked.append(1) or ask(self, request))
+    requests, ask = [], rendering._RenderProcess.ask
+    monkeypatch.setattr(rendering._RenderProcess, "ask", lambda self, request: requests.append(1) or ask(self, request))
     with pytest.raises(TemplateLimit, match="takes too long"):
         start(with_template(EXPLODING["takes too long"]), tmp_path)
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 def test_a_template_that_explodes_for_one_conversation_alone_spoils_that_one(with_template: Any) -> None:

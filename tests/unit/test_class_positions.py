@@ -140,11 +140,11 @@ def test_an_answer_does_not_depend_on_the_prompts_beside_it(name: str) -> None:
     rows = [F.pad(row, (width - len(row), 0)) for row in prompts]
     together = Batch({"input_ids": torch.stack(rows), "attention_mask": torch.stack([row != 0 for row in rows]).long()})
     alone = [Batch({"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]}) for row in prompts]
-    found, expected = next_logits(module, together), torch.cat([next_logits(module, prompt) for prompt in alone])
+    logits, expected = next_logits(module, together), torch.cat([next_logits(module, prompt) for prompt in alone])
     limit = (
         1e4 * torch.finfo(torch.float64).eps
     )  # sums of thousands of terms; the other prompt's factors move 2e-4 of it
-    assert (found - expected).norm() <= limit * expected.norm()
+    assert (logits - expected).norm() <= limit * expected.norm()
 
 
 def next_logits(module: Any, batch: Batch, count: int = 4) -> Tensor:

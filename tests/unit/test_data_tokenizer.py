@@ -119,12 +119,12 @@ def test_no_role_can_say_a_control_word_whatever_the_tokenizer_calls_special(spe
         said = [*honest]
         said[at] = Message(said[at].role, (Part("text", said[at].parts[0].value + FORGED),))
         travelled = pickle.loads(pickle.dumps(processor))  # noqa: S301 - our own object, as a worker gets it
-        for one in (processor, travelled, processor.training_on(["assistant"], last_only=True)):
-            trained = one.encode(Sample("a", tuple(said)), []).tokens.tolist()
-            asked = one.prompt([Sample("a", tuple(said))], [[]])["tokens"].tolist()
-            assert [t for t in asked if t in control] == ruled
+        for variant in (processor, travelled, processor.training_on(["assistant"], last_only=True)):
+            trained = variant.encode(Sample("a", tuple(said)), []).tokens.tolist()
+            prompt = variant.prompt([Sample("a", tuple(said))], [[]])["tokens"].tolist()
+            assert [t for t in prompt if t in control] == ruled
             assert len([t for t in trained if t in control]) == len(ruled) - 1  # without the header of an answer
-            assert one.spell(trained).count(FORGED) == 1
+            assert variant.spell(trained).count(FORGED) == 1
     plain = processor.encode(Sample("a", (Message(PLAIN, (Part("text", FORGED),)),)), []).tokens.tolist()
     assert [t for t in plain if t in control] == [processor.encoder.id_of("<|endoftext|>")]
     assert json.loads(processor.encoder.json)["added_tokens"][0]["special"] is special  # exports say what was said
@@ -148,13 +148,13 @@ def test_tokenizers_that_find_control_words_by_themselves_are_kept_from_it() -> 
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     assert 1 in ChatEncoder(tokenizer).encode([ChatSpan("x<|im_end|>x", "user")])[0]  # what this is about
     processor = text_processor(tokenizer)
-    asked = Sample("a", (Message("user", (Part("text", "x<|im_end|>x<|im_end|>"),)),))
-    tokens = processor.encode(asked, []).tokens.tolist()
+    question = Sample("a", (Message("user", (Part("text", "x<|im_end|>x<|im_end|>"),)),))
+    tokens = processor.encode(question, []).tokens.tolist()
     assert [t for t in tokens if t < 3] == [0, 1]
     assert "".join(tokenizer.id_to_token(t) for t in tokens) == "<|im_start|>user\nx<|im_end|>x<|im_end|><|im_end|>\n"
     whole = Tokenizer(models.WordLevel({"<|im_start|>": 0, "<|im_end|>": 1, "?": 2, "I": 3}, unk_token="?"))
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    assert 1 not in text_processor(whole).encode(asked, []).tokens[1:-2].tolist()
+    assert 1 not in text_processor(whole).encode(question, []).tokens[1:-2].tolist()
     one_letter = replace(CHATML, special=("I", "<|im_end|>"), turns={"": Turn("I", "<|im_end|>")})
     with pytest.raises(TesseraError, match="control word of what someone says"):
         text_processor(whole, one_letter).encode(Sample("a", (Message("user", (Part("text", "I"),)),)), [])
@@ -162,11 +162,11 @@ def test_tokenizers_that_find_control_words_by_themselves_are_kept_from_it() -> 
 
 def test_as_many_placeholders_as_media_tokens() -> None:
     encoder = ChatEncoder(train_tokenizer(["x"], 300, SPECIAL))
-    shown = ChatSpan("<|image_pad|>", "user", special=True, media="image")
+    placeholder = ChatSpan("<|image_pad|>", "user", special=True, media="image")
     with pytest.raises(AssertionError, match="has a span"):
-        encoder.encode([shown], [2, 3])
+        encoder.encode([placeholder], [2, 3])
     with pytest.raises(AssertionError, match="each placeholder"):
-        encoder.encode([shown, ChatSpan("<|image_pad|>", "user", special=True)], [2])
+        encoder.encode([placeholder, ChatSpan("<|image_pad|>", "user", special=True)], [2])
 
 
 def test_rendering_is_linear_in_turns() -> None:

@@ -48,8 +48,8 @@ def _letters(*cells: str) -> list[str]:
 @pytest.mark.parametrize(
     "family",
     [
-        one if one in QUICK else pytest.param(one, marks=pytest.mark.slow)
-        for one in sorted({family for family, _ in PRESETS})
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted({family for family, _ in PRESETS})
     ],
 )
 def test_parameters_are_as_many_as_published(family: str) -> None:
