@@ -33,10 +33,7 @@ class KtoOptions(Section):
     beta: float = Field(0.1, gt=0, le=1e6)
     desirable_weight: float = Field(1.0, ge=0, le=1e6, description="weight of the losses of good answers")
     undesirable_weight: float = Field(
-        1.0,
-        ge=0,
-        le=1e6,
-        description="the same of bad answers; weight x number should be equal for both, within a factor of 4/3",
+        1.0, ge=0, le=1e6, description="of bad answers; weight x number should differ by at most 4/3 between both"
     )
 
 
