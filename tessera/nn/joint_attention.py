@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tessera.nn.layers import PackedAttention, RMSNorm
 from tessera.nn.vit import gelu_tanh
 from tessera.ops.pointwise import Angles, rotate
 from tessera.ops.registry import AUTO
+from tessera.ops.rows import permute_rows
 
 # How a double block continues with text behind its attention: "computed"; "kept": not computed, with frozen weights for
 # exports; "absent": not computed, and there are no weights for it.
@@ -61,12 +62,12 @@ class JointLayout:
     def join(self, text: Tensor, latents: Tensor) -> Tensor:
         """Return text and latents in the order of the sequence."""
         both = torch.cat([text, latents])
-        return both if self.order is None or self.inverse is None else _permuted(both, self.inverse, self.order)
+        return both if self.order is None or self.inverse is None else permute_rows(both, self.inverse, self.order)
 
     def split(self, joined: Tensor) -> tuple[Tensor, Tensor]:
         """Return the text and the latents of the sequence."""
         if self.order is not None and self.inverse is not None:
-            joined = _permuted(joined, self.order, self.inverse)
+            joined = permute_rows(joined, self.order, self.inverse)
         texts = self.text_samples.shape[0]
         return joined[:texts], joined[texts:]
 
@@ -105,25 +106,6 @@ def segments_by_kind(segments: Segments, text: Segments) -> Segments:
     lengths = tuple(part for whole, words in pairs for part in (words, whole - words))
     longest = max(lengths, default=segments.longest)
     return Segments(torch.cat([inside, segments.bounds[-1:]]), longest, lengths)
-
-
-class _Permuted(torch.autograd.Function):
-    """Move elements; backward moves them back, where that of a plain selection would add into zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order, inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        order, inverse = ctx.saved_tensors
-        return _permuted(grads[0], inverse, order), None, None
-
-
-def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    permuted: Tensor = _Permuted.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return permuted
 
 
 class HeadNorms(nn.Module):

@@ -10,21 +10,16 @@ from tessera.core.batch import Segments
 from tessera.nn.dit import FeedForward, Projections, TimeEmbedding, by_head, gated_sum, spread
 from tessera.nn.layers import LayerNorm, PackedAttention
 from tessera.ops.registry import AUTO
+from tessera.ops.rows import segment_of
 
 TIME_FEATURES = 256
 _MLP_RATIO = 4
 
 
-def samples_of(segments: Segments, count: int) -> Tensor:
-    """Return which segment each of `count` elements is in."""
-    at = torch.arange(count, device=segments.bounds.device, dtype=segments.bounds.dtype)
-    return torch.searchsorted(segments.bounds[1:], at, right=True)
-
-
 def segment_means(x: Tensor, segments: Segments) -> Tensor:
     """Return the mean [S, D] of each segment of `x` [T, D] in fp32; that of an empty one is zero."""
     counts = segments.bounds.diff()
-    inside = torch.arange(counts.shape[0], device=x.device).unsqueeze(1) == samples_of(segments, x.shape[0])
+    inside = torch.arange(counts.shape[0], device=x.device).unsqueeze(1) == segment_of(segments, x.shape[0])
     return inside.float() @ x.float() / counts.clamp(min=1).unsqueeze(1)
 
 
@@ -60,7 +55,7 @@ class TokenRefiner(nn.Module):
 
     def forward(self, text: Tensor, timesteps: Tensor, segments: Segments) -> Tensor:
         condition = F.silu(self.time(timesteps) + self.pooled(segment_means(text, segments).to(text.dtype)))
-        samples = samples_of(segments, text.shape[0])
+        samples = segment_of(segments, text.shape[0])
         x: Tensor = self.embed(text)
         for block in self.blocks:
             x = block(x, condition, samples, segments)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tessera.core.batch import Segments
 from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.ops.rows import padded_slots, segment_of
 
 AttentionBackend = Literal["auto", "fused", "sdpa", "eager"]  # values of the recipe key
 Window = tuple[int, int]  # number of earlier and later tokens attended to, besides the token itself; -1: all
@@ -127,12 +128,9 @@ def _batched(
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
     longest, count = segments.longest, segments.bounds.numel() - 1
-    starts, ends = segments.bounds[:-1], segments.bounds[1:]
-    at = torch.arange(q.shape[0], device=q.device, dtype=segments.bounds.dtype)
-    segment = torch.searchsorted(ends, at, right=True)
-    slots = at - starts[segment] + segment * longest
+    slots = padded_slots(segments, q.shape[0])
     # An empty segment keeps one key, so that its softmax is not NaN; its output is dropped below.
-    key_mask = torch.arange(longest, device=q.device) < (ends - starts).clamp(min=1).unsqueeze(1)
+    key_mask = torch.arange(longest, device=q.device) < segments.bounds.diff().clamp(min=1).unsqueeze(1)
     # The backward pass of index_copy is a gather; a gather here would need a slow scatter-add in backward.
     q, k, v = (x.new_zeros(count * longest, *x.shape[1:]).index_copy(0, slots, x) for x in (q, k, v))
     return _batched(q, k, v, count, key_mask, window, scale).index_select(0, slots)
@@ -145,8 +143,7 @@ def _looped(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window,
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, window: Window, scale: float) -> Tensor:
     """Attend to all tokens, with a mask for those of other segments."""
-    at = torch.arange(q.shape[0], device=q.device, dtype=segments.bounds.dtype)
-    segment = torch.searchsorted(segments.bounds[1:], at, right=True)
+    segment = segment_of(segments, q.shape[0])
     mask = segment.unsqueeze(0) == segment.unsqueeze(1)
     inside = _window_mask(q.shape[0], window, q.device)
     mask = mask if inside is None else mask & inside

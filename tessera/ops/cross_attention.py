@@ -14,6 +14,7 @@ from tessera.core.batch import Segments
 from tessera.ops.block_attention import pad_heads
 from tessera.ops.first_segment import first_segment_attention, first_segment_backward, first_segment_serves
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.ops.rows import padded_slots, segment_of
 from tessera.runtime.torch_internals import flash_attention_backward, flash_attention_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -86,7 +87,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, count: int, mask: Tensor | None, s
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
-    slots, key_slots = _slots(q_segments, q.shape[0]), _slots(k_segments, k.shape[0])
+    slots, key_slots = padded_slots(q_segments, q.shape[0]), padded_slots(k_segments, k.shape[0])
     count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
     # A sample without keys has one of zeros, whose value is the output zero.
     lengths = k_segments.bounds.diff().clamp(min=1)
@@ -98,23 +99,11 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: S
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
     """Attend to the keys of all samples with a mask, and one more key of zeros for samples that have none."""
-    sample, key_sample = _sample(q_segments, q.shape[0]), _sample(k_segments, k.shape[0])
+    sample, key_sample = segment_of(q_segments, q.shape[0]), segment_of(k_segments, k.shape[0])
     alone = (k_segments.bounds.diff() == 0)[sample].unsqueeze(1)
     mask = torch.cat([sample.unsqueeze(1) == key_sample, alone], dim=1)
     k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
     return _batched(q, k, v, 1, mask, scale)
-
-
-def _sample(segments: Segments, length: int) -> Tensor:
-    at = torch.arange(length, device=segments.bounds.device, dtype=segments.bounds.dtype)
-    return torch.searchsorted(segments.bounds[1:], at, right=True)
-
-
-def _slots(segments: Segments, length: int) -> Tensor:
-    """Return the place of each element when every segment is padded to the longest."""
-    sample = _sample(segments, length)
-    at = torch.arange(length, device=segments.bounds.device)
-    return at - segments.bounds[:-1].long()[sample] + sample * segments.longest
 
 
 # ---------------------------------------------------------------------------------------------- fused: on accelerators

@@ -250,22 +250,3 @@ def in_chunks(rows: int, most: int) -> Iterator[slice]:
     size = -(-rows // max(1, -(-rows // most)))
     for start in range(0, rows, max(1, size)):
         yield slice(start, start + size)
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return `x[rows]` for distinct rows: the backward pass copies, where torch's own would add with atomics."""
-    selected: Tensor = _TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
-    return selected
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.count = x.shape[0]
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.count, *grads[0].shape[1:]).index_copy_(0, rows, grads[0]), None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tessera.ops.pointwise import swiglu
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
+from tessera.ops.rows import permute_rows
 from tessera.runtime.modules import local_shard
 
 _ALIGNMENT = 16  # bytes: required alignment of a row in grouped kernels
@@ -39,41 +40,18 @@ class ExpertOrder:
 
 def spread_rows(x: Tensor, at: ExpertOrder, choices: int) -> Tensor:
     """Return `x` [T, D] as [T * choices, D] sorted by expert: a token appears once for each of its experts."""
-    rows: Tensor = _TakeRows.apply(x, at.order, at.inverse, choices)  # type: ignore[no-untyped-call]
-    return rows
+    return permute_rows(x, at.order, at.inverse, choices)
 
 
 def collect_rows(y: Tensor, at: ExpertOrder) -> Tensor:
     """Return `y`, sorted by expert, in the order of choices."""
-    rows: Tensor = _TakeRows.apply(y, at.inverse, at.order, 1)  # type: ignore[no-untyped-call]
-    return rows
+    return permute_rows(y, at.inverse, at.order)
 
 
 def weigh_choices(y: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [T, D] of `y` [T * k, D], in order of choices, weighted by `weights` [T, k]."""
     sums = torch.bmm(weights.unsqueeze(1).to(y.dtype), y.view(*weights.shape, y.shape[1]))
     return sums.sum(1)  # over one element; `squeeze` would give a view, which FSDP hooks around experts cannot take
-
-
-class _TakeRows(torch.autograd.Function):
-    """Gather row `order[i] // copies` of x for every i.
-
-    The backward pass gathers as well, where torch's own would add with atomics: as fast, and deterministic.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return x.index_select(0, order if copies == 1 else order // copies)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        grad = grads[0].index_select(0, inverse)
-        if ctx.copies > 1:
-            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[1]).sum(1)
-        return grad, None, None, None
 
 
 class LowRank(NamedTuple):

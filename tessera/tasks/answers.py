@@ -25,7 +25,8 @@ from tessera.core.task import Counts, FrozenModule, Losses, LossTerm, Metric, Re
 from tessera.errors import TesseraError
 from tessera.lora.modules import without_adapters
 from tessera.nn.moe import Balance
-from tessera.ops.loss import take_rows, token_log_probs
+from tessera.ops.loss import token_log_probs
+from tessera.ops.rows import take_rows
 from tessera.runtime.distributed import World
 from tessera.tasks import REFERENCE_MODEL
 

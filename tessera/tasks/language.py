@@ -13,8 +13,9 @@ from tessera.core.outputs import LOGITS, AuxiliaryLoss, Outputs, projection
 from tessera.core.task import Counts, Losses, LossTerm, Task
 from tessera.errors import TesseraError
 from tessera.nn.layers import TokenEmbedding
-from tessera.ops.loss import linear_cross_entropy, take_rows
+from tessera.ops.loss import linear_cross_entropy
 from tessera.ops.registry import AUTO
+from tessera.ops.rows import take_rows
 from tessera.runtime import device as devices
 from tessera.runtime.rng import generator
 

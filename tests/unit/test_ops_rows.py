@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.core.batch import IGNORE, trained_positions
-from tessera.ops.loss import in_chunks, take_rows
+from tessera.ops.loss import in_chunks
+from tessera.ops.rows import take_rows
 
 
 @given(st.integers(0, 300), st.integers(1, 70))
