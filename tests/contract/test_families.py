@@ -19,6 +19,7 @@ from tessera.config.reader import Section
 from tessera.config.run_config import ModelSection, load_config
 from tessera.core.batch import Batch, Segments
 from tessera.core.spec import ModelSpec, Passes
+from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.models import FAMILIES, family_of, resolve
 from tessera.ops.loss import linear_cross_entropy
@@ -26,7 +27,11 @@ from tessera.training.setup import build_meta_model
 
 # Families without presets run other people's classes; `test_third_party.py` is theirs.
 # Those that generate images or videos have `test_generation_families.py`.
-NAMES = [name for name in FAMILIES.names() if FAMILIES.get(name).presets and FAMILIES.get(name).generation is None]
+NAMES = [
+    name
+    for name in FAMILIES.names()
+    if FAMILIES.get(name).presets and not isinstance(FAMILIES.get(name), GenerationSpec)
+]
 PRESETS = [(name, preset) for name in NAMES for preset in FAMILIES.get(name).presets]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import tessera
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import LoraSection, ModelSection
+from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.lora.exchange import FILES, open_adapters
 from tessera.lora.export import save_adapters
@@ -27,7 +28,7 @@ from tessera.lora.select import Adapter, factor_names
 from tessera.models import FAMILIES, families_with_layers, for_family, resolve
 
 EXACT = 1e-6  # relative: a product of two factors, whose scale is in one of them or beside both
-FAMILY_NAMES = [name for name in FAMILIES.names() if FAMILIES.get(name).generation is not None]
+FAMILY_NAMES = [name for name in FAMILIES.names() if isinstance(FAMILIES.get(name), GenerationSpec)]
 WITH_MAKERS = [name for name in FAMILY_NAMES if "original" in FAMILIES.get(name).main.weights]
 FORMS = {name: ("peft", "diffusers", *(("comfyui", "kohya") if name in WITH_MAKERS else ())) for name in FAMILY_NAMES}
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from tessera.core.batch import Batch
 from tessera.core.outputs import LATENTS
-from tessera.core.sample import EncodedMedia
 from tessera.diffusion.batches import pack
 from tessera.diffusion.encoders import SampleConditions
 from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.given_images import Grid
+from tessera.diffusion.samples import EncodedMedia
 from tessera.diffusion.sampling.over_ranks import PassRanks
 from tessera.diffusion.sampling.solver import Solver
 from tessera.errors import TesseraError
