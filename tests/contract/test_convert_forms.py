@@ -132,8 +132,8 @@ def part(path: Path, tensor: torch.Tensor, offsets: Any, note: str | None = None
 @pytest.mark.parametrize(
     ("offsets", "note", "said"),
     [
-        ((2, 0), None, "do not make the whole"),
-        ((0, 0), None, "do not make the whole"),
+        ((2, 0), None, "do not cover the tensor"),
+        ((0, 0), None, "do not cover the tensor"),
         ((-4, 0), None, "offset of its part of 'a'"),
         ((1 << 62, 0), None, "offset of its part of 'a'"),
         ((4,), None, "offset of its part of 'a'"),

@@ -184,7 +184,7 @@ def test_what_cannot_be_written_in_eight_bits_is_refused_by_name(tmp_path: Path)
     plain("qwen2", tmp_path / "hf")
     for options, said in (
         ({"quantize": "fp9"}, "no such quantization"),
-        ({"quantize": "fp8", "to": "dcp"}, "whole Hugging Face folders"),
+        ({"quantize": "fp8", "to": "dcp"}, "only Hugging Face folders"),
         ({"quantize": "fp8", "adapters": True}, "means nothing for adapters alone"),
     ):
         with pytest.raises(TesseraError, match=said):
