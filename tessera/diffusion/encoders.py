@@ -196,11 +196,14 @@ class Encoders:
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor], dropped: Collection[int]
     ) -> list[TextEmbedding]:
         """Return the embeddings of all captions. Dropped ones are empty captions, as long as the caption is."""
-        ids = list(captions)
-        if dropped:
+        ids, edit = list(captions), self.edit_images
+        own_empty = edit is not None or encoder.captions.reads_frames  # an empty caption for each sample
+        if dropped and own_empty:
             empty = self._empty_ids(batch, number, captions)
             ids = [empty[at] if at in dropped else caption for at, caption in enumerate(captions)]
-        embeddings, edit = self._embedded(encoder, number, batch, ids), self.edit_images
+        embeddings, last = self._embedded(encoder, number, batch, ids, with_empty=bool(dropped))
+        if dropped and not own_empty:
+            embeddings = [last if at in dropped else embedding for at, embedding in enumerate(embeddings)]
         count = encoder.captions.embeddings if edit is None else edit.embeddings
         return [
             embedding.resized(count(len(caption)) if len(caption) else 0)
@@ -208,11 +211,12 @@ class Encoders:
         ]
 
     def _embedded(
-        self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor]
-    ) -> list[TextEmbedding]:
+        self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor], *, with_empty: bool = False
+    ) -> tuple[list[TextEmbedding], TextEmbedding]:
         """Return the embeddings of token ids with the images or frames of a batch; blank ones for samples without ids.
 
-        One caption more is encoded: a sharded encoder is called on every rank, also on one that has only padding.
+        One caption more is encoded: a sharded encoder is called on every rank, also on one that has only padding. Its
+        embedding comes second: `with_empty`, it is that of the empty caption.
         """
         ids, device = [caption for caption in captions if len(caption)], captions[0].device
         if self.edit_images is not None:
@@ -227,9 +231,10 @@ class Encoders:
             extra = captions[0].new_tensor(self.tokenizers[number].empty())
             *embeddings, last = encoder.encode([*ids, extra], [*frames, black])
         else:
-            *embeddings, last = encoder.encode([*ids, captions[0].new_zeros(1)])
+            extra = captions[0].new_tensor(self.tokenizers[number].empty() if with_empty else [0])
+            *embeddings, last = encoder.encode([*ids, extra])
         rest = iter(embeddings)
-        return [next(rest) if len(caption) else last.blank() for caption in captions]
+        return [next(rest) if len(caption) else last.blank() for caption in captions], last
 
     def _own_empty(
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor]
@@ -237,7 +242,7 @@ class Encoders:
         """Return the embeddings of each sample's empty caption from where they differ from those of its caption, and
         the number of that row. Tokens only see those before them, so the beginning is the same."""
         empty = self._empty_ids(batch, number, captions)
-        embeddings = self._embedded(encoder, number, batch, empty)
+        embeddings, _ = self._embedded(encoder, number, batch, empty)
         if self.edit_images is not None:
             edit = self.edit_images
             starts = [edit.embeddings(_common(*pair)) for pair in zip(captions, empty, strict=True)]
