@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tessera.core.cache import CacheStep
@@ -18,10 +17,9 @@ class KVCache:
     rank, device and type are known then.
     """
 
-    def __init__(self, blocks: int, block_size: int, device: torch.device | str) -> None:
+    def __init__(self, blocks: int, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        self.device = torch.device(device)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values, [blocks, block_size, heads, head_dim]
 
     def layer(self, index: int, step: CacheStep) -> LayerCache:

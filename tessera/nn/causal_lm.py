@@ -87,10 +87,9 @@ class CausalLMBase(nn.Module):
         self.add_module(path, head)
         self.heads = {**self.heads, output: path}
 
-    def new_cache(self, blocks: int, block_size: int, device: torch.device | str | None = None) -> KVCache:
-        """Return the memory of a KV cache (see `core.cache`). With one block for each row its size is the longest
-        sequence."""
-        return KVCache(blocks, block_size, next(self.parameters()).device if device is None else device)
+    def new_cache(self, blocks: int, block_size: int) -> KVCache:
+        """Return the memory of a KV cache (see `core.cache`)."""
+        return KVCache(blocks, block_size)
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -172,7 +172,7 @@ class PipelinedModel:
     def new_cache(self, blocks: int, block_size: int) -> dict[int, Any]:
         """Return one cache for each stage on this rank."""
         return {
-            number: stage._stage_model.new_cache(blocks, block_size, self.device)  # type: ignore[operator]
+            number: stage._stage_model.new_cache(blocks, block_size)  # type: ignore[operator]
             for number, stage in self.stages.here.items()
         }
 

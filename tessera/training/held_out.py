@@ -141,18 +141,4 @@ def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh,
         return OwnGeneration(module, spec.generate)
     if isinstance(module, LocalStages):
         return PipelinedModel(module, plan, mesh, device)
-    return _OnDevice(module, device) if isinstance(module, GenerativeModel) else module
-
-
-class _OnDevice:
-    """Put the cache on the device that computes: offloaded weights are in host memory."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module: Any = module
-        self._device = device
-
-    def __call__(self, batch: Batch, **options: Any) -> Any:
-        return self._module(batch, **options)
-
-    def new_cache(self, blocks: int, block_size: int) -> Any:
-        return self._module.new_cache(blocks, block_size, self._device)
+    return module
