@@ -7,7 +7,7 @@ from pathlib import Path
 from tessera.config.built_ins import FAMILY_NAMES, KIND_NAMES, TASK_NAMES
 from tessera.config.hub_ids import find_hub_id
 from tessera.config.run_config import RunConfig
-from tessera.data.sources.source import source_files
+from tessera.data.sources.file_names import source_files
 from tessera.errors import TesseraError
 from tessera.weights.layouts import no_such_folder
 

@@ -138,7 +138,7 @@ def test_evaluation_and_a_pass_without_gradient_fetch_weights_too() -> None:
     ("changes", "told"),
     [
         ({"parallel": {"recompute": []}}, "is not recomputed"),
-        ({"parallel": {"compile": True}}, "what is compiled"),
+        ({"parallel": {"compile": True}}, "parallel.compile"),
         ({"parallel": {"offload": True}}, "in host memory already"),
         ({"parallel": {"block_offload": ["blockz.{*}"]}}, "matches nothing"),
         ({"train": {"device": "cuda"}}, "cast for computing"),

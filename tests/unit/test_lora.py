@@ -158,7 +158,7 @@ def test_the_run_keeps_what_it_adapts_and_answers(data: Path, tmp_path: Path) ->
     batch = processor([{"role": "user", "content": "red blue"}])
     with torch.no_grad():
         expected = model(batch)["logits"]
-        merged = tessera.load(run.folder / "hf", device="cpu")[0](batch).logits
+        merged = tessera.load(run.folder / "hf", device="cpu")[0](batch)["logits"]
         with without_adapters(model.module):
             assert not torch.allclose(model(batch)["logits"], expected, atol=1e-3)
     assert float((merged - expected).abs().max() / expected.abs().max()) < 1e-5

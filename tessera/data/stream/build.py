@@ -13,7 +13,7 @@ from tessera.config.run_config import DataSection, SourceSection
 from tessera.data.order.mixture import mix
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import file_facts
-from tessera.data.sources.source import source_files
+from tessera.data.sources.file_names import source_files
 from tessera.data.stream.rows import StreamedRows, StreamFile, StreamSettings
 from tessera.errors import TesseraError
 from tessera.hub.download import RemoteFile
