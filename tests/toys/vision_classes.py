@@ -323,32 +323,32 @@ def write_class(name: str, folder: Path, seed: int = 0, weights: bool = True) ->
     import torch
     import transformers
 
-    kind = CLASSES[name]
-    words = dict.fromkeys(["<pad>", "<s>", "</s>", "<image>", *kind.words, *kind.named.values()])
+    case = CLASSES[name]
+    words = dict.fromkeys(["<pad>", "<s>", "</s>", "<image>", *case.words, *case.named.values()])
     words |= dict.fromkeys(["<fake_token_around_image>"] if name == "idefics2" else [])
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=train_tokenizer(TEXTS, VOCABULARY, list(words)),
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",
-        extra_special_tokens=kind.named,
+        extra_special_tokens=case.named,
     )
-    images = getattr(transformers, kind.image_processor)(**kind.image_options)
-    if "image_seq_length" in kind.image_options:
-        images.image_seq_length = kind.image_options["image_seq_length"]
-    processor = getattr(transformers, kind.processor)(
+    images = getattr(transformers, case.image_processor)(**case.image_options)
+    if "image_seq_length" in case.image_options:
+        images.image_seq_length = case.image_options["image_seq_length"]
+    processor = getattr(transformers, case.processor)(
         image_processor=images,
         tokenizer=tokenizer,
-        chat_template=kind.template.replace("IMAGE", kind.image),
-        **kind.options,
+        chat_template=case.template.replace("IMAGE", case.image),
+        **case.options,
     )
     processor.save_pretrained(folder)
     torch.manual_seed(seed)
-    kind = getattr(transformers, kind.model)
-    ids = {key: tokenizer.convert_tokens_to_ids(word) for key, word in kind.ids.items()}
+    kind = getattr(transformers, case.model)
+    ids = {key: tokenizer.convert_tokens_to_ids(word) for key, word in case.ids.items()}
     if name == "ovis2":
-        ids["visual_indicator_token_ids"] = tokenizer.convert_tokens_to_ids(list(kind.words[4:]))
-    config = kind.config_class(**kind.config, **ids)
+        ids["visual_indicator_token_ids"] = tokenizer.convert_tokens_to_ids(list(case.words[4:]))
+    config = kind.config_class(**case.config, **ids)
     for part in (config, config.get_text_config()):
         part.pad_token_id, part.bos_token_id, part.eos_token_id = (
             tokenizer.convert_tokens_to_ids(word) for word in ("<pad>", "<s>", "</s>")
@@ -357,7 +357,7 @@ def write_class(name: str, folder: Path, seed: int = 0, weights: bool = True) ->
         tokenizer = processor.tokenizer
         config.text_config.vocab_size = config.vocab_size = len(tokenizer)
     if not weights:
-        config.architectures = [kind.model]
+        config.architectures = [case.model]
         config.save_pretrained(folder)
         return folder
     model = kind(config)
@@ -371,13 +371,13 @@ def write_class(name: str, folder: Path, seed: int = 0, weights: bool = True) ->
 def write_chats(name: str, folder: Path, count: int = 8) -> Path:
     """Write conversations that a class can be trained on: images of several sizes, several images, none, several
     turns, a system message."""
-    kind = CLASSES[name]
+    case = CLASSES[name]
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(count):
         images = [1, 2, 0, 1][number % 4]
-        images = max(images, 0 if kind.text_only else 1)
-        images = images if kind.several else min(images, 1)
+        images = max(images, 0 if case.text_only else 1)
+        images = images if case.several else min(images, 1)
         parts = []
         for which in range(images):
             width, height = [(20, 20), (40, 17), (13, 30)][(number + which) % 3]
@@ -390,7 +390,7 @@ def write_chats(name: str, folder: Path, count: int = 8) -> Path:
         ]
         if number % 3 == 1:
             messages += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "old"}]
-        if number % 4 == 3 and kind.system:
+        if number % 4 == 3 and case.system:
             messages.insert(0, {"role": "system", "content": "Be brief."})
         rows.append({"id": f"{name}-{number}", "messages": messages})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
