@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> TwoEncoderProcessor:
-    loaded = SPEC.processor(CONFIG, folder)  # type: ignore[misc]
+    loaded = TwoEncoderProcessor.load(CONFIG, folder)
     assert isinstance(loaded, TwoEncoderProcessor)
     return loaded
 

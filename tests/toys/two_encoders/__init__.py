@@ -18,7 +18,7 @@ from tessera.config.reader import Section
 from tessera.core.batch import Batch, Segments
 from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
 from tessera.core.outputs import LANGUAGE_OUTPUTS
-from tessera.core.spec import Component, ModelSpec, Processor
+from tessera.core.spec import Component, ModelSpec
 from tessera.models.text.decoder import TEXT_STREAM
 from tessera.nn.decoder import DecoderShape, TextDecoder
 from tessera.nn.multimodal import Encoder, MultimodalModel
@@ -211,12 +211,6 @@ def example(config: TwoEncoderConfig, tokens: int) -> Batch:
     )
 
 
-def load_processor(config: TwoEncoderConfig, folder: Path, **options: Any) -> Processor:
-    from tests.toys.two_encoders.processor import TwoEncoderProcessor  # which reads the streams above
-
-    return TwoEncoderProcessor.load(config, folder, **options)
-
-
 SPEC = ModelSpec(
     name="two_encoders",
     config=TwoEncoderConfig,
@@ -224,5 +218,4 @@ SPEC = ModelSpec(
     presets={"tiny": {}},
     example=example,
     outputs=(*LANGUAGE_OUTPUTS, CODES),
-    processor=load_processor,
 )
