@@ -8,8 +8,6 @@ token.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
