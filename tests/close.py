@@ -23,9 +23,9 @@ def rounding(terms: int = 1, dtype: torch.dtype = torch.float32, k: float = 8.0)
     return float(k * torch.finfo(dtype).eps * terms**0.5)
 
 
-def distance(found: Tensor, exact: Tensor) -> float:
+def distance(computed: Tensor, exact: Tensor) -> float:
     """The root of the mean square of differences, in float64: one unlucky element does not decide it."""
-    apart = found.detach().double().cpu() - exact.detach().double().cpu()
+    apart = computed.detach().double().cpu() - exact.detach().double().cpu()
     return float(apart.square().mean().sqrt())
 
 
@@ -64,33 +64,33 @@ def with_moved_weights(
 ) -> list[Mapping[str, Tensor]]:
     """What `compute` gives from the weights as they stand, and twice more with all of them moved by one rounding."""
     weights = list(weights)
-    kept = [weight.detach().clone() for weight in weights]
+    originals = [weight.detach().clone() for weight in weights]
     results = [{name: tensor.detach().clone() for name, tensor in compute().items()}]
     for seed in (0, 1):
         move_by_a_rounding(weights, seed)
         results.append({name: tensor.detach().clone() for name, tensor in compute().items()})
         with torch.no_grad():
-            for weight, before in zip(weights, kept, strict=True):
+            for weight, before in zip(weights, originals, strict=True):
                 weight.copy_(before)
     return results
 
 
 def assert_within_rounding(
-    found: Mapping[str, Tensor],
+    computed: Mapping[str, Tensor],
     plain: Mapping[str, Tensor],
     *moved: Mapping[str, Tensor],
     k: float = 8.0,
     roundings: float = 1.0,
 ) -> None:
-    """`found` are `plain` computed another way; `moved` are they from weights that were moved by one rounding. Each
+    """`computed` are `plain` computed another way; `moved` are they from weights moved by one rounding. Each
     tensor as a whole: its largest difference. `roundings`: of a result that are due to something else than weights."""
-    assert found.keys() == plain.keys()
+    assert computed.keys() == plain.keys()
     apart = {}
     for name, tensor in plain.items():
         sizes = [float((other[name].detach() - tensor.detach()).abs().max()) for other in moved]
-        own = roundings * torch.finfo(tensor.dtype).eps * float(tensor.detach().abs().max())
-        limit = k * (max(sizes) + own)
-        error = float((found[name].detach() - tensor.detach()).abs().max())
+        rounding = roundings * torch.finfo(tensor.dtype).eps * float(tensor.detach().abs().max())
+        limit = k * (max(sizes) + rounding)
+        error = float((computed[name].detach() - tensor.detach()).abs().max())
         apart[name] = error / limit if error > 0 else 0.0
     worst = max(apart, key=apart.__getitem__)
     share_of_limit = apart[worst]

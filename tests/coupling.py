@@ -54,13 +54,13 @@ FEATURES = [
 ]
 
 
-def refusal(one: Feature, other: Feature) -> str | None:
+def refusal(feature: Feature, other: Feature) -> str | None:
     """Why the validator will not have both; None: it will."""
-    parallel = {**one.parallel, **other.parallel}
+    parallel = {**feature.parallel, **other.parallel}
     world = 4 * prod(parallel.get(degree, 1) for degree in ("tp", "pp", "cp"))
-    base = EXPERTS if one.needs_experts or other.needs_experts else VISION_LANGUAGE
+    base = EXPERTS if feature.needs_experts or other.needs_experts else VISION_LANGUAGE
     recipe = {
-        "model": {**base, **one.model, **other.model},
+        "model": {**base, **feature.model, **other.model},
         "data": {"length": 64},
         "train": {"steps": 1, "global_batch": 32},
         "parallel": parallel,
@@ -72,35 +72,35 @@ def refusal(one: Feature, other: Feature) -> str | None:
     return None
 
 
-def asked(one: Feature, other: Feature) -> bool:
-    """Two values of one key are not a combination."""
-    if (one.needs_experts or other.needs_experts) and (one.needs_encoder or other.needs_encoder):
+def combines(feature: Feature, other: Feature) -> bool:
+    """Return whether two features can be combined: two values of one key are not a combination."""
+    if (feature.needs_experts or other.needs_experts) and (feature.needs_encoder or other.needs_encoder):
         return False  # no model has both yet
-    return all(other.parallel.get(key, value) == value for key, value in one.parallel.items())
+    return all(other.parallel.get(key, value) == value for key, value in feature.parallel.items())
 
 
 def table() -> str:
     reasons: dict[str, int] = {}
     lines = ["| |" + "|".join(f" {feature.name} " for feature in FEATURES) + "|", "|---|" + "---|" * len(FEATURES)]
-    for row, one in enumerate(FEATURES):
+    for row, row_feature in enumerate(FEATURES):
         cells = []
         for column, other in enumerate(FEATURES):
             if column >= row:
                 cells.append("")
-            elif not asked(one, other):
+            elif not combines(row_feature, other):
                 cells.append("·")
             else:
-                why = refusal(one, other)
+                why = refusal(row_feature, other)
                 cells.append("yes" if why is None else f"no ({reasons.setdefault(why, len(reasons) + 1)})")
-        lines.append(f"| {one.name} |" + "|".join(f" {cell} " for cell in cells) + "|")
+        lines.append(f"| {row_feature.name} |" + "|".join(f" {cell} " for cell in cells) + "|")
     notes = [f"{number}. {why}" for why, number in reasons.items()]
     return "\n".join([*lines, "", "· : two values of one key, or no model that has both.", "", *notes])
 
 
 def in_page(text: str) -> str:
-    found = re.search(re.escape(BEGIN) + r"\n(.*?)\n" + re.escape(END), text, re.DOTALL)
-    assert found is not None, f"{PAGE.name} has no place for the table"
-    return found[1]
+    match = re.search(re.escape(BEGIN) + r"\n(.*?)\n" + re.escape(END), text, re.DOTALL)
+    assert match is not None, f"{PAGE.name} has no place for the table"
+    return match[1]
 
 
 def main() -> None:

@@ -56,11 +56,11 @@ def place_of_caller() -> str:
 
 def numbers(value: Any) -> Iterator[float]:
     if isinstance(value, Mapping):
-        for one in value.values():
-            yield from numbers(one)
+        for item in value.values():
+            yield from numbers(item)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        for one in value:
-            yield from numbers(one)
+        for item in value:
+            yield from numbers(item)
     elif isinstance(value, int | float):
         yield float(value)
     elif hasattr(value, "tolist"):
@@ -92,11 +92,11 @@ def watch(patch: pytest.MonkeyPatch, margins: Margins) -> None:
         @functools.wraps(plain)
         def equal(self: Any, actual: Any) -> Any:
             try:
-                found, wanted = list(numbers(actual)), list(numbers(self.expected))
-                if len(found) == len(wanted):
-                    for one, other in zip(found, wanted, strict=True):
+                actual_numbers, wanted = list(numbers(actual)), list(numbers(self.expected))
+                if len(actual_numbers) == len(wanted):
+                    for number, other in zip(actual_numbers, wanted, strict=True):
                         limit = pytest.approx(other, rel=self.rel, abs=self.abs).tolerance
-                        margins.note(place_of_caller(), abs(one - other), limit)
+                        margins.note(place_of_caller(), abs(number - other), limit)
             except (TypeError, ValueError):
                 pass
             return plain(self, actual)
@@ -116,10 +116,10 @@ class Plugin:
         self.margins.test = nodeid
 
     def pytest_assertion_pass(self, item: pytest.Item, lineno: int, orig: str, expl: str) -> None:
-        found = BELOW.match(expl.replace("\n", " "))
-        if found and any(word in orig.lower() for word in ("e-", "tolerance", "limit")):
+        match = BELOW.match(expl.replace("\n", " "))
+        if match and any(word in orig.lower() for word in ("e-", "tolerance", "limit")):
             place = place_of_caller()
-            self.margins.note(place, float(found[1]), float(found[2]))
+            self.margins.note(place, float(match[1]), float(match[2]))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         rows = sorted(((share, place, *rest) for place, (share, *rest) in self.margins.worst.items()), reverse=True)

@@ -10,6 +10,6 @@ def need_transparency_over_white() -> None:
     from PIL import Image
     from transformers.image_transforms import convert_to_rgb
 
-    shown = convert_to_rgb(Image.new("RGBA", (1, 1), (0, 0, 0, 0)))
-    if shown.getpixel((0, 0)) != (255, 255, 255):
+    converted = convert_to_rgb(Image.new("RGBA", (1, 1), (0, 0, 0, 0)))
+    if converted.getpixel((0, 0)) != (255, 255, 255):
         pytest.skip("this version of transformers drops transparency")

@@ -110,8 +110,8 @@ def _node_range(text: str) -> tuple[int, int]:
 
 
 def _endpoint(text: str, where: str) -> str:
-    found = _ENDPOINT.fullmatch(text)
-    if found is None or not 0 < int(found["port"]) < 65536:
+    match = _ENDPOINT.fullmatch(text)
+    if match is None or not 0 < int(match["port"]) < 65536:
         raise TesseraError(f"not HOST:PORT: {text!r}", where=where, allowed=["node-0:29500", "10.0.0.1:29500"])
     return text
 

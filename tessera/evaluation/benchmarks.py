@@ -46,12 +46,12 @@ def relaxed(answer: str, expected: list[str]) -> float:
         except ValueError:
             return None
 
-    for one in expected:
-        found, wanted = number(answer), number(one)
-        if found is not None and wanted is not None:
-            if found == wanted or (wanted != 0 and abs(found - wanted) / abs(wanted) <= 0.05):
+    for candidate in expected:
+        value, wanted = number(answer), number(candidate)
+        if value is not None and wanted is not None:
+            if value == wanted or (wanted != 0 and abs(value - wanted) / abs(wanted) <= 0.05):
                 return 1.0
-        elif _same(answer, [one]):
+        elif _same(answer, [candidate]):
             return 1.0
     return 0.0
 
@@ -59,8 +59,8 @@ def relaxed(answer: str, expected: list[str]) -> float:
 def anls(answer: str, expected: list[str]) -> float:
     """Return the best of 1 - edit distance / length over the expected answers; below one half it counts nothing."""
     best = 0.0
-    for one in expected:
-        first, second = answer.strip().lower(), one.strip().lower()
+    for candidate in expected:
+        first, second = answer.strip().lower(), candidate.strip().lower()
         longest = max(len(first), len(second))
         best = max(best, 1.0 if not longest else 1 - _edit_distance(first, second) / longest)
     return best if best >= 0.5 else 0.0
@@ -78,9 +78,9 @@ def _edit_distance(first: str, second: str) -> int:
 
 def chosen_letter(answer: str, options: Mapping[str, str]) -> str:
     """Return the option that an answer names: by its letter, or by its whole text."""
-    found = re.match(rf"\W*([{LETTERS}])(?:\W|$)", answer.strip())
-    if found and found[1] in options:
-        return found[1]
+    match = re.match(rf"\W*([{LETTERS}])(?:\W|$)", answer.strip())
+    if match and match[1] in options:
+        return match[1]
     texts = [letter for letter, text in options.items() if text.strip().lower() == answer.strip().lower()]
     return texts[0] if len(texts) == 1 else ""
 
@@ -172,8 +172,8 @@ def score_table(
     """Ask the questions of a table, and return the scored answers. `generation`: options of `model.generate`."""
     records: list[dict[str, Any]] = []
     for row in islice(read_rows(table), max_samples):
-        shown: list[dict[str, Any]] = [{"type": "image", "image": image} for image in row.images]
-        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": row.prompt()}]}]
+        images: list[dict[str, Any]] = [{"type": "image", "image": image} for image in row.images]
+        messages = [{"role": "user", "content": [*images, {"type": "text", "text": row.prompt()}]}]
         answer = str(model.generate(processor(messages), **generation))
         chosen = chosen_letter(answer, row.options) if benchmark.choice and row.options else answer
         score = benchmark.score(chosen, row.expected)

@@ -39,10 +39,10 @@ def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.envir
         return list(range(world_size))
     ranks: set[int] = set()
     for item in text.split(","):
-        found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", item)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", item)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
             raise TesseraError(f"not a rank: {item!r}", where=f"{VARIABLE}={text}", allowed=allowed)
-        ranks.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     if world_size is not None and max(ranks) >= world_size:
         raise TesseraError(
             f"there is no rank {max(ranks)}: the run has {world_size}",
@@ -136,9 +136,9 @@ def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
                     where="tessera config vscode",
                     fix="add --overwrite, which keeps the old file as launch.json.bak; or --print to copy entries",
                 )
-            kept = path.with_name("launch.json.bak")
-            path.replace(kept)
-            messages.append(f"kept the old file as {kept}")
+            backup = path.with_name("launch.json.bak")
+            path.replace(backup)
+            messages.append(f"kept the old file as {backup}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:

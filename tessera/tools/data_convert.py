@@ -45,8 +45,8 @@ class Converted:
 
     def lines(self) -> list[str]:
         """Return the result as lines for the terminal."""
-        left = f", left out {self.missing} with missing media and {self.bad} that cannot be read"
-        out = [f"{self.out}: {self.written} rows written" + (left if self.missing or self.bad else "")]
+        left_out = f", left out {self.missing} with missing media and {self.bad} that cannot be read"
+        out = [f"{self.out}: {self.written} rows written" + (left_out if self.missing or self.bad else "")]
         if self.root is not None:
             out.append(f"  its images lie outside of its folder: train on it with root: {self.root}")
         return out + [f"  {id}: {reason}" for id, reason in self.reasons]
@@ -203,13 +203,13 @@ def _value(id: str, part: Part) -> str:
 
 
 @contextmanager
-def _fresh(out: Path, overwrite: bool, *kept: Path) -> Iterator[TextIO]:
+def _fresh(out: Path, overwrite: bool, *inputs: Path) -> Iterator[TextIO]:
     """Open a file that appears whole, or not at all."""
     if out.exists() and not overwrite:
         raise TesseraError(
             f"{out} is already there", where="out", fix="name another file, or --overwrite (overwrite=True in Python)"
         )
-    if out.exists() and any(path.exists() and out.samefile(path) for path in kept):
+    if out.exists() and any(path.exists() and out.samefile(path) for path in inputs):
         raise TesseraError(f"{out} is what is read", where="out", fix="name another file")
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.{os.getpid()}.part")

@@ -80,11 +80,11 @@ def _write(folder: Path) -> None:
 
 def _texts(file: Path) -> list[str]:
     """Return what is said in the rows of a file."""
-    found: list[str] = []
+    texts: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        found += [row[key] for key in ("chosen", "rejected") if key in row]
+        texts += [row[key] for key in ("chosen", "rejected") if key in row]
         for message in row["messages"]:
             content = message["content"]
-            found += [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-    return found
+            texts += [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+    return texts

@@ -51,10 +51,10 @@ class _Search:
     def fit(self, config: RunConfig) -> DeviceFit:
         log.logger().info("counting a step on tensors without memory, as on %s", self._size.name)
         first = self._count(config, f"a step on {self._size.name}")
-        made = DeviceFit(
+        fit = DeviceFit(
             self._size.name, self._size.total, self._usable, first.held, first.total, uncounted=first.uncounted
         )
-        return made if made.fits else replace(made, changes=tuple(self._changes(first)))
+        return fit if fit.fits else replace(fit, changes=tuple(self._changes(first)))
 
     def _changes(self, first: _Count) -> list[FitChange]:
         """Return one change that is enough, the cheapest, or those that are enough together."""
@@ -63,20 +63,20 @@ class _Search:
             tried = self._try(key, first, f"change {number} of {len(keys)}", alone=True)
             if tried is not None and tried.total <= self._usable:
                 return [_describe(key, first, tried)]
-        found: list[FitChange] = []
+        changes: list[FitChange] = []
         at = first
         for key in _in_turn(keys):
             again: MemoryKey | None = key
             for _ in range(_TIMES):
                 if again is None or at.total <= self._usable:
                     break
-                tried = self._try(again, at, f"change {len(found) + 1}", alone=False)
+                tried = self._try(again, at, f"change {len(changes) + 1}", alone=False)
                 if tried is None or at.total - tried.total < _WORTH * first.total:
                     break
-                found.append(_describe(again, at, tried))
+                changes.append(_describe(again, at, tried))
                 at = tried
                 again = _of_kind(again, memory_keys(at.config, self._world, at.plan.roles.blocks))
-        return found
+        return changes
 
     def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
         """Return what a recipe needs with a change; None if it cannot have it, or if it could not be enough alone."""

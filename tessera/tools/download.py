@@ -35,17 +35,17 @@ def download(
     if not whole_set or to is not None:
         wanted = Wanted(include=("*",) if whole_set else tuple(include))
         return fetch(named, WHERE, to=None if to is None else Path(to), wanted=wanted).folder
-    found = fetch(named, WHERE, wanted=Wanted(split="train"))
+    fetched = fetch(named, WHERE, wanted=Wanted(split="train"))
     with suppress(TesseraError):  # many sets have no held-out files
-        fetch(found.id, WHERE, wanted=Wanted(split="eval"))
-    return found.folder
+        fetch(fetched.id, WHERE, wanted=Wanted(split="eval"))
+    return fetched.folder
 
 
 def named_repository(id: str, kind: RepoKind, revision: str | None, where: str) -> HubId:
     """Return what a command names on a hub; `org/name` alone is one of Hugging Face, whatever lies here."""
-    found = find_hub_id(id, kind, where) or parse_hub_id(f"hf://{id}", kind, where)
+    hub_id = find_hub_id(id, kind, where) or parse_hub_id(f"hf://{id}", kind, where)
     if revision is None:
-        return found
-    if found.revision not in (None, revision):
+        return hub_id
+    if hub_id.revision not in (None, revision):
         raise TesseraError(f"{id} names another revision than {revision!r}", where=where, fix="leave one of them out")
-    return found.at(revision)
+    return hub_id.at(revision)

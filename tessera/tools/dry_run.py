@@ -129,15 +129,15 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
         alike.setdefault(_stage_key(plan, position), []).append(position)
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     passes = plan.microbatches * len(plan.roles.blocks) * len(alike) // plan.axes.size(PP)
-    with pool, WorkProgress(f"{phase}, without memory", passes, "passes of blocks") as shown:
+    with pool, WorkProgress(f"{phase}, without memory", passes, "passes of blocks") as progress:
         told: SimpleQueue[int] = SimpleQueue()  # passes that a process has done: only this thread writes the line
-        left = {pool.submit(_in_new_process, config, world, positions, told.put) for positions in alike.values()}
-        found: list[Role] = []
-        while left:
-            ended, left = wait(left, timeout=_SHOW_EVERY, return_when=FIRST_COMPLETED)
-            found += [role.result() for role in ended]
-            shown.count(sum(told.get() for _ in range(told.qsize())))
-    return sorted(found, key=lambda role: role.positions)
+        running = {pool.submit(_in_new_process, config, world, positions, told.put) for positions in alike.values()}
+        roles: list[Role] = []
+        while running:
+            ended, running = wait(running, timeout=_SHOW_EVERY, return_when=FIRST_COMPLETED)
+            roles += [role.result() for role in ended]
+            progress.count(sum(told.get() for _ in range(told.qsize())))
+    return sorted(roles, key=lambda role: role.positions)
 
 
 def _stage_key(plan: Plan, position: int) -> object:
@@ -145,19 +145,19 @@ def _stage_key(plan: Plan, position: int) -> object:
     pipeline = plan.pipeline
     if pipeline is None:
         return ()
-    found = []
+    stages = []
     for stage in pipeline.stages_of(position):
         layers = [
             (re.sub(r"\d+", "#", shard.name), shard.shape)
             for shard in shards_of_stage(plan.param_shards, pipeline, position)
         ]
         before = pipeline.stages[stage - 1].output if stage else None
-        found.append((sorted(layers), before, pipeline.stages[stage].output, pipeline.stages[stage].in_encoder))
-    return repr(found)
+        stages.append((sorted(layers), before, pipeline.stages[stage].output, pipeline.stages[stage].in_encoder))
+    return repr(stages)
 
 
 def _in_new_process(config: RunConfig, world: int, positions: Sequence[int], passed: Callable[[int], None]) -> Role:
-    asked = json.dumps({"recipe": dump_yaml(config), "world": world, "position": positions[0]})
+    request = json.dumps({"recipe": dump_yaml(config), "world": world, "position": positions[0]})
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # families and tasks of the user's own
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
@@ -171,7 +171,7 @@ def _in_new_process(config: RunConfig, world: int, positions: Sequence[int], pas
         assert child.stdin is not None
         assert child.stdout is not None
         with child.stdin:
-            child.stdin.write(asked)
+            child.stdin.write(request)
         answer: dict[str, Any] = {}
         for line in child.stdout:
             if line == _PASSED:
@@ -197,9 +197,9 @@ def _uncounted(position: int, said: str) -> Uncountable:
 
 def main() -> None:
     """Run the role that `_in_new_process` asks for."""
-    asked = json.load(sys.stdin)
-    config = load_config(parse_yaml(asked["recipe"], "recipe"))
-    role = run_role(config, asked["world"], asked["position"], passed=partial(print, end=_PASSED, flush=True))
+    request = json.load(sys.stdin)
+    config = load_config(parse_yaml(request["recipe"], "recipe"))
+    role = run_role(config, request["world"], request["position"], passed=partial(print, end=_PASSED, flush=True))
     print(_ANSWER + json.dumps(asdict(role)))
 
 

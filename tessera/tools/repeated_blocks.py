@@ -52,7 +52,7 @@ class _Figures:
 
     forward_peak: int
     backward_peak: int
-    kept: int  # for backward, besides arguments and outputs
+    saved_bytes: int  # for backward, besides arguments and outputs
     arguments: tuple[bool, ...]  # whether each tensor among them is kept for backward
     outputs: tuple[tuple[_Layout, bool], ...]  # and whether it is kept for backward
     tree: Any  # the structure of the outputs
@@ -66,7 +66,7 @@ class RepeatedBlocks:
     def __init__(self, memory: LiveMemory, counter: CommCounter, passed: Callable[[], None]) -> None:
         """Make it. `passed`: called after each forward pass of a block."""
         self.memory, self.counter, self.passed = memory, counter, passed
-        self._known: dict[object, _Figures | None] = {}  # None: such calls have no stand-in
+        self._figures: dict[object, _Figures | None] = {}  # None: such calls have no stand-in
         self._anchor = torch.empty((), requires_grad=True)
 
     def attach(self, module: nn.Module, paths: Iterable[str], repeated: bool) -> None:
@@ -85,9 +85,9 @@ class RepeatedBlocks:
 
     def _call(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         key = _call_key(block, (args, kwargs))
-        if key not in self._known:
-            self._known[key] = self._measure(block, forward, args, kwargs)
-        if (figures := self._known[key]) is None:
+        if key not in self._figures:
+            self._figures[key] = self._measure(block, forward, args, kwargs)
+        if (figures := self._figures[key]) is None:
             return self._run(block, forward, *args, **kwargs)
         tensors = _tensors_in((args, kwargs))
         trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
@@ -119,7 +119,7 @@ class RepeatedBlocks:
             trained.clear()
             outputs.clear()
             alive = [one.bytes for one in (*storages, *results) if one.alive]
-            kept = memory.live - live - sum(alive) - last.nbytes
+            saved_bytes = memory.live - live - sum(alive) - last.nbytes
             saved = tuple(one.alive for one in storages)
             of_outputs = tuple(zip(layouts, (one.alive for one in results), strict=True))
             memory.most = begun = memory.live
@@ -128,14 +128,14 @@ class RepeatedBlocks:
                 begun = memory.begun
             peaks = forward_peak, memory.most - begun
             sends = tuple(volumes[sent:received]), tuple(volumes[received:])
-            figures = _Figures(*peaks, kept, saved, of_outputs, structure, *sends)
+            figures = _Figures(*peaks, saved_bytes, saved, of_outputs, structure, *sends)
             del last
         outputs.clear()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         del volumes[sent:]
         memory.most = most
-        return figures if memory.live == live and figures is not None and figures.kept >= 0 else None
+        return figures if memory.live == live and figures is not None and figures.saved_bytes >= 0 else None
 
     def _like(self, tensor: Tensor) -> Tensor:
         """Return a tensor of its own memory, with a gradient where the other has one. No leaf: a graph keeps those."""
@@ -178,9 +178,9 @@ class _BackwardBegin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        made = [layout.allocate() for layout in ctx.layouts]
+        gradients_in = [layout.allocate() for layout in ctx.layouts]
         ctx.memory.most = ctx.memory.begun = ctx.memory.live
-        return None, *made
+        return None, *gradients_in
 
 
 class _StandIn(torch.autograd.Function):
@@ -194,9 +194,9 @@ class _StandIn(torch.autograd.Function):
         most = max(memory.most, memory.live + figures.forward_peak)
         outputs = [layout.allocate() for layout, _ in figures.outputs]
         if any(layout.gradient for layout, _ in figures.outputs):
-            kept = [one for one, saved in zip(tensors, figures.arguments, strict=False) if saved]
-            kept += [one for one, (_, saved) in zip(outputs, figures.outputs, strict=True) if saved]
-            ctx.save_for_backward(torch.empty_strided((figures.kept,), (1,), dtype=torch.uint8), *kept)
+            saved_tensors = [one for one, saved in zip(tensors, figures.arguments, strict=False) if saved]
+            saved_tensors += [one for one, (_, saved) in zip(outputs, figures.outputs, strict=True) if saved]
+            ctx.save_for_backward(torch.empty_strided((figures.saved_bytes,), (1,), dtype=torch.uint8), *saved_tensors)
         ctx.blocks, ctx.figures, ctx.count = blocks, figures, count
         ctx.layouts = [_Layout.of(one) for one in tensors]
         plain = [one for one, (layout, _) in zip(outputs, figures.outputs, strict=True) if not layout.gradient]
@@ -210,17 +210,17 @@ class _StandIn(torch.autograd.Function):
         blocks, memory = ctx.blocks, ctx.blocks.memory
         _ = ctx.saved_tensors  # where a larger part is recomputed, this is when
         memory.most = most = max(memory.most, memory.live + ctx.figures.backward_peak)
-        made: list[Tensor | None] = []
+        gradients_in: list[Tensor | None] = []
         for number, layout in enumerate(ctx.layouts):
             if not ctx.needs_input_grad[3 + number]:
-                made.append(None)
+                gradients_in.append(None)
             elif number < ctx.count:
-                made.append(layout.allocate())
+                gradients_in.append(layout.allocate())
             else:  # without memory: what keeps a gradient of a weight copies it, and what adds it does not
-                made.append(torch.empty_strided((), (), dtype=layout.dtype).expand(layout.shape))
+                gradients_in.append(torch.empty_strided((), (), dtype=layout.dtype).expand(layout.shape))
         memory.most = most
         blocks.counter.seen += ctx.figures.backward_volumes
-        return None, None, None, *made
+        return None, None, None, *gradients_in
 
 
 def _call_key(block: nn.Module, arguments: Any) -> str:
@@ -264,12 +264,12 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     inside = _inside(value)
     if inside is None or not _tensors_in(value):
         return value
-    changed = {key: _with_tensors(one, tensors) for key, one in inside.items()}
+    changed = {key: _with_tensors(part, tensors) for key, part in inside.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(changed.values())
     if isinstance(value, dict):
         return changed
     copied = copy.copy(value)
-    for key, one in changed.items():
-        object.__setattr__(copied, key, one)  # also of a frozen one
+    for key, part in changed.items():
+        object.__setattr__(copied, key, part)  # also of a frozen one
     return copied

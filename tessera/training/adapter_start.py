@@ -20,8 +20,8 @@ def start_from_weights(module: nn.Module) -> None:
     for path, layer in adapted_layers(module).items():
         if not (layer.adapter.dora or layer.adapter.pissa):
             continue
-        own = layer.base_weight(torch.float32)
-        weight = whole_tensor(own).float()
+        base_weight = layer.base_weight(torch.float32)
+        weight = whole_tensor(base_weight).float()
         if layer.lora_m is not None:
             keep_shard(layer.lora_m.weight, weight.norm(dim=1))
         if layer.adapter.pissa:

@@ -40,7 +40,7 @@ def test_commands_of_the_page_work_one_after_another(
     for words in typed:
         monkeypatch.setattr(sys, "argv", ["tessera", *words, *(FAST if words[0] == "train" else ())])
         monkeypatch.setattr(sys, "stdin", io.StringIO("What is this?\n"))  # tessera chat asks, and ends with its input
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as ended:
             main()
-        assert not left.value.code, f"tessera {shlex.join(words)}"
+        assert not ended.value.code, f"tessera {shlex.join(words)}"
     assert (tmp_path / "runs" / "demo" / "report.html").exists()

@@ -80,8 +80,8 @@ def test_lines_are_questions_and_commands(
         "no",
     ]
     run(chat, lines, monkeypatch)
-    (asked, answer) = chat.turns
-    assert [part["type"] for part in asked["content"]] == ["image", "text"]
+    (question, answer) = chat.turns
+    assert [part["type"] for part in question["content"]] == ["image", "text"]
     assert answer["content"] in capsys.readouterr().out
     saved = json.loads(file.read_text())["messages"]
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]

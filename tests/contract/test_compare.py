@@ -62,10 +62,10 @@ def test_auto_processor_loads_an_export(folder: tuple[str, Path]) -> None:
         return
     with pytest.raises(ImportError, match="VideoProcessor requires the Torchvision"):
         AutoProcessor.from_pretrained(exported)
-    made = load_processor(exported)
-    assert type(made).__mro__[1].__module__.startswith("transformers.")
-    assert made.video_processor is None
-    assert made.image_processor is not None
+    processor = load_processor(exported)
+    assert type(processor).__mro__[1].__module__.startswith("transformers.")
+    assert processor.video_processor is None
+    assert processor.image_processor is not None
 
 
 @pytest.mark.parametrize("folder", ["internvl"], indirect=True)

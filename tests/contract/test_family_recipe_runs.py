@@ -67,13 +67,13 @@ def rows_for(name: str, case: str, demo: Path, folder: Path) -> Path:
     if name == "tasks/tools":
         rows = [TOOL_ROW] * 4
     if name in ("tasks/captioning", "tasks/projector"):
-        shown = [row for row in rows if row["id"].startswith("caption-")]
+        with_images = [row for row in rows if row["id"].startswith("caption-")]
         rows = [
             {"text": row["messages"][1]["content"], "images": [row["messages"][0]["content"][0]["image"]]}
-            for row in shown
+            for row in with_images
         ]
     if name == "tasks/vqa":
-        shown = [row for row in rows if row["id"].startswith("vqa-")]
+        with_images = [row for row in rows if row["id"].startswith("vqa-")]
         rows = [
             {
                 "image": row["messages"][0]["content"][0]["image"],
@@ -82,7 +82,7 @@ def rows_for(name: str, case: str, demo: Path, folder: Path) -> Path:
                     {"from": "gpt", "value": row["messages"][1]["content"]},
                 ],
             }
-            for row in shown
+            for row in with_images
         ]
     written = folder / "rows.jsonl"
     written.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

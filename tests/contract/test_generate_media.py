@@ -50,10 +50,10 @@ def test_a_sample_is_written_and_made_again_pixel_by_pixel(wan: Path, tmp_path: 
 def test_prompts_of_a_file_are_numbered_samples(wan: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a cat\nthe dog\n")
     words = ["generate", str(wan), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "x.png")]
-    found = CliRunner().invoke(app, [*words, *SMALL, "--frames", "1", "--count", "2", "--device", "cpu"])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(app, [*words, *SMALL, "--frames", "1", "--count", "2", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [f"x-{n}.png" for n in range(4)]
-    assert "sample 4 of 4, step 1 of 1" in found.output
+    assert "sample 4 of 4, step 1 of 1" in result.output
     (alone,) = tessera.pipeline(wan, device="cpu").generate("the dog", seed=3, height=32, width=48, frames=1, steps=1)
     assert np.array_equal(np.asarray(Image.open(tmp_path / "x-3.png")), alone.frames[0])
 
@@ -94,7 +94,7 @@ def test_what_means_nothing_is_refused_with_code_2(
 
 @pytest.mark.slow
 def test_ranks_that_a_command_starts_write_the_sample_of_one_process(wan: Path, tmp_path: Path) -> None:
-    def made(name: str, *words: str) -> tuple[np.ndarray, str]:
+    def generate(name: str, *words: str) -> tuple[np.ndarray, str]:
         out = tmp_path / name
         command = [sys.executable, "-m", "tessera.cli.main", "generate", str(wan), "--prompt", "a -- red kite"]
         command += ["--out", str(out), "--device", "cpu", *SMALL, "--frames", "1", *words]
@@ -102,8 +102,8 @@ def test_ranks_that_a_command_starts_write_the_sample_of_one_process(wan: Path, 
         assert done.returncode == 0, done.stderr
         return np.asarray(Image.open(out)).astype(int), done.stdout + done.stderr
 
-    alone, _ = made("one.png")
-    shared, said = made("two.png", "--nproc", "2", "--vae-slicing")
+    alone, _ = generate("one.png")
+    shared, said = generate("two.png", "--nproc", "2", "--vae-slicing")
     assert np.abs(alone - shared).max() <= 1, "rounding may move a value over the border of a level"
     assert said.count("step 1 of 1") == 1, "the first rank tells how far it is"
     described = json.loads((tmp_path / "two.json").read_text())
@@ -113,6 +113,6 @@ def test_ranks_that_a_command_starts_write_the_sample_of_one_process(wan: Path, 
 
 def test_a_layout_without_ranks_is_refused(wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(wan), "a cat", "--out", str(tmp_path / "x.png"), *SMALL, "--frames", "1", "--cp", "2"]
-    found = CliRunner().invoke(app, words)
-    assert "needs as many ranks" in str(found.exception)
-    assert "--nproc 2" in str(found.exception)
+    result = CliRunner().invoke(app, words)
+    assert "needs as many ranks" in str(result.exception)
+    assert "--nproc 2" in str(result.exception)

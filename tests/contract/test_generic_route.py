@@ -71,8 +71,8 @@ def advised(error: TesseraError) -> dict[str, str]:
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     loss.backward()
-    found = {path: one.grad for path, one in model.named_parameters() if one.grad is not None}
-    return {"loss": loss.detach(), **found}
+    gradient_of = {path: one.grad for path, one in model.named_parameters() if one.grad is not None}
+    return {"loss": loss.detach(), **gradient_of}
 
 
 def alone_in_the_library(kind: str, folder: Path, items: list[Any], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -42,9 +42,9 @@ def write_media(folder: Path, kind: str, images: bool, edits: bool = False) -> P
                 write_image(folder / name, shade=30 * number + 20 * shade)
             else:
                 write_video(folder / name, 9)
-        own = {"chosen": names[0], "rejected": names[1]} if kind == "generation_preference" else {"path": names[0]}
+        media = {"chosen": names[0], "rejected": names[1]} if kind == "generation_preference" else {"path": names[0]}
         more = {"references": names[1:]} if edits else {}
-        rows.append({"cap": "a red kite moving left", **own, **more})
+        rows.append({"cap": "a red kite moving left", **media, **more})
     return write_jsonl(folder / "set.jsonl", rows)
 
 

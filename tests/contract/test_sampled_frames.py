@@ -65,8 +65,8 @@ def reference(family: str, total: int, rate: float) -> list[int]:
     """Its own function, of a processor that only has the settings it looks at."""
     settings, sampling = FAMILIES[family][2:]
     metadata = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
-    asked = {"fps": sampling.fps} if family == "internvl" else {}
-    return [int(n) for n in own_function(*FAMILIES[family][:2])(SimpleNamespace(**settings), metadata, **asked)]
+    options = {"fps": sampling.fps} if family == "internvl" else {}
+    return [int(n) for n in own_function(*FAMILIES[family][:2])(SimpleNamespace(**settings), metadata, **options)]
 
 
 @functools.cache
@@ -74,10 +74,10 @@ def own_function(module: str, name: str) -> Callable[..., Any]:
     """`sample_frames` of the installed library, taken out of its file: importing it would want torchvision, which is
     asked for pixels and not for this. A class without one of its own has that of all."""
     for where in (f"transformers.models.{module}.video_processing_{module}", "transformers.video_processing_utils"):
-        found = importlib.util.find_spec(where)
-        assert found is not None
-        assert found.origin is not None
-        tree = ast.parse(Path(found.origin).read_text())
+        module_spec = importlib.util.find_spec(where)
+        assert module_spec is not None
+        assert module_spec.origin is not None
+        tree = ast.parse(Path(module_spec.origin).read_text())
         wanted = {name, "BaseVideoProcessor"}
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in wanted]
         inside = [node for one in classes for node in one.body if isinstance(node, ast.FunctionDef)]
@@ -88,7 +88,7 @@ def own_function(module: str, name: str) -> Callable[..., Any]:
                 argument.annotation = None
             functions[-1].returns = None
             names = {"math": math, "np": np, "torch": torch, "default_sample_indices_fn": default_sample_indices_fn}
-            exec(compile(ast.Module([functions[-1]], []), found.origin, "exec"), names)
+            exec(compile(ast.Module([functions[-1]], []), module_spec.origin, "exec"), names)
             return names["sample_frames"]  # type: ignore[return-value]
     raise AssertionError(f"no sample_frames for {name}")
 
@@ -136,9 +136,9 @@ def test_every_family_has_its_rule(module: str, name: str, rule: str, multiple: 
     preset["text"] = {**preset["text"], "vocab_size": 400, "eos_token_id": None, "bos_token_id": None}
     config = spec.config.model_validate({**preset, **{key: ids[word] for key, word in tokens.items()}})
     assert spec.processor is not None
-    made = spec.processor(config, folder)
-    assert type(made).__name__ == name
-    assert (made.sampling.rule, made.sampling.multiple) == (rule, multiple)
+    processor = spec.processor(config, folder)
+    assert type(processor).__name__ == name
+    assert (processor.sampling.rule, processor.sampling.multiple) == (rule, multiple)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -44,23 +44,23 @@ FAMILIES: dict[str, tuple[Callable[[Path], Any], Noise, dict[str, Any], dict[str
 
 
 def sampled(rank: int, world: int, folder: Path, layouts: list[dict[str, Any]], options: dict[str, Any]) -> list[Any]:
-    found = []
+    samples = []
     for layout in layouts:
         pipeline = tessera.pipeline(folder, device="cpu", parallel=layout)
         (sample,) = pipeline.generate(PROMPTS[0], negative=NEGATIVE, steps=3, seed=SEED, **SIZE, **options)
-        found.append(sample.frames)
-    return found
+        samples.append(sample.frames)
+    return samples
 
 
 def assert_ranks_sample_alike(
     folder: Path, reference: tuple[np.ndarray, np.ndarray], layouts: dict[str, dict[str, Any]], options: dict[str, Any]
 ) -> None:
     by_rank = run_ranks(sampled, 2, folder, list(layouts.values()), options)
-    for found in by_rank:
-        for name, frames in zip(layouts, found, strict=True):
+    for samples in by_rank:
+        for name, frames in zip(layouts, samples, strict=True):
             assert_same_pixels(frames, *reference, name)
-    for one, other in zip(*by_rank, strict=True):
-        assert np.array_equal(one, other), "all ranks get the same samples"
+    for first, other in zip(*by_rank, strict=True):
+        assert np.array_equal(first, other), "all ranks get the same samples"
 
 
 @pytest.mark.slow

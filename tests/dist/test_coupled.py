@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.coupling import FEATURES, Feature, asked, refusal
+from tests.coupling import FEATURES, Feature, combines, refusal
 from tests.dist.layouts import Case, good, measure
 from tests.toys.chat_set import MODEL
 
@@ -34,7 +34,7 @@ def case_of(feature: Feature, other: Feature) -> Case:
 
 def cases() -> list[Case]:
     pairs = [(one, other) for number, one in enumerate(FEATURES) for other in FEATURES[:number]]
-    return [case_of(*pair) for pair in pairs if asked(*pair) and refusal(*pair) is None]
+    return [case_of(*pair) for pair in pairs if combines(*pair) and refusal(*pair) is None]
 
 
 @pytest.mark.slow

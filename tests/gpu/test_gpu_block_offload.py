@@ -26,9 +26,9 @@ TOKENS = 256  # few, so that weights make the peak
 
 def step(quantize: str | None, block_offload: bool) -> tuple[float, dict[str, torch.Tensor], int, Plan]:
     """Return the loss, the gradients, the peak in bytes and the plan of one pass forward and backward."""
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    device = torch.device(found.type, torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     recipe: dict[str, Any] = {
         "model": {
             "family": "wan",

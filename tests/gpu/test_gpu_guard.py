@@ -58,11 +58,11 @@ def test_a_bad_step_changes_nothing(data: Path, tmp_path: Path, compute: str, of
     recipe["parallel"], recipe["precision"] = {"offload": offload}, {"compute": compute}
     weights = Weights()
     run = tessera.train(recipe, callbacks=[weights])
-    found = list(read_jsonl(run.folder / "guard.jsonl"))
-    assert found
-    assert all(event["samples"] == ["sample-7"] for event in found)
-    assert all(event["module"].startswith("forward of vision.patch_embed") for event in found)
-    skipped = {event["step"] for event in found}
+    events = list(read_jsonl(run.folder / "guard.jsonl"))
+    assert events
+    assert all(event["samples"] == ["sample-7"] for event in events)
+    assert all(event["module"].startswith("forward of vision.patch_embed") for event in events)
+    skipped = {event["step"] for event in events}
     assert weights.same == [step in skipped for step in range(1, 7)]
     assert weights.on_flag == on_flag
 

@@ -37,9 +37,9 @@ class Numbers(RowSource):
 
 
 def here() -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def busy(device: torch.device) -> torch.Tensor:

@@ -210,7 +210,7 @@ _FRAMES = (_plain, _plain, _plain, _plain, _plain, _false_length, _cut, _flip, _
 @functools.cache
 def torch_files() -> list[bytes]:
     """A state dictionary, one of a training job, and a file in the form that torch had before 1.6."""
-    made = []
+    files = []
     for content, old in (
         (tensors(), False),
         ({"model": OrderedDict(tensors()), "iteration": 3}, False),
@@ -218,8 +218,8 @@ def torch_files() -> list[bytes]:
     ):
         file = io.BytesIO()
         torch.save(content, file, _use_new_zipfile_serialization=not old)
-        made.append(file.getvalue())
-    return made
+        files.append(file.getvalue())
+    return files
 
 
 def broken_archive(chance: Random, data: bytes) -> bytes:
@@ -250,10 +250,10 @@ def _zipped(chance: Random, entries: list[tuple[str, bytes]], lists: bool) -> by
             archive.writestr(zipfile.ZipInfo(name) if not squeezed else name, body)
     data = bytearray(file.getvalue())
     if lists and not squeezed:  # sizes, offsets and lengths in the list of entries, or in the record of its end
-        found = [
+        places = [
             at for at in range(len(data) - 4) if data[at : at + 4] in (b"PK\x01\x02", b"PK\x05\x06", b"PK\x03\x04")
         ]
-        at = chance.choice(found) + chance.choice((8, 10, 12, 16, 20, 24, 26, 28, 30, 42))
+        at = chance.choice(places) + chance.choice((8, 10, 12, 16, 20, 24, 26, 28, 30, 42))
         wrong = struct.pack("<q", chance.choice(NUMBERS[:12]))[: chance.choice((2, 4))]
         data[at : at + len(wrong)] = wrong
     return bytes(data)
@@ -293,9 +293,9 @@ def _other_number(chance: Random, codes: list[bytes], at: int) -> None:
 
 def _everywhere(chance: Random, codes: list[bytes], at: int) -> None:
     """The size of a tensor stands in several places, which would contradict each other."""
-    one = chance.choice([code for code in codes if code[:1] in (b"K", b"M", b"J", b"\x8a")] or [codes[at]])
+    replaced = chance.choice([code for code in codes if code[:1] in (b"K", b"M", b"J", b"\x8a")] or [codes[at]])
     other = _number(chance)
-    codes[:] = [other if code == one else code for code in codes]
+    codes[:] = [other if code == replaced else code for code in codes]
 
 
 def _other_name(chance: Random, codes: list[bytes], at: int) -> None:

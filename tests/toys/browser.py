@@ -27,7 +27,7 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def find_browser() -> str | None:
-    return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    return next((path for name in PROGRAMS if (path := shutil.which(name))), None)
 
 
 class Browser:
@@ -80,8 +80,8 @@ class Browser:
             assert block, "the browser ended"
             self._buffer += block
         line, _, self._buffer = self._buffer.partition(b"\0")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 @contextmanager

@@ -26,19 +26,19 @@ def write_chat_set(folder: Path, samples: int = 40, seed: int = 0) -> Path:
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(samples):
-        shown = []
+        images = []
         for which in range(number % 3):
             width, height = chance.randint(9, 30), chance.randint(9, 30)
             name = f"pictures/{number}-{which}.png"
             pixels = np.random.default_rng(number * 3 + which).integers(0, 255, (height, width, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / name)
-            shown.append({"type": "image", "image": name})
+            images.append({"type": "image", "image": name})
         words = " ".join(chance.choice(["red", "blue", "tall", "small", "old"]) for _ in range(chance.randint(1, 9)))
         rows.append(
             {
                 "id": f"sample-{number}",
                 "messages": [
-                    {"role": "user", "content": [*shown, {"type": "text", "text": f"Say {words}."}]},
+                    {"role": "user", "content": [*images, {"type": "text", "text": f"Say {words}."}]},
                     {"role": "assistant", "content": words},
                 ],
             }

@@ -14,8 +14,8 @@ from torch import Tensor
 @functools.cache
 def load_digits() -> tuple[Tensor, Tensor]:
     """Return the pixels of all scans, 64 each and from -1 to 1, and which digits they show."""
-    found = importlib.util.find_spec("sklearn")
-    assert found is not None
-    assert found.origin is not None
-    table = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    sklearn = importlib.util.find_spec("sklearn")
+    assert sklearn is not None
+    assert sklearn.origin is not None
+    table = np.loadtxt(Path(sklearn.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     return torch.tensor(table[:, :-1] / 8 - 1, dtype=torch.float32), torch.tensor(table[:, -1].astype(int))

@@ -74,9 +74,9 @@ class KeywordRows(RowSource):
 
     def batch(self, rows: Sequence[int]) -> Batch:
         numbers = [row % ROWS for row in rows]
-        made = [MAKERS[self.make](n, generator("cpu", self.seed, "row", n)) for n in numbers]
+        samples = [MAKERS[self.make](n, generator("cpu", self.seed, "row", n)) for n in numbers]
         return Batch(
-            {name: torch.stack([row[name] for row in made]) for name in made[0]},
+            {name: torch.stack([row[name] for row in samples]) for name in samples[0]},
             sample_ids=tuple(f"{self.make}-{n}" for n in numbers),
             counts={"samples": len(numbers)},
             seeds=tuple(derive(self.seed, "row", n) for n in numbers),

@@ -27,17 +27,17 @@ def tokenizer(
     a token, so that a template has as many as the published one, or more. `breaks`: an empty line is a token."""
     from transformers import PreTrainedTokenizerFast
 
-    known = ("<pad>", "</s>", "<unk>", "<s>", *special, *WORDS)
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(known)}, unk_token="<unk>"))
+    vocabulary = ("<pad>", "</s>", "<unk>", "<s>", *special, *WORDS)
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="<unk>"))
     pattern = (r"\n\n|" if breaks else "") + (r"\w|[^\w\s]" if letters else r"\w+|[^\w\s]")
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
-    around = [(word, known.index(word)) for word in (first, last) if word]
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+    around = [(word, vocabulary.index(word)) for word in (first, last) if word]
     if around:
-        made.post_processor = processors.TemplateProcessing(
+        words.post_processor = processors.TemplateProcessing(
             single=" ".join(word for word in (first, "$A", last) if word), special_tokens=around
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=words,
         pad_token="<pad>",
         eos_token="</s>",
         bos_token="<s>",

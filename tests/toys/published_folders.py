@@ -171,8 +171,8 @@ def write_published(root: Path, name: str, layers: int | None = None) -> Path:
         _write(folder / part, config, layers)
     for part, (library, made_by) in parts.items():
         index[part] = [library, made_by]
-        own = _vae(made_by, name) if library == "diffusers" else _encoder(made_by)
-        _write(folder / part, own, layers)
+        settings = _vae(made_by, name) if library == "diffusers" else _encoder(made_by)
+        _write(folder / part, settings, layers)
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
 
@@ -192,8 +192,8 @@ def _vae(made_by: str, name: str) -> dict[str, Any]:
 def _defaults(made_by: Any) -> dict[str, Any]:
     import inspect
 
-    found = inspect.signature(made_by.__init__).parameters.values()
-    return {one.name: one.default for one in found if one.default not in (inspect.Parameter.empty, None)}
+    parameters = inspect.signature(made_by.__init__).parameters.values()
+    return {one.name: one.default for one in parameters if one.default not in (inspect.Parameter.empty, None)}
 
 
 def _encoder(made_by: str) -> dict[str, Any]:
@@ -216,18 +216,18 @@ def _write(folder: Path, config: Mapping[str, Any], layers: int | None) -> None:
 
 def _shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return a configuration with fewer layers, wherever it says how many there are."""
-    found: dict[str, Any] = {}
+    shallow: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found[key] = _shallow(value, layers)
+            shallow[key] = _shallow(value, layers)
         elif key == "layer_types" and isinstance(value, list):
-            found[key] = value[:layers]
+            shallow[key] = value[:layers]
         elif key == "dual_attention_layers":
-            found[key] = [number for number in value if number < layers]
+            shallow[key] = [number for number in value if number < layers]
         elif key == "deepstack_visual_indexes":  # blocks whose features enter the decoder
-            found[key] = list(range(min(layers, len(value))))
+            shallow[key] = list(range(min(layers, len(value))))
         elif key == "vision_feature_layer" and isinstance(value, int):  # counted from the last block
-            found[key] = max(value, -layers)
+            shallow[key] = max(value, -layers)
         else:
-            found[key] = min(value, layers) if key in _DEPTHS and isinstance(value, int) else value
-    return found
+            shallow[key] = min(value, layers) if key in _DEPTHS and isinstance(value, int) else value
+    return shallow

@@ -63,5 +63,5 @@ class SlowNet(PlainNet):
 
     def _slow_backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         time.sleep(self.seconds)  # as while a compiler runs in another process
-        found: Callable[..., Any] = graph.forward
-        return found
+        compiled: Callable[..., Any] = graph.forward
+        return compiled

@@ -26,10 +26,10 @@ class TokenRows(RowSource):
 
     def batch(self, rows: Sequence[int]) -> Batch:
         numbers = [row % ROWS for row in rows]
-        made = [self._row(n) for n in numbers]
+        packed = [self._row(n) for n in numbers]
         return Batch(
-            {name: torch.cat([tensors[name] for tensors, _ in made]) for name in ("tokens", "labels", "positions")},
-            {"text": Segments.of([length for _, lengths in made for length in lengths])},
+            {name: torch.cat([tensors[name] for tensors, _ in packed]) for name in ("tokens", "labels", "positions")},
+            {"text": Segments.of([length for _, lengths in packed for length in lengths])},
             sample_ids=tuple(f"row-{n}" for n in numbers),
             counts={"samples": len(numbers), "tokens": len(numbers) * self.length},
             seeds=tuple(derive(self.seed, "row", n) for n in numbers),

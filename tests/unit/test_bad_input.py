@@ -198,11 +198,11 @@ def test_bad_samples_are_counted_listed_and_skipped(run: Any, tmp_path: Path) ->
 def damaged(data: Path, name: str, copies: int) -> Path:
     """Write rows whose images have a good header and are cut off behind it, which only decoding shows."""
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
-    shown = [row for row in rows if '"image"' in json.dumps(row)][:4]
+    with_images = [row for row in rows if '"image"' in json.dumps(row)][:4]
     for picture in sorted((data / "pictures").iterdir()):
         (data / "torn").mkdir(exist_ok=True)
         (data / "torn" / picture.name).write_bytes(picture.read_bytes()[:60])
-    torn = json.loads(json.dumps(shown).replace("pictures/", "torn/"))
+    torn = json.loads(json.dumps(with_images).replace("pictures/", "torn/"))
     rows = [{**row, "id": f"{copy}-{at}"} for copy in range(copies) for at, row in enumerate(torn)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (data / name).write_text(text)
@@ -230,9 +230,9 @@ def test_more_placeholders_than_pictures(run: Any, data: Path, tmp_path: Path) -
     rows = [{"conversations": [{"from": "human", "value": "<image><image> x"}, {"from": "gpt", "value": "y"}]}]
     rows[0]["images"] = ["pictures/1-0.png"]  # type: ignore[assignment]
     (tmp_path / "odd.json").write_text(json.dumps(rows))
-    made = chat_recipe(data, tmp_path / "runs")
-    made["data"]["train"] = [{"path": str(tmp_path / "odd.json"), "root": str(data)}]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(made))
+    recipe = chat_recipe(data, tmp_path / "runs")
+    recipe["data"]["train"] = [{"path": str(tmp_path / "odd.json"), "root": str(data)}]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     code, said = run("train", tmp_path / "recipe.yaml")
     assert code == 2
     assert "2" in said

@@ -76,9 +76,9 @@ def test_the_canary_sings_where_a_pickle_is_opened(canary: Path, tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that weights and data are read from, below one folder."""
-    root = tmp_path_factory.mktemp("made")
+    root = tmp_path_factory.mktemp("sources")
     write_chat_set(root / "data", samples=8)
     recipe = chat_recipe(root / "data", root / "out", steps=1)
     recipe |= {"checkpoint": {"every": 0, "export": True}, "name": "run"}
@@ -151,18 +151,18 @@ VERBS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
-def relocated(made: Path, root: Path) -> Path:
+def relocated(sources: Path, root: Path) -> Path:
     """A copy in which files name those of the copy."""
-    shutil.copytree(made, root)
+    shutil.copytree(sources, root)
     for path in (root / "recipe.yaml", root / "run/config.yaml", root / "adapters/adapter_config.json"):
-        path.write_text(path.read_text().replace(str(made), str(root)))
+        path.write_text(path.read_text().replace(str(sources), str(root)))
     return root
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_poison_in_the_place_of_each_file(verb: str, made: Path, tmp_path: Path) -> None:
+def test_poison_in_the_place_of_each_file(verb: str, sources: Path, tmp_path: Path) -> None:
     attacked, act = VERBS[verb]
-    names = sorted(path.relative_to(made / attacked) for path in (made / attacked).rglob("*") if path.is_file())
+    names = sorted(path.relative_to(sources / attacked) for path in (sources / attacked).rglob("*") if path.is_file())
     assert names
     pictures = [name for name in names if name.suffix == ".png"]
     for number, name in enumerate([Path(), *(name for name in names if name not in pictures[1:])]):
@@ -170,7 +170,7 @@ def test_poison_in_the_place_of_each_file(verb: str, made: Path, tmp_path: Path)
         for kind in (
             kinds if verb in ("load", "convert mm", "convert dcp") else [kinds[number % 2], kinds[2 + number % 2]]
         ):
-            root = relocated(made, tmp_path / "root")
+            root = relocated(sources, tmp_path / "root")
             if name == Path():
                 for planted in PLANTED:
                     (root / attacked / planted).write_bytes(kind)
@@ -184,9 +184,9 @@ def test_poison_in_the_place_of_each_file(verb: str, made: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.csv", "train.tar", "train.parquet", "train.pt"])
-def test_poison_as_a_data_set_and_as_an_image(name: str, made: Path, tmp_path: Path) -> None:
+def test_poison_as_a_data_set_and_as_an_image(name: str, sources: Path, tmp_path: Path) -> None:
     for number, kind in enumerate(poisons()):
-        root = relocated(made, tmp_path / "root")
+        root = relocated(sources, tmp_path / "root")
         (root / "data" / name).write_bytes(kind)
         (root / "data/image.pt").write_bytes(kind)
         recipe = yaml.safe_load((root / "recipe.yaml").read_text()) | {"out": str(root / "new")}

@@ -44,8 +44,8 @@ class Cancels(nn.Module):
 
 
 def gradients(net: Cancels, x: Tensor) -> dict[str, Tensor]:
-    found = torch.autograd.grad(net(x), list(net.parameters()))
-    return dict(zip((name for name, _ in net.named_parameters()), found, strict=True))
+    values = torch.autograd.grad(net(x), list(net.parameters()))
+    return dict(zip((name for name, _ in net.named_parameters()), values, strict=True))
 
 
 def test_what_cancels_may_differ_by_more_and_a_wrong_gradient_is_found() -> None:

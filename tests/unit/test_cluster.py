@@ -127,7 +127,7 @@ def test_one_machine_needs_no_meeting_point() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "message"),
     [
         (["--slurm", "--nodes", "0"], "--nodes"),
         (["--slurm", "--gpus-per-node", "0"], "--gpus-per-node"),
@@ -142,12 +142,12 @@ def test_one_machine_needs_no_meeting_point() -> None:
         ([], "which scheduler"),
     ],
 )
-def test_a_job_that_cannot_be_is_refused(words: list[str], found: str, tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(yaml.safe_dump(chat_recipe(tmp_path, tmp_path)))
     result = CliRunner().invoke(app, ["launch", str(recipe), *words])
     assert isinstance(result.exception, TesseraError)
-    assert found in str(result.exception)
+    assert message in str(result.exception)
 
 
 def test_the_verb_writes_the_file(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ CARD = RankInfo(0, 4, 0, 2, "alpha", 1, "3.11", "2.13.0", "0.1.0", "model=1 data
 
 
 def cards(**changes: Any) -> list[str]:
-    made = [replace(CARD, rank=rank, local_rank=rank % 2, host="alpha" if rank < 2 else "beta") for rank in range(4)]
-    return [card.dump() for card in [*made[:3], replace(made[3], **changes)]]
+    job = [replace(CARD, rank=rank, local_rank=rank % 2, host="alpha" if rank < 2 else "beta") for rank in range(4)]
+    return [card.dump() for card in [*job[:3], replace(job[3], **changes)]]
 
 
 @pytest.mark.parametrize(
@@ -192,14 +192,14 @@ def meet_in_threads(folders: list[Path | None], patience_s: float = 3.0, **chang
     pair = [replace(CARD, size=2), replace(CARD, size=2, rank=1, local_rank=1, host="beta", **changes)]
     told = ["", ""]
 
-    def one(rank: int) -> None:
+    def meet(rank: int) -> None:
         try:
             met = check_ranks(store, pair[rank], patience_s, folders[rank])
             told[rank] = f"met {len(met)}"
         except TesseraError as error:
             told[rank] = error.what
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

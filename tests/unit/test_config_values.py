@@ -341,10 +341,10 @@ OPTION_KEYS = [(VideoOptions, name) for name in VideoOptions.model_fields] + [(T
 def test_options_of_processors_are_taken_or_told(option: tuple[type[Section], str], value: Any) -> None:
     kind, name = option
     try:
-        made = build(kind, {name: value}, "data.processor")
+        options = build(kind, {name: value}, "data.processor")
     except TesseraError:
         return
-    assert all(math.isfinite(number) for number in numbers_in(made.model_dump()))
+    assert all(math.isfinite(number) for number in numbers_in(options.model_dump()))
 
 
 @settings(thrown, max_examples=200)

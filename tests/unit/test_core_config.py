@@ -134,7 +134,7 @@ def test_a_renamed_key_names_the_new_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said", "meant"),
+    ("settings", "said", "meant"),
     [
         ({"train.ema": 0.9}, "train.ema is a section", "train.ema.decay=0.9"),
         ({"train.ema": True}, "takes it with its defaults", "train.ema={}"),
@@ -144,10 +144,10 @@ def test_a_renamed_key_names_the_new_one() -> None:
     ],
 )
 def test_a_value_in_place_of_a_section_names_the_key_that_was_meant(
-    given: dict[str, object], said: str, meant: str | None
+    settings: dict[str, object], said: str, meant: str | None
 ) -> None:
     with pytest.raises(TesseraError, match=said) as caught:
-        load_config({"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}, given)
+        load_config({"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}, settings)
     assert caught.value.nearest == meant
     assert caught.value.allowed
 

@@ -50,8 +50,8 @@ def test_a_segment_glob_never_crosses_a_dot() -> None:
 )
 def test_paths_are_folded_into_patterns_that_match_them_alone(paths: list[str], folded: list[str]) -> None:
     assert fold_paths(paths) == folded
-    known = sorted({*paths, *PATHS, "text.layers.28.attn.q", "text.layers.0.attn.o", "a.1.q", "a.1.x", "blocks.4"})
-    assert select(folded, known, "t") == [path for path in known if path in paths]
+    all_paths = sorted({*paths, *PATHS, "text.layers.28.attn.q", "text.layers.0.attn.o", "a.1.q", "a.1.x", "blocks.4"})
+    assert select(folded, all_paths, "t") == [path for path in all_paths if path in paths]
 
 
 def test_order_is_that_of_the_paths_and_each_is_taken_once() -> None:

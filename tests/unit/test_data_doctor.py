@@ -34,15 +34,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def looked_at(*paths: Path, **options: Any) -> Diagnosis:
-    given = {"workers": 0, "length": 100, **options}
-    return examine([SourceSection(path=path) for path in paths], given.pop("processor", LetterProcessor()), **given)
+    arguments = {"workers": 0, "length": 100, **options}
+    return examine(
+        [SourceSection(path=path) for path in paths], arguments.pop("processor", LetterProcessor()), **arguments
+    )
 
 
 def counts(diagnosis: Diagnosis) -> dict[str, int]:
-    return {name: found.count for name, found in diagnosis.found}
+    return {name: found.count for name, found in diagnosis.findings.items()}
 
 
-def shown(image: str, text: str = "What?") -> dict[str, Any]:
+def with_image(image: str, text: str = "What?") -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
 
 
@@ -58,12 +60,12 @@ def ask(text: str) -> dict[str, Any]:
 
 # Kind of finding -> messages of one row that has this flaw.
 FLAWS: dict[str, list[dict[str, Any]]] = {
-    "missing-file": [shown("gone.png"), answer("a thing")],
-    "outside-root": [shown("../outside.png"), answer("a thing")],
-    "by-url": [shown("https://images.example.org/a.png"), answer("a thing")],
-    "unreadable-media": [shown("garbage.png"), answer("a thing")],
-    "too-large": [shown("bomb.png"), answer("a thing")],
-    "unfit": [shown("narrow.png"), answer("a thing")],
+    "missing-file": [with_image("gone.png"), answer("a thing")],
+    "outside-root": [with_image("../outside.png"), answer("a thing")],
+    "by-url": [with_image("https://images.example.org/a.png"), answer("a thing")],
+    "unreadable-media": [with_image("garbage.png"), answer("a thing")],
+    "too-large": [with_image("bomb.png"), answer("a thing")],
+    "unfit": [with_image("narrow.png"), answer("a thing")],
     "unknown-role": [{"role": "oracle", "content": "hm"}, answer("a thing")],
     "nothing-trained": [ask("and nobody answers?")],
     "too-long": [ask("long"), answer("a" * 200)],
@@ -90,7 +92,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row("same words", "same answer", id="copy-2"),
         row("first of them", "one", id="twice"),
         row("second of them", "two", id="twice"),
-        {"id": "fine", "messages": [shown("fine.png"), answer("a red thing")]},
+        {"id": "fine", "messages": [with_image("fine.png"), answer("a red thing")]},
     ]
     file = write_jsonl(folder / "zoo.jsonl", rows)
     with file.open("a", encoding="utf-8") as more:
@@ -104,21 +106,21 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_flaw_is_found_once_and_at_its_place(zoo: Path) -> None:
     diagnosis = looked_at(zoo)
-    found = counts(diagnosis)
+    count_of = counts(diagnosis)
     names = list(FLAWS)
-    for name, finding in diagnosis.found:
+    for name, finding in diagnosis.findings.items():
         if name in FLAWS:
             mine = [place for place in finding.locations if place.id == name]
             assert [place.where for place in mine] == [f"zoo.jsonl:{names.index(name) + 1}"], name
             assert mine[0].detail
-    assert set(FLAWS) <= set(found)
+    assert set(FLAWS) <= set(count_of)
     once = set(FLAWS) - {"short-answer"}
-    assert {name: found[name] for name in once} == dict.fromkeys(once, 1)
-    assert found["placeholders"] == 2
-    assert found["bad-row"] == 1
-    assert found["repeated-content"] == 1
-    assert found["repeated-id"] == 1
-    turns = next(finding for name, finding in diagnosis.found if name == "turn-order")
+    assert {name: count_of[name] for name in once} == dict.fromkeys(once, 1)
+    assert count_of["placeholders"] == 2
+    assert count_of["bad-row"] == 1
+    assert count_of["repeated-content"] == 1
+    assert count_of["repeated-id"] == 1
+    turns = diagnosis.findings["turn-order"]
     assert {place.id for place in turns.locations} >= {"two-users", "assistant-first"}
     assert diagnosis.worst == "loss"
     assert diagnosis.exit_code == 1
@@ -130,19 +132,20 @@ def test_every_flaw_is_found_once_and_at_its_place(zoo: Path) -> None:
 
 def test_worst_come_first_and_say_how_to_mend(zoo: Path) -> None:
     diagnosis = looked_at(zoo)
-    severities = [KINDS[name].severity for name, _ in diagnosis.found]
+    severities = [KINDS[name].severity for name in diagnosis.findings]
     assert severities == sorted(severities, key=["loss", "warning", "note"].index)
     text = "\n".join(diagnosis.lines())
-    for name, kind, finding in diagnosis.findings():
+    for name, finding in diagnosis.findings.items():
+        kind = KINDS[name]
         assert f"{kind.title}: {finding.count:,}" in text, name
         assert kind.mend.split()[0] in text
 
 
 def test_without_a_model_lengths_are_characters(zoo: Path) -> None:
     diagnosis = looked_at(zoo, processor=None)
-    found = counts(diagnosis)
-    assert {"missing-file", "placeholders", "nothing-trained", "empty-answer", "all-trained"} <= set(found)
-    assert "too-long" not in found
+    count_of = counts(diagnosis)
+    assert {"missing-file", "placeholders", "nothing-trained", "empty-answer", "all-trained"} <= set(count_of)
+    assert "too-long" not in count_of
     assert not diagnosis.forecast
     assert any("--model" in line for line in diagnosis.lines())
     assert "--model" in diagnosis.html()
@@ -177,14 +180,14 @@ def test_only_decoding_finds_what_lies_behind_a_header(tmp_path: Path) -> None:
 
 def test_one_answer_for_most_and_one_picture_for_many(tmp_path: Path) -> None:
     pictures(tmp_path, ["same.png"])
-    rows = [{"messages": [shown("same.png", f"question {n}"), answer("I cannot" if n % 2 else f"it is {n}")]}
+    rows = [{"messages": [with_image("same.png", f"question {n}"), answer("I cannot" if n % 2 else f"it is {n}")]}
             for n in range(60)]  # fmt: skip
     diagnosis = looked_at(write_jsonl(tmp_path / "set.jsonl", rows))
-    found = dict(diagnosis.found)
-    assert found["one-answer"].count == 30
-    assert "I cannot" in found["one-answer"].locations[0].detail
-    assert found["shared-media"].count == 1
-    assert "same.png: used 60 times" in found["shared-media"].locations[0].detail
+    findings = diagnosis.findings
+    assert findings["one-answer"].count == 30
+    assert "I cannot" in findings["one-answer"].locations[0].detail
+    assert findings["shared-media"].count == 1
+    assert "same.png: used 60 times" in findings["shared-media"].locations[0].detail
 
 
 def test_a_set_of_two_forms_is_a_finding_and_the_other_rows_are_seen(tmp_path: Path) -> None:
@@ -201,10 +204,10 @@ def test_pictures_that_are_enlarged_or_shrunk_are_told(tmp_path: Path) -> None:
     Image.new("RGB", (400, 400)).save(tmp_path / "huge.png")
     file = write_jsonl(tmp_path / "set.jsonl", [seen("tiny.png", id="tiny"), seen("huge.png", id="huge")])
     model = toy(tmp_path)
-    found = dict(looked_at(file, processor=model.processor, work=model.work, length=400).found)
-    assert [place.id for place in found["enlarged"].locations] == ["tiny"]
-    assert [place.id for place in found["shrunk"].locations] == ["huge"]
-    assert "400x400 to " in found["shrunk"].locations[0].detail
+    findings = looked_at(file, processor=model.processor, work=model.work, length=400).findings
+    assert [place.id for place in findings["enlarged"].locations] == ["tiny"]
+    assert [place.id for place in findings["shrunk"].locations] == ["huge"]
+    assert "400x400 to " in findings["shrunk"].locations[0].detail
 
 
 # ---------------------------------------------------------------------------------------------- forecast, figures
@@ -247,12 +250,12 @@ def test_histograms_count_everything_once() -> None:
         chance.lognormal(30, 3, 1000),
         np.zeros(3),
     ):
-        found = histogram("title", "unit", values)
-        assert found is not None
-        assert sum(found.counts) == len(values)
-        assert found.percentiles[50] == pytest.approx(np.median(values))
-        assert chart(found).count("<rect") == len(found.counts)
-        assert len(bars(found)) <= 48
+        binned = histogram("title", "unit", values)
+        assert binned is not None
+        assert sum(binned.counts) == len(values)
+        assert binned.percentiles[50] == pytest.approx(np.median(values))
+        assert chart(binned).count("<rect") == len(binned.counts)
+        assert len(bars(binned)) <= 48
     assert histogram("title", "unit", np.empty(0)) is None
 
 
@@ -294,14 +297,14 @@ def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path) -> None:
     diagnosis = looked_at(data / "train.jsonl", processor=model.processor, work=model.work, length=192, samples=6)
     assert [one.location for one in diagnosis.samples[:6]] == [f"train.jsonl:{n}" for n in range(1, 7)]
     assert 6 < len(diagnosis.samples) <= 9
-    for one in diagnosis.samples:
-        number = int(one.id.split("-")[1])
+    for shown_sample in diagnosis.samples:
+        number = int(shown_sample.id.split("-")[1])
         words = json.loads((data / "train.jsonl").read_text().splitlines()[number])["messages"][1]["content"]
-        trained = "".join(piece.text for piece in one.spans if piece.kind == "trained")
+        trained = "".join(piece.text for piece in shown_sample.spans if piece.kind == "trained")
         assert trained == words + "<|im_end|>"
-        assert 0 < (one.trained or 0) < (one.tokens or 0)
-        assert len(one.media) == number % 3
-        assert all(thumb.tokens and thumb.uri for thumb in one.media)
+        assert 0 < (shown_sample.trained or 0) < (shown_sample.tokens or 0)
+        assert len(shown_sample.media) == number % 3
+        assert all(thumb.tokens and thumb.uri for thumb in shown_sample.media)
     titles = {one.title for one in diagnosis.histograms}
     assert {"Length of a sample", "Patches of a sample", "Work in text", "Work in vision"} <= titles
     assert "⟦" in "\n".join(diagnosis.lines())
@@ -339,8 +342,8 @@ def test_nothing_from_data_becomes_markup_or_a_terminal_code(tmp_path: Path, wit
     name = "<img src=x onerror=alert(3)>.png"
     pictures(folder, [name])
     rows = [
-        {"id": EVIL, "messages": [shown(name, EVIL), answer(EVIL)]},
-        {"id": EVIL + "2", "messages": [shown(EVIL.replace("/", "") + ".png"), answer("gone")]},
+        {"id": EVIL, "messages": [with_image(name, EVIL), answer(EVIL)]},
+        {"id": EVIL + "2", "messages": [with_image(EVIL.replace("/", "") + ".png"), answer("gone")]},
         {"id": EVIL + "3", "messages": [{"role": EVIL, "content": EVIL}]},
     ]
     file = write_jsonl(folder / "<b>evil.jsonl", rows)
@@ -376,9 +379,9 @@ def test_a_sample_that_kills_its_reader_is_named(tmp_path: Path) -> None:
     rows[5]["id"] = "deadly"
     file = write_jsonl(tmp_path / "set.jsonl", rows)
     diagnosis = examine([SourceSection(path=file)], Deadly(), length=100, workers=1, samples=2)
-    found = dict(diagnosis.found)
-    assert found["stuck"].count == 1
-    assert found["stuck"].locations[0].where == "set.jsonl:6"
+    findings = diagnosis.findings
+    assert findings["stuck"].count == 1
+    assert findings["stuck"].locations[0].where == "set.jsonl:6"
     assert diagnosis.total("usable") == 7
 
 
@@ -392,9 +395,9 @@ def test_wrong_input_is_said_plainly(tmp_path: Path) -> None:
 def test_the_same_examination_twice_is_the_same(tmp_path: Path) -> None:
     rows = [row(f"question {n}", f"answer {n}" * 5, id=str(n)) for n in range(300)]
     file = write_jsonl(tmp_path / "set.jsonl", rows)
-    one, two = (replace(looked_at(file, length=30), seconds=0.0) for _ in range(2))
-    assert one.html() == two.html()
-    assert one.json() == two.json()
+    first, two = (replace(looked_at(file, length=30), seconds=0.0) for _ in range(2))
+    assert first.html() == two.html()
+    assert first.json() == two.json()
 
 
 # ---------------------------------------------------------------------------------------------- the bench
@@ -440,13 +443,13 @@ def test_images_and_videos_with_captions_are_examined(tmp_path: Path) -> None:
     ]
     processor = processor_of(pipeline_folder(tmp_path / "model"), num_frames=41)
     diagnosis = looked_at(write_jsonl(tmp_path / "set.jsonl", rows), processor=processor, length=32)
-    found = counts(diagnosis)
+    count_of = counts(diagnosis)
     wanted = {
         *("too-long", "unfit", "unreadable-media", "missing-file"),
         *("empty-caption", "huge-caption", "long-caption"),
     }
-    assert {name: found.get(name) for name in wanted} == dict.fromkeys(wanted, 1)
-    assert not {"nothing-trained", "all-trained", "turn-order", "empty-answer", "short-answer"} & set(found)
+    assert {name: count_of.get(name) for name in wanted} == dict.fromkeys(wanted, 1)
+    assert not {"nothing-trained", "all-trained", "turn-order", "empty-answer", "short-answer"} & set(count_of)
     assert diagnosis.total("usable") == 3
     assert {one.unit for one in diagnosis.histograms} >= {"seconds", "embeddings", "pixels"}
     assert [rung.dropped for rung in diagnosis.forecast if rung.chosen] == [1]

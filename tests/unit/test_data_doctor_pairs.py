@@ -25,11 +25,11 @@ def test_pairs_and_rated_answers_are_read_as_a_run_reads_them(
     described.write_text(json.dumps(recipe(data, tmp_path)))  # JSON is YAML
     rows = data / f"{file}.jsonl"
     processor = for_recipe(described).processor
-    found = examine([SourceSection(path=rows)], processor, length=512, workers=1, samples=2)
+    diagnosis = examine([SourceSection(path=rows)], processor, length=512, workers=1, samples=2)
     count = len(rows.read_text().splitlines())
-    assert (found.total("rows"), found.total("usable")) == (count, count)
-    assert not {name for name, _, _ in found.findings()} & {"turn-order", "nothing-trained", "bad-row"}
-    assert any(span.kind == "trained" for shown in found.samples for span in shown.spans)
+    assert (diagnosis.total("rows"), diagnosis.total("usable")) == (count, count)
+    assert not set(diagnosis.findings) & {"turn-order", "nothing-trained", "bad-row"}
+    assert any(span.kind == "trained" for shown in diagnosis.samples for span in shown.spans)
 
 
 def test_pairs_without_a_recipe_are_told_as_pairs(tmp_path: Path) -> None:

@@ -37,9 +37,11 @@ def test_rows_name_images_that_are_there_and_all_images_are_used(demo: Path) -> 
 def test_the_set_is_small_and_no_held_out_image_is_trained_on(demo: Path) -> None:
     assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) < 300_000
     train, held_out = ((demo / name).read_text(encoding="utf-8") for name in ("train.jsonl", "held_out.jsonl"))
-    shown = [part["image"] for line in held_out.splitlines() for part in json.loads(line)["messages"][0]["content"][:1]]
-    assert len(shown) == len(held_out.splitlines())
-    assert [image for image in shown if f'"{image}"' in train] == []
+    images = [
+        part["image"] for line in held_out.splitlines() for part in json.loads(line)["messages"][0]["content"][:1]
+    ]
+    assert len(images) == len(held_out.splitlines())
+    assert [image for image in images if f'"{image}"' in train] == []
 
 
 def test_the_doctor_finds_nothing_wrong_with_it(demo: Path) -> None:

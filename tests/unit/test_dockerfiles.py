@@ -24,8 +24,8 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 def faults(text: str) -> list[str]:
     """Return what is wrong with a Dockerfile of ours."""
-    found = instructions(text)
-    said = {word: [rest for one, rest in found if one == word] for word, _ in found}
+    steps = instructions(text)
+    said = {word: [rest for one, rest in steps if one == word] for word, _ in steps}
     base = said.get("FROM", [""])
     wrong: list[str] = []
     if any(not re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*", one) for one in base):
@@ -37,8 +37,8 @@ def faults(text: str) -> list[str]:
         wrong.append("apt leaves its lists, or installs what was not asked for")
     if said.get("USER", ["root"])[-1] in ("root", "0"):
         wrong.append("it runs as root")
-    if found and [word for word, _ in found].index("USER" if "USER" in said else found[-1][0]) < max(
-        (number for number, (word, _) in enumerate(found) if word == "RUN"), default=0
+    if steps and [word for word, _ in steps].index("USER" if "USER" in said else steps[-1][0]) < max(
+        (number for number, (word, _) in enumerate(steps) if word == "RUN"), default=0
     ):
         wrong.append("it installs after it has given up its rights")
     installed = re.findall(r"'\.\[([\w,]+)\]'", runs)
@@ -58,16 +58,16 @@ def test_images_are_pinned_small_and_run_without_rights(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_what_is_copied_exists_and_is_not_ignored(file: Path) -> None:
-    kept = re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    not_ignored = re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
     copied = [
-        one
+        source
         for word, rest in instructions(file.read_text(encoding="utf-8"))
         if word == "COPY"
-        for one in rest.split()[:-1]
+        for source in rest.split()[:-1]
     ]
     assert {"pyproject.toml", "tessera", "recipes", PROJECT["readme"], *PROJECT["license-files"]} <= set(copied)
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    assert set(copied) <= set(kept)
+    assert set(copied) <= set(not_ignored)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)

@@ -54,13 +54,13 @@ def ids(page: Path) -> str:
 
 def commands(page: Path) -> list[tuple[str, bool]]:
     """Each with whether it is whole: in a block it is, in a sentence it may be a name alone."""
-    found = []
+    lines = []
     for text in blocks(page, "bash", "sh", ""):
         for line in text.splitlines():
             line = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line.strip())
             if line.startswith("tessera "):
-                found.append((line, True))
-    return found + [(span, False) for span in spans(page) if span.startswith("tessera ")]
+                lines.append((line, True))
+    return lines + [(span, False) for span in spans(page) if span.startswith("tessera ")]
 
 
 @cache
@@ -83,9 +83,9 @@ def parse(line: str, whole: bool) -> tuple[str, ...]:
         name = words.pop(0)
         if any(name in one.opts for one in command.params):  # an option of tessera itself
             return ()
-        found = command.get_command(context, name)
-        assert found is not None, f"{line}: no command {name}"
-        command, context = found, found.make_context(name, [], parent=context, resilient_parsing=True)
+        subcommand = command.get_command(context, name)
+        assert subcommand is not None, f"{line}: no command {name}"
+        command, context = subcommand, subcommand.make_context(name, [], parent=context, resilient_parsing=True)
     if hasattr(command, "get_command"):
         return ()
     try:
@@ -135,14 +135,14 @@ def test_commands_with_a_recipe_that_needs_no_folder_are_planned_as_they_are_pri
 def test_every_command_in_a_recipe_is_one() -> None:
     """Recipes say in their first lines how they are started."""
     recipes = sorted((ROOT / "recipes").rglob("*.yaml"))
-    found = 0
+    count = 0
     for recipe in recipes:
         for line in re.findall(r"^#\s+(tessera .*)$", recipe.read_text(encoding="utf-8"), re.MULTILINE):
             for command in line.split(" && "):
                 if command.startswith("tessera "):
                     parse(command, True)
-                    found += 1
-    assert found >= len(recipes) - 3  # the recipes of the two quick starts are started by programs
+                    count += 1
+    assert count >= len(recipes) - 3  # the recipes of the two quick starts are started by programs
 
 
 def test_a_command_that_is_none_is_found() -> None:
@@ -160,8 +160,8 @@ def is_recipe(tree: dict[str, Any]) -> str | None:
     told = []
     for wrapped in [tree, *({name: tree} for name in SECTIONS)]:
         merged = dict(BASE)
-        for name, given in wrapped.items():
-            merged[name] = {**BASE[name], **given} if name in BASE and isinstance(given, dict) else given
+        for name, section in wrapped.items():
+            merged[name] = {**BASE[name], **section} if name in BASE and isinstance(section, dict) else section
         if isinstance(wrapped.get("train"), dict) and "epochs" in wrapped["train"]:  # in the place of steps
             merged["train"] = {key: value for key, value in merged["train"].items() if key != "steps"}
         if "path" in merged["model"] and "family" not in (tree.get("model") or {}):
@@ -198,15 +198,15 @@ def test_every_key_of_the_pages_exists(page: Path) -> None:
     keys = {re.sub(r"\.(?:0|vision)(?=\.|$)", "", key) for key in KEYS}
     shape = re.compile(rf"(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?=$|[=: ])")
     for span in spans(page):
-        found = shape.match(span)
-        if found is None or found[0].endswith((".py", ".json", ".jsonl", ".html", ".yaml")):
+        match = shape.match(span)
+        if match is None or match[0].endswith((".py", ".json", ".jsonl", ".html", ".yaml")):
             continue
-        key = re.sub(r"\.\d+(?=\.|$)", "", found[0])
+        key = re.sub(r"\.\d+(?=\.|$)", "", match[0])
         if key.startswith(FREE + FOREIGN):
             continue
-        known = key in keys or (ROOT / "tessera" / key.replace(".", "/")).with_suffix(".py").exists()
-        known = known or (ROOT / "tessera" / key.replace(".", "/")).is_dir()
-        assert known, f"{ids(page)} names {span!r}, which is no key"
+        exists = key in keys or (ROOT / "tessera" / key.replace(".", "/")).with_suffix(".py").exists()
+        exists = exists or (ROOT / "tessera" / key.replace(".", "/")).is_dir()
+        assert exists, f"{ids(page)} names {span!r}, which is no key"
 
 
 # ---------------------------------------------------------------------------------------------- words

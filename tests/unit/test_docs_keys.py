@@ -31,6 +31,6 @@ def is_named(key: str, words: set[str]) -> bool:
 @pytest.mark.parametrize("chinese", [False, True], ids=["english", "chinese"])
 def test_every_key_is_named_on_a_page(chinese: bool) -> None:
     pages = [page for page in DOCS.rglob("*.md") if page.name.endswith(".zh.md") == chinese]
-    found = [words_in_code(page) for page in pages if not page.name.startswith(NOT_OURS)]
-    assert len(found) > 15
-    assert [key for key in keys_of(RunConfig) if not any(is_named(key, words) for words in found)] == []
+    words_of_pages = [words_in_code(page) for page in pages if not page.name.startswith(NOT_OURS)]
+    assert len(words_of_pages) > 15
+    assert [key for key in keys_of(RunConfig) if not any(is_named(key, words) for words in words_of_pages)] == []

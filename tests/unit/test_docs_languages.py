@@ -41,11 +41,11 @@ TWINS = [
 
 def code(text: str) -> list[tuple[str, str]]:
     """Return the blocks of a page with their languages, without comments: those are translated."""
-    found = []
+    blocks = []
     for _, language, block in BLOCK.findall(text):
         lines = [re.sub(r"(?:^|\s+)#(?: .*)?$", "", line).rstrip() for line in block.splitlines()]
-        found.append((language, "\n".join(line for line in lines if line)))
-    return found
+        blocks.append((language, "\n".join(line for line in lines if line)))
+    return blocks
 
 
 def headings(text: str) -> list[int]:
@@ -55,11 +55,11 @@ def headings(text: str) -> list[int]:
 
 def tables(text: str) -> list[tuple[int, int]]:
     """Return the rows and columns of the tables of a page."""
-    found: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     for table in re.findall(r"(?:^\|.*\n)+", BLOCK.sub("", text) + "\n", re.MULTILINE):
         rows = table.splitlines()
-        found.append((len(rows), len(re.findall(r"(?<!\\)\|", rows[0]))))
-    return found
+        sizes.append((len(rows), len(re.findall(r"(?<!\\)\|", rows[0]))))
+    return sizes
 
 
 def differences(english: str, chinese: str) -> list[str]:
@@ -106,8 +106,8 @@ def test_pages_in_chinese_lead_to_pages_in_chinese() -> None:
 
 def anchors(page: Path) -> set[str]:
     """Return the names by which the headings of a page can be linked to."""
-    found = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
-    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in found]
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
 
 

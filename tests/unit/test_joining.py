@@ -27,14 +27,14 @@ from tessera.runtime.rendezvous import RankInfo, check_ranks, open_store, rank_i
 
 def listens_at(port: int) -> set[str]:
     """Addresses, as the kernel spells them, at which something listens on a port."""
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         path = Path("/proc/net") / table
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
             address, number = line.split()[1].split(":")
             if line.split()[3] == "0A" and int(number, 16) == port:
-                found.add(address)
-    return found
+                addresses.add(address)
+    return addresses
 
 
 LOOPBACK = "0100007F" if sys.byteorder == "little" else "7F000001"
@@ -155,14 +155,14 @@ def test_in_a_group_of_the_callers_a_rank_takes_the_device_of_its_place(monkeypa
     for rank, machine in enumerate(machines):
         monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
         monkeypatch.setattr("socket.gethostname", lambda machine=machine: machine)
-        with world("auto") as found:
-            taken.append((found.local_rank, found.device.index))
+        with world("auto") as joined:
+            taken.append((joined.local_rank, joined.device.index))
     assert taken == [(0, 0), (1, 1), (0, 0), (1, 1)]
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert rank_on_machine() == 1
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # each process was shown its own
-    with world("auto") as found:
-        assert found.device.index == 0
+    with world("auto") as joined:
+        assert joined.device.index == 0
 
 
 def test_loading_over_ranks_takes_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,10 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(progress, "time", made)
+    fake = Clock()
+    monkeypatch.setattr(progress, "time", fake)
     monkeypatch.delenv("RANK", raising=False)
-    return made
+    return fake
 
 
 def on(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -41,10 +41,10 @@ def on(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def work(clock: Clock, seconds: float, steps: int = 10) -> None:
-    with WorkProgress("loading weights", steps * 10**9) as shown:
+    with WorkProgress("loading weights", steps * 10**9) as line:
         for _ in range(steps):
             clock.now += seconds / steps
-            shown.count(10**9)
+            line.count(10**9)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -64,12 +64,12 @@ def test_a_terminal_has_one_line_that_is_gone_at_the_end(clock: Clock, monkeypat
 
 def test_work_of_few_large_portions_shows_that_it_goes_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on(Terminal(), monkeypatch)
-    with WorkProgress("running a step", 2, "roles") as shown:
+    with WorkProgress("running a step", 2, "roles") as line:
         clock.now += 12
-        shown.count(0)
+        line.count(0)
         assert "running a step: 0 of 2 roles so far, 12 s" in screen.getvalue()
         clock.now += 8
-        shown.count(1)
+        line.count(1)
         assert "1 of 2 roles, 0.05/s, 20 s left" in screen.getvalue()
 
 
@@ -97,7 +97,7 @@ def test_quick_work_and_other_ranks_say_nothing(
 
 
 def test_samples_are_counted_in_their_own_unit_and_nothing_done_is_no_error(clock: Clock) -> None:
-    shown = WorkProgress("evaluating", 500, "samples")
-    assert shown.line(clock.now) == "evaluating: 0 of 500 samples so far, 0 s"
-    shown.count(50)
-    assert shown.line(clock.now + 5) == "evaluating: 50 of 500 samples, 10/s, 45 s left"
+    line = WorkProgress("evaluating", 500, "samples")
+    assert line.line(clock.now) == "evaluating: 0 of 500 samples so far, 0 s"
+    line.count(50)
+    assert line.line(clock.now + 5) == "evaluating: 50 of 500 samples, 10/s, 45 s left"

@@ -61,8 +61,8 @@ def test_a_tensor_that_is_sharded_twice_is_gathered_without_advice(caplog: pytes
 def test_fake_tensors_take_real_ones_along() -> None:
     real = torch.ones(2)
     with internals.fake_tensor_mode() as mode:
-        made = torch.empty(2) + real
-        assert isinstance(mode.from_tensor(real), type(made))
+        result = torch.empty(2) + real
+        assert isinstance(mode.from_tensor(real), type(result))
 
 
 def test_wrappers_give_their_module_back() -> None:
@@ -144,8 +144,8 @@ def test_attention_kernels_take_the_arguments_that_are_passed(name: str, argumen
 def test_pipeline_stages_are_built_on_methods_that_exist() -> None:
     from torch.distributed.pipelining import PipelineStage
 
-    for made in (internals.self_loop_stage(), internals.lone_stage()):
-        assert issubclass(made, PipelineStage)
+    for stage_class in (internals.self_loop_stage(), internals.lone_stage()):
+        assert issubclass(stage_class, PipelineStage)
     if torch.__version__ >= (2, 13):  # stages greet nobody any more, and vote instead
         for method in ("_warmup_forward_vote", "_warmup_backward_result"):
             assert hasattr(PipelineStage, method)
@@ -238,7 +238,7 @@ def test_what_is_asked_of_a_class_of_transformers() -> None:
 def test_every_entry_has_a_test() -> None:
     source = inspect.getsource(inspect.getmodule(test_every_entry_has_a_test))  # type: ignore[arg-type]
     entries = [
-        name for name, found in vars(internals).items() if getattr(found, "__module__", "") == internals.__name__
+        name for name, value in vars(internals).items() if getattr(value, "__module__", "") == internals.__name__
     ]
     kernels = {name for name in entries if name.startswith(("flash_attention", "cudnn_attention"))}
     assert [name for name in {*entries, *internals.__all__} - kernels if f"internals.{name}" not in source] == []

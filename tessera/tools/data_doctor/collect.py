@@ -61,24 +61,24 @@ class Collection:
         self._media: dict[str, list[np.ndarray]] = {}
 
     def add(self, seen: Seen) -> None:
-        """Take over what was found in a chunk."""
+        """Add the results for a chunk."""
         first = int(self.starts[seen.chunk.set])
         for name, values in seen.columns.items():
             column = self.columns.setdefault(name, np.zeros(self.total, dtype=values.dtype))
             column[first + seen.chunk.rows.start : first + seen.chunk.rows.stop] = values
         for name, values in seen.media.items():
             self._media.setdefault(name, []).append(values + first if name == "row" else values)
-        self.tally.merge(seen.found)
+        self.tally.merge(seen.findings)
 
     def media(self, name: str) -> np.ndarray:
         """Return one array over all media parts."""
-        found = self._media.get(name, [])
-        return np.concatenate(found) if found else np.empty(0)
+        parts = self._media.get(name, [])
+        return np.concatenate(parts) if parts else np.empty(0)
 
     def column(self, name: str, keep: np.ndarray | None = None) -> np.ndarray:
         """Return one array over all rows, or over some."""
-        found = self.columns.get(name, np.zeros(self.total, dtype=np.int64))
-        return found if keep is None else found[keep]
+        values = self.columns.get(name, np.zeros(self.total, dtype=np.int64))
+        return values if keep is None else values[keep]
 
     def locate(self, row: int) -> tuple[Source, int]:
         """Return the data set of a row, and its number there."""
@@ -265,13 +265,13 @@ def _kept_by_cutting(
     collected: Collection, examiner: Examiner, tokens: np.ndarray, rows: np.ndarray, tried: np.ndarray, length: int
 ) -> tuple[_Kept, int]:
     """Cut samples to a length. Return the shares that are left, and how many samples could be read."""
-    whole, left = [], []
+    whole, cut = [], []
     for at in tried.tolist():
         try:
-            left.append(examiner.kept_tokens(*collected.locate(int(rows[at])), length))
+            cut.append(examiner.kept_tokens(*collected.locate(int(rows[at])), length))
         except (RecordError, TesseraError, OSError):
             continue
         whole.append(int(tokens[at]))
     if not whole:
         return _Kept(0.0, 0.0), 0
-    return _Kept(sum(left) / sum(whole), sum(count > 0 for count in left) / len(left)), len(left)
+    return _Kept(sum(cut) / sum(whole), sum(count > 0 for count in cut) / len(cut)), len(cut)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tessera.tools.data_doctor.collect import Rung, SetFacts
-from tessera.tools.data_doctor.findings import KINDS, SEVERITIES, Finding, Kind, Severity
+from tessera.tools.data_doctor.findings import KINDS, SEVERITIES, Finding, Severity
 from tessera.tools.data_doctor.histogram import Histogram, bars, short
 from tessera.tools.data_doctor.page import html_page
 from tessera.tools.data_doctor.show import Shown
@@ -26,7 +26,7 @@ _MAX_SHOWN = 700  # characters of a sample
 @dataclass(frozen=True)
 class Diagnosis:
     sets: tuple[SetFacts, ...]
-    found: tuple[tuple[str, Finding], ...]  # worst first
+    findings: dict[str, Finding]  # by kind, worst first
     histograms: tuple[Histogram, ...]
     forecast: tuple[Rung, ...]
     samples: tuple[Shown, ...]
@@ -37,7 +37,7 @@ class Diagnosis:
     @property
     def worst(self) -> Literal["sound", "note", "warning", "loss"]:
         for severity in SEVERITIES:
-            if any(KINDS[name].severity == severity for name, _ in self.found):
+            if any(KINDS[name].severity == severity for name in self.findings):
                 return severity
         return "sound"
 
@@ -55,30 +55,27 @@ class Diagnosis:
             return f"All {rows:,} samples can be used, some look wrong"
         return f"All {rows:,} samples are sound"
 
-    def findings(self) -> list[tuple[str, Kind, Finding]]:
-        return [(name, KINDS[name], found) for name, found in self.found]
-
     def total(self, name: str) -> int:
         return sum(getattr(one, name) for one in self.sets)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the first things to know, named."""
         rows = self.total("rows")
-        known = [("samples", f"{rows:,}"), ("usable", f"{self.total('usable') / max(1, rows):.2%}")]
+        facts = [("samples", f"{rows:,}"), ("usable", f"{self.total('usable') / max(1, rows):.2%}")]
         if self.length is None:
-            known.append(("characters", f"{self.total('characters'):,}"))
+            facts.append(("characters", f"{self.total('characters'):,}"))
         else:
             tokens = max(1, self.total("tokens"))
-            known += [
+            facts += [
                 ("tokens", f"{self.total('tokens'):,}"),
                 ("trained on", f"{self.total('trained') / tokens:.1%}"),
                 ("tokens of media", f"{self.total('media_tokens') / tokens:.1%}"),
             ]
             padding = next((rung.padding for rung in self.forecast if rung.chosen), None)
             if padding is not None:
-                known.append((f"padding at {self.length:,}", f"{padding:.1%}"))
-        known += [(kind, f"{self.total(kind):,}") for kind in ("images", "videos", "audios") if self.total(kind)]
-        return known
+                facts.append((f"padding at {self.length:,}", f"{padding:.1%}"))
+        facts += [(kind, f"{self.total(kind):,}") for kind in ("images", "videos", "audios") if self.total(kind)]
+        return facts
 
     def notes(self) -> list[str]:
         """Return what a reader should know of how this was found out."""
@@ -108,15 +105,7 @@ class Diagnosis:
             "seconds": round(self.seconds, 2),
             "sets": [asdict(one) for one in self.sets],
             "findings": [
-                {
-                    "kind": name,
-                    "severity": kind.severity,
-                    "title": kind.title,
-                    "count": found.count,
-                    "mend": kind.mend,
-                    "locations": [asdict(location) for location in found.locations],
-                }
-                for name, kind, found in self.findings()
+                {"kind": name, **asdict(KINDS[name]), **asdict(finding)} for name, finding in self.findings.items()
             ],
             "histograms": [asdict(one) for one in self.histograms],
             "forecast": [asdict(rung) for rung in self.forecast],
@@ -135,22 +124,26 @@ def terminal_lines(diagnosis: Diagnosis, *, colour: bool, samples: int) -> list[
     lines = [paint(diagnosis.verdict, head, "bold"), ""]
     lines += ["   ".join(f"{name} {paint(value, 'bold')}" for name, value in diagnosis.facts()), ""]
     if len(diagnosis.sets) > 1:
-        lines += [f"  {one.usable:>12,} of {one.rows:>12,} usable   {harmless(one.path)}" for one in diagnosis.sets]
+        lines += [
+            f"  {histogram.usable:>12,} of {histogram.rows:>12,} usable   {harmless(histogram.path)}"
+            for histogram in diagnosis.sets
+        ]
         lines.append("")
-    for _, kind, found in diagnosis.findings():
-        lines.append(f"{paint(_MARKS[kind.severity], kind.severity)} {paint(kind.title, 'bold')}: {found.count:,}")
-        for location in found.locations:
-            name = f" ({harmless(location.id)})" if location.id and location.id != location.where else ""
-            lines += _wrapped(f"{harmless(location.where)}{name}: {harmless(location.detail)}", "      ")
+    for name, finding in diagnosis.findings.items():
+        kind = KINDS[name]
+        lines.append(f"{paint(_MARKS[kind.severity], kind.severity)} {paint(kind.title, 'bold')}: {finding.count:,}")
+        for location in finding.locations:
+            id = f" ({harmless(location.id)})" if location.id and location.id != location.where else ""
+            lines += _wrapped(f"{harmless(location.where)}{id}: {harmless(location.detail)}", "      ")
         lines += [paint(line, "soft") for line in _wrapped(f"mend: {kind.mend}", "      ")]
-    if diagnosis.found:
+    if diagnosis.findings:
         lines.append("")
-    for one in diagnosis.histograms:
-        lines.append(f"{one.title:>24} {short(one.min):>7} {bars(one)} {short(one.max)}")
-        lines.append(paint(f"{'':>24}         {one.summary()}", "soft"))
+    for histogram in diagnosis.histograms:
+        lines.append(f"{histogram.title:>24} {short(histogram.min):>7} {bars(histogram)} {short(histogram.max)}")
+        lines.append(paint(f"{'':>24}         {histogram.summary()}", "soft"))
     lines += _forecast(diagnosis, paint)
-    for shown in diagnosis.samples[:samples]:
-        lines += ["", *_sample(shown, paint)]
+    for sample in diagnosis.samples[:samples]:
+        lines += ["", *_sample(sample, paint)]
     lines += ["", *(paint(line, "soft") for note in diagnosis.notes() for line in _wrapped(note, ""))]
     return lines
 
@@ -172,16 +165,16 @@ def _forecast(diagnosis: Diagnosis, paint: _Paint) -> list[str]:
     return lines
 
 
-def _sample(shown: Shown, paint: _Paint) -> list[str]:
-    counts = "" if shown.tokens is None else f"  {shown.tokens:,} tokens, {shown.trained:,} trained on"
-    lines = [paint(f"── {harmless(shown.location)} ({harmless(shown.id)}){counts}", "bold")]
-    if shown.problem:
-        lines.append(paint(harmless(shown.problem), "loss"))
-    for thumb in shown.media:
+def _sample(sample: Shown, paint: _Paint) -> list[str]:
+    counts = "" if sample.tokens is None else f"  {sample.tokens:,} tokens, {sample.trained:,} trained on"
+    lines = [paint(f"── {harmless(sample.location)} ({harmless(sample.id)}){counts}", "bold")]
+    if sample.problem:
+        lines.append(paint(harmless(sample.problem), "loss"))
+    for thumb in sample.media:
         tokens = "" if thumb.tokens is None else f", {thumb.tokens:,} tokens"
         lines.append(paint(f"   {harmless(thumb.name)}: {thumb.size}{tokens}", "note"))
     text, room = "", _MAX_SHOWN
-    for span in shown.spans:
+    for span in sample.spans:
         words = harmless(span.text, keep_lines=True)
         words = words if len(words) <= room else words[: max(0, room)] + "…"
         room -= len(words)
@@ -196,10 +189,10 @@ def _sample(shown: Shown, paint: _Paint) -> list[str]:
 
 def harmless(text: str, *, keep_lines: bool = False) -> str:
     """Replace control characters by their visible symbols."""
-    kept = "\n\t" if keep_lines else ""
+    allowed = "\n\t" if keep_lines else ""
     return "".join(
         char
-        if char.isprintable() or char in kept
+        if char.isprintable() or char in allowed
         else chr(0x2400 + ord(char))
         if ord(char) < 0x20
         else "\N{REPLACEMENT CHARACTER}"

@@ -90,7 +90,7 @@ def examine(
         examiner = Examiner(sources, processor, limits or Limits(), length, decode, timeout_s)
         with Pool(examiner, _workers(workers), timeout_s=timeout_s) as pool:
             collected = _look_at_all(pool, sources)
-            shown = [
+            shown_samples = [
                 Shown(f"row {item.row + 1}", "", problem=result.reason) if isinstance(result, Lost) else result
                 for item, result in pool.map(_chosen(sources, samples, seed))
             ]
@@ -98,10 +98,10 @@ def examine(
         rungs = [] if processor is None else forecast(collected, examiner, length, work, seed)
         return Diagnosis(
             tuple(collected.sets()),
-            tuple(collected.tally.sorted()),
+            collected.tally.sorted(),
             tuple(_histograms(collected, processor is not None, length, work)),
             tuple(rungs),
-            tuple(shown),
+            tuple(shown_samples),
             None if processor is None else length,
             decode,
             time.perf_counter() - began,
@@ -117,9 +117,9 @@ def _form_of(processor: Processor | None) -> str | None:
     return "preference" if isinstance(processor, PairProcessor) else None
 
 
-def _workers(asked: int | Literal["auto"]) -> int:
+def _workers(workers: int | Literal["auto"]) -> int:
     """Return the number of processes, at least one: a file that crashes its reader must not end the examination."""
-    return min(16, max(1, len(os.sched_getaffinity(0)))) if asked == "auto" else asked
+    return min(16, max(1, len(os.sched_getaffinity(0)))) if workers == "auto" else workers
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -141,9 +141,9 @@ def _look_at_all(pool: Pool, sources: Sequence[Source]) -> Collection:
 
 def _without(chunk: Chunk, lost: Lost) -> Chunk:
     """Return a chunk without the row that ended its reader; without any, should nobody know which it was."""
-    known = {row for row, _ in chunk.lost}
-    left = [row for row in chunk.rows if row not in known]
-    at_fault = [row for row in left if row == lost.at] or left
+    lost_rows = {row for row, _ in chunk.lost}
+    others = [row for row in chunk.rows if row not in lost_rows]
+    at_fault = [row for row in others if row == lost.at] or others
     return replace(chunk, lost=(*chunk.lost, *((row, lost.reason) for row in at_fault)))
 
 
@@ -168,18 +168,20 @@ def _chosen(sources: Sequence[Source], samples: int, seed: int) -> list[ToShow]:
 def _histograms(collected: Collection, tokens: bool, length: int, work: Work | None) -> list[Histogram]:
     measured = np.flatnonzero(collected.column("state") != LOST)
     pixels, ratio = collected.media("pixels"), collected.media("ratio")
-    found = [
+    histograms = [
         histogram(title, unit, collected.column(name, measured), length if name == "tokens" else None)
         for title, unit, name in (*(_WITH_TOKENS if tokens else _WITHOUT_TOKENS), *_ALWAYS)
         if collected.column(name, measured).any()
     ]
-    found.append(histogram("Size of images", "pixels", pixels[pixels > 0], adds_up=False))
+    histograms.append(histogram("Size of images", "pixels", pixels[pixels > 0], adds_up=False))
     if tokens and (ratio != 1).any():
-        found.append(histogram("Pixels seen of each pixel", "times", ratio, adds_up=False))
+        histograms.append(histogram("Pixels seen of each pixel", "times", ratio, adds_up=False))
     if tokens and work is not None and len(measured):
         flops = work({name: values[measured] for name, values in collected.columns.items()})
-        found += [histogram(f"Work in {stream}", "FLOPs", values) for stream, values in flops.items() if values.any()]
-    return [one for one in found if one is not None]
+        histograms += [
+            histogram(f"Work in {stream}", "FLOPs", values) for stream, values in flops.items() if values.any()
+        ]
+    return [one for one in histograms if one is not None]
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -204,8 +206,8 @@ def sets_of(names: Sequence[str]) -> list[SourceSection]:
 def sets_as_in(names: Sequence[str], data: DataSection) -> list[SourceSection]:
     """Return data sets that the command line names; of those that `data` names as well, what it says of them counts:
     where their media lie, how their columns are called."""
-    known = {os.path.abspath(section.path): section for section in (*data.eval, *data.train)}
-    return [known.get(os.path.abspath(section.path), section) for section in sets_of(names)]
+    sections = {os.path.abspath(section.path): section for section in (*data.eval, *data.train)}
+    return [sections.get(os.path.abspath(section.path), section) for section in sets_of(names)]
 
 
 def for_recipe(recipe: Path) -> ForModel:

@@ -150,25 +150,26 @@ class Tally:
     """Count the faults of each kind, and keep the locations of the first few."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Finding] = {}
+        self.findings: dict[str, Finding] = {}
 
     def add(self, kind: str, where: str, id: str, detail: str = "") -> None:
         assert kind in KINDS, kind
-        self.found.setdefault(kind, Finding()).add(SampleLocation(where, id, detail))
+        self.findings.setdefault(kind, Finding()).add(SampleLocation(where, id, detail))
 
     def count(self, kind: str, count: int, locations: Iterable[SampleLocation]) -> None:
         """Set the finding of a kind that the caller has counted over the whole data set."""
         if count:
-            self.found[kind] = Finding(count, list(locations)[:MOST_LOCATIONS])
+            self.findings[kind] = Finding(count, list(locations)[:MOST_LOCATIONS])
 
     def merge(self, other: Mapping[str, Finding]) -> None:
-        for kind, found in other.items():
-            mine = self.found.setdefault(kind, Finding())
-            mine.count += found.count
-            mine.locations += found.locations[: MOST_LOCATIONS - len(mine.locations)]
+        for kind, finding in other.items():
+            mine = self.findings.setdefault(kind, Finding())
+            mine.count += finding.count
+            mine.locations += finding.locations[: MOST_LOCATIONS - len(mine.locations)]
 
-    def sorted(self) -> list[tuple[str, Finding]]:
+    def sorted(self) -> dict[str, Finding]:
         """Return findings, worst first, and of one severity the most frequent first."""
-        return sorted(
-            self.found.items(), key=lambda one: (SEVERITIES.index(KINDS[one[0]].severity), -one[1].count, one[0])
+        names = sorted(
+            self.findings, key=lambda name: (SEVERITIES.index(KINDS[name].severity), -self.findings[name].count, name)
         )
+        return {name: self.findings[name] for name in names}

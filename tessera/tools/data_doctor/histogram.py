@@ -60,7 +60,7 @@ def histogram(
     else:
         edges = np.linspace(low, high if high > low else low + 1, BINS + 1)
     counts, _ = np.histogram(values, bins=edges)
-    found = np.percentile(values, PERCENTILES)
+    percentiles = np.percentile(values, PERCENTILES)
     return Histogram(
         title,
         unit,
@@ -69,7 +69,7 @@ def histogram(
         low,
         high,
         float(values.mean(dtype=np.float64)),
-        {share: float(value) for share, value in zip(PERCENTILES, found, strict=True)},
+        {share: float(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
         tuple(float(edge) for edge in edges),
         tuple(int(count) for count in counts),
         mark,
@@ -86,48 +86,48 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() or size >= 100 else f"{value:.3g}"
 
 
-def chart(found: Histogram) -> str:
+def chart(data: Histogram) -> str:
     """Return the histogram as a figure. Pointing at a bar shows its range and count."""
-    bars = [(count, f"{_range(found, number)}: {count:,}") for number, count in enumerate(found.counts)]
-    marked = () if _one_each(found) else (50, 95)
-    lines = [(_position(found, found.percentiles[p]), "share", f"{p} %") for p in marked]
-    if found.mark is not None and found.edges[0] <= found.mark <= found.edges[-1]:
-        lines.append((_position(found, found.mark), "mark", short(found.mark)))
-    unit = f"{found.unit}, bins grow" if found.log_scale else found.unit
-    note = f'<p class="soft">{html.escape(found.summary())}</p>'
-    return html.bar_chart(found.title, unit, bars, labels=_labels(found), lines=lines, note=note)
+    bars = [(count, f"{_range(data, number)}: {count:,}") for number, count in enumerate(data.counts)]
+    marked = () if _one_each(data) else (50, 95)
+    lines = [(_position(data, data.percentiles[p]), "share", f"{p} %") for p in marked]
+    if data.mark is not None and data.edges[0] <= data.mark <= data.edges[-1]:
+        lines.append((_position(data, data.mark), "mark", short(data.mark)))
+    unit = f"{data.unit}, bins grow" if data.log_scale else data.unit
+    note = f'<p class="soft">{html.escape(data.summary())}</p>'
+    return html.bar_chart(data.title, unit, bars, labels=_labels(data), lines=lines, note=note)
 
 
-def bars(found: Histogram, width: int = 48) -> str:
+def bars(data: Histogram, width: int = 48) -> str:
     """Return the histogram as one line of block characters."""
     levels = " ▁▂▃▄▅▆▇█"
-    step = max(1, math.ceil(len(found.counts) / width))
-    counts = [sum(found.counts[at : at + step]) for at in range(0, len(found.counts), step)]
+    step = max(1, math.ceil(len(data.counts) / width))
+    counts = [sum(data.counts[at : at + step]) for at in range(0, len(data.counts), step)]
     most = max(counts) or 1
     return "".join(levels[0 if not c else max(1, round(8 * c / most))] for c in counts)
 
 
-def _position(found: Histogram, value: float) -> float:
+def _position(data: Histogram, value: float) -> float:
     """Return where a value lies, counted in bars from the left."""
-    edges = np.array(found.edges)
-    at = int(np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(found.counts) - 1))
+    edges = np.array(data.edges)
+    at = int(np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(data.counts) - 1))
     return float(at + (value - edges[at]) / max(edges[at + 1] - edges[at], 1e-12))
 
 
-def _labels(found: Histogram) -> list[tuple[float, str]]:
+def _labels(data: Histogram) -> list[tuple[float, str]]:
     """Return labels as (position in bars, text): both ends and the middle, or values where each bar is one integer."""
-    bins = len(found.counts)
-    if _one_each(found):
+    bins = len(data.counts)
+    if _one_each(data):
         every = max(1, math.ceil(bins / 12))
-        return [(at + 0.5, short(found.edges[at] + 0.5)) for at in range(0, bins, every)]
-    return [(at, short(found.edges[at])) for at in (0, bins // 2, bins)]
+        return [(at + 0.5, short(data.edges[at] + 0.5)) for at in range(0, bins, every)]
+    return [(at, short(data.edges[at])) for at in (0, bins // 2, bins)]
 
 
-def _one_each(found: Histogram) -> bool:
+def _one_each(data: Histogram) -> bool:
     """Return whether each bin is one integer: edges lie between integers."""
-    return math.isclose(found.edges[1] - found.edges[0], 1.0) and not found.edges[0].is_integer()
+    return math.isclose(data.edges[1] - data.edges[0], 1.0) and not data.edges[0].is_integer()
 
 
-def _range(found: Histogram, number: int) -> str:
-    low, high = found.edges[number], found.edges[number + 1]
-    return short(low + 0.5) if _one_each(found) else f"{short(low)} to {short(high)}"
+def _range(data: Histogram, number: int) -> str:
+    low, high = data.edges[number], data.edges[number + 1]
+    return short(low + 0.5) if _one_each(data) else f"{short(low)} to {short(high)}"

@@ -62,7 +62,7 @@ class Seen:
     chunk: Chunk
     columns: dict[str, np.ndarray]
     media: dict[str, np.ndarray]
-    found: dict[str, Finding]
+    findings: dict[str, Finding]
 
 
 class _Look:
@@ -82,7 +82,7 @@ class _Look:
             dtype = np.uint64 if name.startswith("hash.") else np.int64
             columns[name] = np.array([row.get(name, 0) for row in rows], dtype=dtype)
         media = {name: np.array(self.media[name], dtype=dtype) for name, dtype in _PER_MEDIA.items()}
-        return Seen(chunk, columns, media, self.tally.found)
+        return Seen(chunk, columns, media, self.tally.findings)
 
 
 @dataclass
@@ -110,15 +110,15 @@ class Examiner:
             note(item.row)
             return self._show(item)
         look, rows = _Look(self.sources[item.set]), []
-        for row, found in _scan(look.source, item, note):
-            if isinstance(found, Sample):
-                rows.append(self._sample(look, row, found))
+        for row, result in _scan(look.source, item, note):
+            if isinstance(result, Sample):
+                rows.append(self._sample(look, row, result))
                 continue
             rows.append({})
-            if isinstance(found, RecordError):
-                look.report(kind_of(found.reason, "bad-row"), row, found.id, found.reason)
+            if isinstance(result, RecordError):
+                look.report(kind_of(result.reason, "bad-row"), row, result.id, result.reason)
             else:
-                look.report("set-refused", row, "", found.what)
+                look.report("set-refused", row, "", result.what)
         return look.seen(item, rows)
 
     # ------------------------------------------------------------------------------------------ rows
@@ -222,13 +222,13 @@ class Examiner:
         """Return the tokens that a message gains by a media part. Sizes repeat, so results are kept."""
         assert self.processor is not None
         key = (part.kind, size)
-        known = self._media_tokens.get(key)
-        if known is None:
+        tokens = self._media_tokens.get(key)
+        if tokens is None:
             if len(self._media_tokens) >= _KNOWN_SIZES:
                 self._media_tokens.clear()
             with_it = self._plain.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
-            known = self._media_tokens[key] = with_it - self._empty_tokens
-        return known
+            tokens = self._media_tokens[key] = with_it - self._empty_tokens
+        return tokens
 
     @property
     def _plain(self) -> ChatProcessor | CaptionProcessor:
@@ -283,8 +283,8 @@ def _as_spoken(sample: Sample) -> Sample:
     answers = [message for message in sample.messages if message.role in (CHOSEN, REJECTED)]
     if not answers:
         return sample
-    asked = sample.messages[: -len(answers)]
-    return Sample(sample.id, (*asked, Message("assistant", answers[0].parts)))
+    question = sample.messages[: -len(answers)]
+    return Sample(sample.id, (*question, Message("assistant", answers[0].parts)))
 
 
 def _scan(source: Source, chunk: Chunk, note: Note) -> Iterator[tuple[int, Sample | RecordError | TesseraError]]:
@@ -299,9 +299,9 @@ def _scan(source: Source, chunk: Chunk, note: Note) -> Iterator[tuple[int, Sampl
         end = min((row for row in lost if row > at), default=stop)
         note(at)
         try:
-            for row, found in source.scan(range(at, end)):
+            for row, result in source.scan(range(at, end)):
                 at = row + 1
-                yield row, found
+                yield row, result
                 note(at)  # what is read next is the next row's
         except TesseraError as error:
             yield at, error

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tessera.runtime import html
 from tessera.runtime.html import escape, section
-from tessera.tools.data_doctor.findings import Finding, Kind
+from tessera.tools.data_doctor.findings import KINDS, Finding, Kind
 from tessera.tools.data_doctor.histogram import chart
 from tessera.tools.data_doctor.show import Shown, Thumb
 
@@ -41,7 +41,7 @@ _WORDS = {"loss": "loses samples", "warning": "looks wrong", "note": "worth know
 def html_page(diagnosis: Diagnosis) -> str:
     """Return the page of a diagnosis."""
     names = ", ".join(one.path for one in diagnosis.sets)
-    findings = "".join(_finding(kind, one, diagnosis.total("rows")) for _, kind, one in diagnosis.findings())
+    findings = "".join(_finding(KINDS[name], one, diagnosis.total("rows")) for name, one in diagnosis.findings.items())
     sections = [
         f'<header class="{diagnosis.worst}"><p class="soft">{escape(names)}</p><h1>{escape(diagnosis.verdict)}</h1>',
         "".join(f'<p class="soft">{escape(note)}</p>' for note in diagnosis.notes()),
@@ -60,28 +60,28 @@ def _sets(diagnosis: Diagnosis) -> str:
         return ""
     tokens = diagnosis.length is not None
     cells = []
-    for one in diagnosis.sets:
-        counts = (one.rows, one.usable, one.media, one.tokens if tokens else one.characters)
-        trained = [f"{one.trained / max(1, one.tokens):.1%}"] if tokens else []
-        cells.append([escape(one.path), *(f"{count:,}" for count in counts), *trained])
+    for facts in diagnosis.sets:
+        counts = (facts.rows, facts.usable, facts.media, facts.tokens if tokens else facts.characters)
+        trained = [f"{facts.trained / max(1, facts.tokens):.1%}"] if tokens else []
+        cells.append([escape(facts.path), *(f"{count:,}" for count in counts), *trained])
     names = ["set", "samples", "usable", "media", *(["tokens", "trained on"] if tokens else ["characters"])]
     return html.table(names, cells)
 
 
-def _finding(kind: Kind, found: Finding, rows: int) -> str:
+def _finding(kind: Kind, finding: Finding, rows: int) -> str:
     locations = "".join(
         f"<li><code>{escape(location.where)}</code>"
         + (f" <b>{escape(location.id)}</b>" if location.id and location.id != location.where else "")
         + (f": {escape(location.detail)}" if location.detail else "")
         + "</li>"
-        for location in found.locations
+        for location in finding.locations
     )
-    more = found.count - len(found.locations)
-    also = f'<li class="soft">and {more:,} more</li>' if more > 0 and found.locations else ""
-    share = f"{found.count / max(1, rows):.2%} of samples" if found.count <= rows else ""
+    more = finding.count - len(finding.locations)
+    also = f'<li class="soft">and {more:,} more</li>' if more > 0 and finding.locations else ""
+    share = f"{finding.count / max(1, rows):.2%} of samples" if finding.count <= rows else ""
     opened = " open" if kind.severity == "loss" else ""
     return (
-        f'<details class="finding {kind.severity}"{opened}><summary><b>{found.count:,}</b> {escape(kind.title)} '
+        f'<details class="finding {kind.severity}"{opened}><summary><b>{finding.count:,}</b> {escape(kind.title)} '
         f'<span class="soft">{_WORDS[kind.severity]} · {share}</span></summary><ul>{locations}{also}</ul>'
         f'<p><span class="soft">Mend:</span> {escape(kind.mend)}</p></details>'
     )
@@ -118,15 +118,16 @@ def _samples(diagnosis: Diagnosis) -> str:
     return section("Samples", legend + "".join(map(_sample, diagnosis.samples)))
 
 
-def _sample(shown: Shown) -> str:
-    counts = "" if shown.tokens is None else f"{shown.tokens:,} tokens, {shown.trained:,} trained on"
-    problem = f'<p class="problem">{escape(shown.problem)}</p>' if shown.problem else ""
-    more = f'<div class="thumb soft">{shown.more_media} more</div>' if shown.more_media else ""
-    thumbs = "".join(map(_thumb, shown.media)) + more
+def _sample(sample: Shown) -> str:
+    counts = "" if sample.tokens is None else f"{sample.tokens:,} tokens, {sample.trained:,} trained on"
+    id = escape(sample.id) if sample.id != sample.location else ""
+    problem = f'<p class="problem">{escape(sample.problem)}</p>' if sample.problem else ""
+    more = f'<div class="thumb soft">{sample.more_media} more</div>' if sample.more_media else ""
+    thumbs = "".join(map(_thumb, sample.media)) + more
     tags = {"trained": "<mark>{}</mark>", "media": '<span class="media">{}</span>', "context": "{}"}
-    words = "".join(tags[span.kind].format(escape(span.text)) for span in shown.spans)
+    words = "".join(tags[span.kind].format(escape(span.text)) for span in sample.spans)
     return (
-        f"<article><h3><code>{escape(shown.location)}</code> {escape(shown.id) if shown.id != shown.location else ''}"
+        f"<article><h3><code>{escape(sample.location)}</code> {id}"
         f'<span class="soft">{counts}</span></h3>{problem}'
         + (f'<div class="thumbs">{thumbs}</div>' if thumbs else "")
         + (f"<pre>{words}</pre>" if words else "")

@@ -66,22 +66,22 @@ def check_texts(sample: Sample) -> TextFacts:
 
 
 def _oddities(text: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    oddities: list[tuple[str, str]] = []
     if "<" in text or "[" in text:
         special = _SPECIAL.search(text)
         if special:
-            found.append(("special-word", _around(text, special)))
+            oddities.append(("special-word", _around(text, special)))
         loose = _LOOSE.search(text)
         if loose:
-            found.append(("loose-placeholder", _around(text, loose)))
+            oddities.append(("loose-placeholder", _around(text, loose)))
     control = _CONTROL.search(text)
     if control:
-        found.append(("control-character", f"U+{ord(control[0]):04X} in {_around(text, control)}"))
+        oddities.append(("control-character", f"U+{ord(control[0]):04X} in {_around(text, control)}"))
     if not text.isascii():
         broken = _MOJIBAKE.search(text)
         if broken:
-            found.append(("mojibake", _around(text, broken)))
-    return found
+            oddities.append(("mojibake", _around(text, broken)))
+    return oddities
 
 
 def _around(text: str, match: re.Match[str]) -> str:
@@ -100,9 +100,9 @@ def _order(messages: tuple[Message, ...]) -> str | None:
         return "the assistant speaks first"
     if turns[0] == "tool":
         return "a tool answers before anyone asked"
-    for number, (one, next_one) in enumerate(itertools.pairwise(turns), start=2):
-        if one == next_one and one != "tool":
-            return f"two turns of {one} in a row (turns {number - 1} and {number})"
+    for number, (turn, next_one) in enumerate(itertools.pairwise(turns), start=2):
+        if turn == next_one and turn != "tool":
+            return f"two turns of {turn} in a row (turns {number - 1} and {number})"
     if turns[-1] == "user":
         return "ends with a question"
     return None
