@@ -1,4 +1,4 @@
-"""The examples of docs/how-to/bring-your-own-data.md are true."""
+"""The examples of docs/how-to/bring-your-own-data.md and docs/reference/data-sets.md are true."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.sources.fields import COLUMNS
 from tessera.data.sources.source import Source, open_source
 
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-own-data.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+HOW_TO = (DOCS / "how-to" / "bring-your-own-data.md").read_text(encoding="utf-8")
+REFERENCE = (DOCS / "reference" / "data-sets.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", HOW_TO + REFERENCE, re.DOTALL)
 
 
 def test_rows_are_of_the_forms_they_stand_for(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ def test_sections_can_be_read(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "odd.jsonl", [said])
     sample = open_source(sections[1].train[0].model_copy(update={"path": path})).read(0)
     assert [message.role for message in sample.messages] == ["user", "assistant"]
-    table = PAGE[PAGE.index("| name | default") : PAGE.index("## Several sets")].strip().splitlines()
+    table = REFERENCE[REFERENCE.index("| name | default") : REFERENCE.index("## Conversion")].strip().splitlines()
     assert {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])} == set(COLUMNS)
 
 
@@ -57,14 +59,14 @@ def test_conversion_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pictures(tmp_path / "COCO2017" / "train2017", ["a.jpg"])
     (tmp_path / "llava_instruct_150k.json").write_text(json.dumps([seen("a.jpg")]))
     write_jsonl(tmp_path / "data" / "odd.jsonl", [{"dialogue": [{"role": "user", "content": "Hi"}]}])
-    for code in blocks("python")[:2]:
+    for code in blocks("python")[1:]:
         exec(code, {})
     assert json.loads((tmp_path / "data" / "plain.jsonl").read_text())["messages"][0]["content"] == "Hi"
     assert (tmp_path / "mllm_format_llava_instruct_data.json").is_file()
 
 
 def test_the_own_data_set_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "numbers_set.py").write_text(blocks("python")[2])
+    (tmp_path / "numbers_set.py").write_text(blocks("python")[0])
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
         results: list[Any] = []
