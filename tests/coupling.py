@@ -1,6 +1,6 @@
 """What combines with what: every pair of features put to the validator.
 
-`python -m tests.coupling` writes the table into docs/how-to/choose-a-layout.md; a test compares, so that page and
+`python -m tests.coupling` writes the table into docs/reference/layouts.md; a test compares, so that page and
 validator cannot drift apart.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import tessera
 from tessera.errors import TesseraError
 
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "choose-a-layout.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "layouts.md"
 BEGIN, END = "<!-- coupling: begin -->", "<!-- coupling: end -->"
 
 TEXT = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -1,4 +1,4 @@
-"""Every pair of features that the validator accepts trains like one process: the "yes" in choose-a-layout.md."""
+"""Every pair of features that the validator accepts trains like one process: the "yes" in reference/layouts.md."""
 
 from __future__ import annotations
 
