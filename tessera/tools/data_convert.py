@@ -1,4 +1,4 @@
-"""From one spelling of a data set to another: any set to `messages` rows, LLaVA-Instruct to the `mllm` form."""
+"""Convert data sets: any set to `messages` rows, LLaVA-Instruct to the `mllm` form."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 
-SHOWN = 5  # refused rows of which the reason is kept
+SHOWN = 5  # refused rows whose reasons are listed
 
 
 class MissingMediaError(RecordError):
-    """Report that a record names media that are not there."""
+    """Report that a record names a media file that does not exist."""
 
 
 @dataclass
@@ -31,10 +31,10 @@ class Converted:
 
     out: Path
     written: int = 0
-    missing: int = 0  # rows whose media are not there
+    missing: int = 0  # rows with a missing media file
     bad: int = 0  # rows that cannot be read
     reasons: list[tuple[str, str]] = field(default_factory=list)  # of the first rows that were left out
-    root: Path | None = None  # what a recipe must name as `root` of the new set; None where it needs none
+    root: Path | None = None  # the `root` of the new set in a recipe; None where it needs none
 
     def leave_out(self, error: RecordError) -> None:
         """Count a row that is left out."""
@@ -94,7 +94,7 @@ def convert_llava(
             f"no folder {folder!r} in {base}", where="images", fix="give the folder that was made by unpacking COCO2017"
         )
 
-    @functools.cache  # a folder is listed once instead of asked for each of its hundred thousand files
+    @functools.cache  # lists a folder once, and does not check each of its hundred thousand files
     def names_in(inner: str) -> frozenset[str]:
         here = base / folder / inner
         return frozenset(os.listdir(here)) if here.is_dir() else frozenset()
@@ -184,7 +184,7 @@ def _messages_row(sample: Sample) -> dict[str, Any]:
 
 
 def _plain_row(sample: Sample) -> dict[str, Any]:
-    """Return a `text` row: text that nobody says has no role that a message could have."""
+    """Return a `text` row. Plain text has no role, so it cannot be a message."""
     row: dict[str, Any] = {"id": sample.id, "text": ""}
     for part in sample.messages[0].parts:
         if part.kind == "text":
@@ -204,7 +204,7 @@ def _value(id: str, part: Part) -> str:
 
 @contextmanager
 def _fresh(out: Path, overwrite: bool, *inputs: Path) -> Iterator[TextIO]:
-    """Open a file that appears whole, or not at all."""
+    """Open a file for writing that appears complete, or not at all. It may not be one of `inputs`."""
     if out.exists() and not overwrite:
         raise TesseraError(
             f"{out} is already there", where="out", fix="name another file, or --overwrite (overwrite=True in Python)"

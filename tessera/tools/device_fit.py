@@ -1,4 +1,4 @@
-"""Plan a recipe for a device by name: count what a step needs, and try the keys that lower it until it fits."""
+"""Plan a recipe for a named device: count the memory of a step, and try keys that lower it until it fits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tessera.tools.dry_run import Uncountable, device_bytes, for_device, run_rol
 from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model
 
-_WORTH = 0.01  # share of the total from which a change is worth naming
-_TIMES = 3  # that one key is changed further: half of a row, a quarter, an eighth
+_WORTH = 0.01  # least share of the total that a change must save to be named
+_TIMES = 3  # at most, for one key: half of a row, a quarter, an eighth
 
 
 def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan:
-    """Return the plan of a recipe on ranks with such a device, with what it needs there at most."""
+    """Return the plan of a recipe on ranks with this device, with its peak memory."""
     size = find_size(device, "--device")
     search = _Search(size, world)
     config = for_device(config, size)
@@ -42,7 +42,7 @@ class _Count:
 
 
 class _Search:
-    """Try changes of a recipe, each by planning it and, where that can decide, by a step without memory."""
+    """Try changes of a recipe: each is planned and, where that can decide, a step runs without memory."""
 
     def __init__(self, size: DeviceSize, world: int) -> None:
         self._size, self._world = size, world
@@ -57,7 +57,7 @@ class _Search:
         return fit if fit.fits else replace(fit, changes=tuple(self._changes(first)))
 
     def _changes(self, first: _Count) -> list[FitChange]:
-        """Return one change that is enough, the cheapest, or those that are enough together."""
+        """Return the cheapest change that is enough alone, or else changes that are enough together."""
         keys = memory_keys(first.config, self._world, first.plan.roles.blocks)
         for number, key in enumerate(keys, 1):
             tried = self._try(key, first, f"change {number} of {len(keys)}", alone=True)
@@ -79,7 +79,7 @@ class _Search:
         return changes
 
     def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
-        """Return what a recipe needs with a change; None if it cannot have it, or if it could not be enough alone."""
+        """Return the memory of a recipe with a change; None if the change is refused, or cannot be enough alone."""
         try:
             config = _changed(at.config, dict(key.settings))
             plan = build_meta_model(config, self._world).plan
@@ -97,7 +97,7 @@ class _Search:
         plan = plan or build_meta_model(config, self._world).plan
         held = max(device_bytes(plan, position) for position in range(len(plan.memory.by_position)))
         if plan.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
-            # From the second micro-batch on all are alike: gradients are there, and activations come and go.
+            # From the second micro-batch on all are equal: gradients exist, and activations come and go.
             rows = config.train.global_batch * 2 // plan.microbatches
             shorter = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
         else:
@@ -112,7 +112,7 @@ class _Search:
 
 
 def _in_turn(keys: Sequence[MemoryKey]) -> list[MemoryKey]:
-    """Return what lowers the larger part first: without room for weights nothing else can help."""
+    """Return the keys in the order to try: those first with which a run can be resumed."""
     return [key for key in keys if key.while_training] + [key for key in keys if not key.while_training]
 
 

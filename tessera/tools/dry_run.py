@@ -55,26 +55,28 @@ from tessera.tools.repeated_blocks import RepeatedBlocks
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
 
-_SHOW_EVERY = 0.5  # seconds between two looks at what has ended
+_SHOW_EVERY = 0.5  # seconds between two checks for processes that ended
 _PASSED, _ANSWER = "passed\n", "answer "  # lines of a process that runs a role
 
 
 @dataclass(frozen=True)
 class Role:
-    """Describe ranks that do the same work: they differ in the rows they read, the part of a layer they hold, or the
-    one of several equal stages they have."""
+    """Describe ranks that do the same work.
+
+    They differ in the rows that they read, in their shard of a layer, or in which of several equal stages they have.
+    """
 
     positions: tuple[int, ...]  # in the pipeline
     ranks: int  # how many have this role
     volumes: tuple[CommVolume, ...]
-    seconds: float  # that the dry run of it took
+    seconds: float  # of its dry run
     held: int = 0  # bytes on the device all the time, by the plan: weights, optimizer state, buffers
     activations: int = 0  # bytes more at the peak of a step: its batches, activations, gradients, gathered weights
     encoding: int = 0  # bytes of the largest frozen component that comes to the device before the step
 
     @property
     def total(self) -> int:
-        """Return the bytes that a rank needs on its device at most: encoders have left when the model computes."""
+        """Return the peak bytes of a rank on its device. Encoders are not on the device while the model computes."""
         return self.held + max(self.activations, self.encoding)
 
     def describe(self) -> str:
@@ -130,13 +132,13 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     passes = plan.microbatches * len(plan.roles.blocks) * len(alike) // plan.axes.size(PP)
     with pool, WorkProgress(f"{phase}, without memory", passes, "passes of blocks") as progress:
-        told: SimpleQueue[int] = SimpleQueue()  # passes that a process has done: only this thread writes the line
-        running = {pool.submit(_in_new_process, config, world, positions, told.put) for positions in alike.values()}
+        done: SimpleQueue[int] = SimpleQueue()  # of all processes; only this thread writes the progress line
+        running = {pool.submit(_in_new_process, config, world, positions, done.put) for positions in alike.values()}
         roles: list[Role] = []
         while running:
             ended, running = wait(running, timeout=_SHOW_EVERY, return_when=FIRST_COMPLETED)
             roles += [role.result() for role in ended]
-            progress.count(sum(told.get() for _ in range(told.qsize())))
+            progress.count(sum(done.get() for _ in range(done.qsize())))
     return sorted(roles, key=lambda role: role.positions)
 
 
@@ -158,7 +160,7 @@ def _stage_key(plan: Plan, position: int) -> object:
 
 def _in_new_process(config: RunConfig, world: int, positions: Sequence[int], passed: Callable[[int], None]) -> Role:
     request = json.dumps({"recipe": dump_yaml(config), "world": world, "position": positions[0]})
-    path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # families and tasks of the user's own
+    path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # families and tasks of the user
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "tessera.tools.dry_run"],
@@ -186,8 +188,8 @@ def _in_new_process(config: RunConfig, world: int, positions: Sequence[int], pas
     return Role(tuple(positions), len(positions) * answer["ranks"], volumes, answer["seconds"], **memory)
 
 
-def _uncounted(position: int, said: str) -> Uncountable:
-    lines = said.strip().splitlines()
+def _uncounted(position: int, output: str) -> Uncountable:
+    lines = output.strip().splitlines()
     lines = [line for line in lines if re.match(r"[\w.]+(?:Error|Exception|Interrupt)\b", line)] or lines
     return Uncountable(
         f"a step at {position} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
@@ -204,7 +206,7 @@ def main() -> None:
 
 
 def _blocks_are_alone(plan: Plan) -> bool:
-    """Return whether a block can be measured apart from the others: it shares no work and no memory with them."""
+    """Return whether a block can be measured alone: it shares no work and no memory with other blocks."""
     joined = plan.pipeline, plan.tensor, plan.experts, plan.context
     return all(part is None for part in joined) and not (
         plan.sharding.offload or plan.roles.activation_offload or plan.roles.block_offload
@@ -219,8 +221,8 @@ def run_role(
     repeated: bool = True,
     passed: Callable[[], None] = lambda: None,
 ) -> Role:
-    """Run a step of the ranks at a position of the pipeline. `repeated`: blocks that are alike run once, where that
-    counts the same. `passed`: see `RepeatedBlocks`."""
+    """Run a step of the ranks at a position of the pipeline. `repeated`: equal blocks run once, where the counts are
+    the same. `passed`: see `RepeatedBlocks`."""
     began = time.perf_counter()
     setup = build_meta_model(config, world)  # used up below
     plan = setup.plan
@@ -267,7 +269,7 @@ def device_bytes(plan: Plan, position: int) -> int:
 
 
 def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
-    """Count gradients no longer once they are final: with CPU offload they are in host memory then."""
+    """Stop counting gradients that are final: with CPU offload they are in host memory then."""
 
     def leave(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -279,7 +281,8 @@ def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
 
 
 class _DryPipeline(PipelineEngine):
-    """Replace what reads tensors, which have no values here. All micro-batches are alike, so any number will do."""
+    """Replace the parts that read values of tensors, which have none here. All micro-batches are equal, so any number
+    will do."""
 
     stage_class = staticmethod(lone_stage)
 
@@ -294,7 +297,7 @@ class _DryPipeline(PipelineEngine):
 
 
 def _route_evenly(module: nn.Module) -> None:
-    """Send every rank's experts the same number of tokens: which ones tokens choose is not known."""
+    """Send the experts of every rank the same number of tokens: the router's choice is not known."""
     for part in module.modules():
         if isinstance(part, RankDispatch):
             part.read_counts = _even_counts
@@ -323,14 +326,14 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
 
 
 def _as_pair(tokens: int) -> dict[str, Tensor]:
-    """Return what makes a row one pair of answers, each half of it, or one answer that was found good."""
+    """Return the tensors that make a row a pair of answers, each half of the row, or one answer that is rated good."""
     pair = torch.arange(tokens) * 2 // max(1, tokens)
     first = torch.zeros(1, dtype=torch.int64)
     return {"pair": pair, "pair_ids": first, "pair_row": first.clone(), "desirable": torch.ones(1, dtype=torch.bool)}
 
 
 class _OneBatch(RowSource):
-    """Give one ready batch as the only row."""
+    """Serve one ready batch as the only row."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch

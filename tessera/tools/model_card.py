@@ -18,7 +18,7 @@ from tessera.errors import TesseraError
 from tessera.runtime.files import read_metrics
 
 Library = Literal["transformers", "diffusers", "peft"]
-_SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the rest has paths of this machine
+_SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the others hold local paths
 _LOADED = {
     "transformers": "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
     'model = AutoModelForImageTextToText.from_pretrained("{name}")\n'
@@ -87,7 +87,7 @@ def _trained_on(config: RunConfig) -> list[str]:
 
 
 def _results(run: Path) -> list[str]:
-    """Return the last figures of each kind that the run noted."""
+    """Return the last recorded figures of each kind."""
     try:
         rows = read_metrics(run / "metrics.jsonl")
     except (OSError, TesseraError):
@@ -117,7 +117,7 @@ def _recipe(config: RunConfig) -> list[str]:
 
 
 def _folded(targets: list[Any]) -> list[Any]:
-    """Return the targets of adapters by patterns: a run names each adapted layer."""
+    """Return the targets of adapters as patterns: a run lists each adapted layer."""
     by_settings: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for target in targets:
         settings = {} if isinstance(target, str) else {key: target[key] for key in target if key != "modules"}
@@ -131,7 +131,7 @@ def _folded(targets: list[Any]) -> list[Any]:
 
 
 def _without_folders(tree: Any) -> Any:
-    """Return a recipe without folders of a machine: a path is its last part."""
+    """Return a recipe without local folders: of each path only the last part stays."""
     if isinstance(tree, dict):
         public = {key: _without_folders(value) for key, value in tree.items() if key not in ("root", "cache")}
         if "hub_id" in public:

@@ -31,13 +31,13 @@ _MORE = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", CARD)
 
 @dataclass(frozen=True)
 class Pushed:
-    """Say what goes to the hub, or went there."""
+    """Describe what is to be sent to the hub, or was sent."""
 
     id: HubId
     folder: Path
-    files: dict[str, int]  # with their sizes
+    files: dict[str, int]  # name -> bytes
     left_out: tuple[str, ...]
-    card: str | None  # the one that is written; None: there is one
+    card: str | None  # the new model card; None: the folder has one
     url: str | None  # None: nothing was sent
 
     def lines(self) -> list[str]:
@@ -90,7 +90,7 @@ def push(
 
 
 def _folder_of(source: Path) -> tuple[Path, Path | None]:
-    """Return the folder to publish, and the run that it is of, if that is known."""
+    """Return the folder to publish, and its run if that can be determined."""
     if (source / "config.yaml").is_file() and detect_layout(source) is None:
         exports = [source / name for name in ("hf", "adapter") if (source / name).is_dir()]
         if len(exports) > 1:
@@ -142,7 +142,7 @@ def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
 
 
 def _contents(folder: Path, base: str | None) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
-    """Return the files to send by name, or the bytes of those that name folders of this machine."""
+    """Return the files to send, by name: a path, or new bytes for a file that names local folders."""
     record = read_record(folder) if not is_adapters(folder) else None
     problems = [] if record is None else [one for one in changes_since(folder, record) if CARD not in one]
     if problems:

@@ -26,7 +26,7 @@ from tessera.runtime.torch_internals import tree_flatten, tree_unflatten
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 
-_OF_SHARDING = "__composable_api"  # what fully_shard keeps on a module: it works around the call of a block
+_OF_SHARDING = "__composable_api"  # attributes of `fully_shard` on a module: its hooks run around the call of a block
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,32 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Hold what a call of a block needs, in bytes beyond those that live when it begins."""
+    """Hold the memory of one call of a block, in bytes beyond those alive when it begins, and its communication."""
 
     forward_peak: int
     backward_peak: int
-    saved_bytes: int  # for backward, besides arguments and outputs
-    arguments: tuple[bool, ...]  # whether each tensor among them is kept for backward
-    outputs: tuple[tuple[_Layout, bool], ...]  # and whether it is kept for backward
+    saved_bytes: int  # for backward, without arguments and outputs
+    arguments: tuple[bool, ...]  # of each tensor: whether it is saved for backward
+    outputs: tuple[tuple[_Layout, bool], ...]  # of each: layout, and whether it is saved for backward
     tree: Any  # the structure of the outputs
     forward_volumes: tuple[CommVolume, ...]
     backward_volumes: tuple[CommVolume, ...]
 
 
 class RepeatedBlocks:
-    """Take over the calls of a model's blocks. Whatever cannot be measured apart from the model runs as it is."""
+    """Replace the calls of a model's blocks. A block that cannot be measured alone runs as it is."""
 
     def __init__(self, memory: LiveMemory, counter: CommCounter, passed: Callable[[], None]) -> None:
-        """Make it. `passed`: called after each forward pass of a block."""
+        """Start without figures. `passed` is called after each forward pass of a block."""
         self.memory, self.counter, self.passed = memory, counter, passed
         self._figures: dict[object, _Figures | None] = {}  # None: such calls have no stand-in
         self._anchor = torch.empty((), requires_grad=True)
 
     def attach(self, module: nn.Module, paths: Iterable[str], repeated: bool) -> None:
-        """Take over the calls of these blocks; `repeated` False: all of them run. So do those of which parts are
-        sharded by themselves: their weights would be gathered and freed while one is measured."""
+        """Replace the calls of these blocks. With `repeated` False all of them run.
+
+        A block with parts that are sharded on their own runs, too: a measurement would gather and free their weights.
+        """
         for path in paths:
             block = module.get_submodule(path)
             nested = any(isinstance(part, FSDPModule) for part in block.modules() if part is not block)
@@ -98,7 +100,7 @@ class RepeatedBlocks:
     def _measure(
         self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Figures | None:
-        """Return what a call needs; None if it has effects that stay, or returns what it was given."""
+        """Return the figures of a call; None if it has lasting effects, or returns one of its arguments."""
         memory, volumes = self.memory, self.counter.seen
         most, live, sent = memory.most, memory.live, len(volumes)
         gradients = [(parameter, parameter.grad) for parameter in block.parameters()]
@@ -138,7 +140,7 @@ class RepeatedBlocks:
         return figures if memory.live == live and figures is not None and figures.saved_bytes >= 0 else None
 
     def _like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of its own memory, with a gradient where the other has one. No leaf: a graph keeps those."""
+        """Return a tensor with new memory, with a gradient where `tensor` has one. No leaf: a graph keeps leaves."""
         layout = _Layout.of(tensor)
         if not layout.gradient:
             return layout.allocate()
@@ -169,7 +171,7 @@ class _Argument(torch.autograd.Function):
 
 
 class _BackwardBegin(torch.autograd.Function):
-    """Make the gradients of outputs as the blocks behind would, and note what lives when backward reaches a block."""
+    """Make the gradients of outputs as later blocks would, and note the live memory when backward reaches a block."""
 
     @staticmethod
     def forward(ctx: Any, memory: LiveMemory, *outputs: Tensor) -> Tensor:
@@ -208,7 +210,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         blocks, memory = ctx.blocks, ctx.blocks.memory
-        _ = ctx.saved_tensors  # where a larger part is recomputed, this is when
+        _ = ctx.saved_tensors  # a larger checkpointed part is recomputed here
         memory.most = most = max(memory.most, memory.live + ctx.figures.backward_peak)
         gradients_in: list[Tensor | None] = []
         for number, layout in enumerate(ctx.layouts):
@@ -216,7 +218,7 @@ class _StandIn(torch.autograd.Function):
                 gradients_in.append(None)
             elif number < ctx.count:
                 gradients_in.append(layout.allocate())
-            else:  # without memory: what keeps a gradient of a weight copies it, and what adds it does not
+            else:  # one element: a weight that keeps its gradient copies it, and one that adds it does not
                 gradients_in.append(torch.empty_strided((), (), dtype=layout.dtype).expand(layout.shape))
         memory.most = most
         blocks.counter.seen += ctx.figures.backward_volumes
@@ -224,7 +226,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def _call_key(block: nn.Module, arguments: Any) -> str:
-    """Return what two calls have in common that need the same."""
+    """Return a key that is equal for two calls with the same figures."""
     modules = []
     for name, part in block.named_modules():
         settings = {key: value for key, value in vars(part).items() if key not in _OF_EVERY_MODULE}
@@ -235,7 +237,7 @@ def _call_key(block: nn.Module, arguments: Any) -> str:
 
 
 def _described(value: Any) -> Any:
-    """Return what a setting or an argument is like: of tensors, all but their numbers."""
+    """Return a description of a setting or an argument. Tensors are described by type and layout, not by value."""
     if isinstance(value, Tensor):
         return type(value), _Layout.of(value)
     inside = _inside(value)
@@ -243,7 +245,7 @@ def _described(value: Any) -> Any:
 
 
 def _inside(value: Any) -> dict[Any, Any] | None:
-    """Return what a container or a dataclass holds; None if it is neither."""
+    """Return the items of a container or the fields of a dataclass; None if the value is neither."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if type(value) in (list, tuple):
@@ -258,7 +260,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the same with other tensors, in the order of `_tensors_in`."""
+    """Return a copy of `value` with other tensors, in the order of `_tensors_in`."""
     if isinstance(value, Tensor):
         return next(tensors)
     inside = _inside(value)
@@ -271,5 +273,5 @@ def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
         return changed
     copied = copy.copy(value)
     for key, part in changed.items():
-        object.__setattr__(copied, key, part)  # also of a frozen one
+        object.__setattr__(copied, key, part)  # also of a frozen dataclass
     return copied

@@ -1,7 +1,7 @@
-"""What all chunks found, put together: a few numbers for each row and each media, never their text.
+"""Collect the results of all chunks: a few numbers for each row and each media part, never their text.
 
-About a hundred bytes a row. What only shows over the whole (repeated ids, conversations, answers, images) is found
-here by hashes; the rows that are named are read again.
+A row takes about a hundred bytes. Repeated ids, conversations, answers and images are detected by hashes. Rows that a
+finding names are read again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from tessera.data.order.order import PackingConfig, PackingStats, Samples, row_t
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source
 from tessera.errors import TesseraError
-from tessera.tools.data_doctor.findings import MOST_LOCATIONS, SampleLocation, Tally
+from tessera.tools.data_doctor.findings import (
+    MOST_LOCATIONS,
+    SampleLocation,
+    Tally,
+    check_texts,
+    media_hash,
+    media_name,
+)
 from tessera.tools.data_doctor.look import LOST, MEDIA_KINDS, TOO_LONG, USABLE, Examiner, Seen
-from tessera.tools.data_doctor.text_checks import check_texts, media_hash, media_name
 
-ONE_ANSWER = 0.3  # share of the rows that one answer may have
-SHARED = 0.01  # share of the samples that one file may be in
-FEW = 20  # rows below which shares say nothing
+ONE_ANSWER = 0.3  # largest share of rows with the same answer
+SHARED = 0.01  # largest share of samples with the same file
+FEW = 20  # rows: below, shares are not judged
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class Collection:
             facts.append(SetFacts(str(source.path), last - first, len(usable), lost, too_long, **sums))
         return facts
 
-    # ------------------------------------------------------------------------------------------ over the whole
+    # ------------------------------------------------------------------------------------------ all rows
 
     def find_repeats(self) -> None:
         """Add the findings that only show over all rows."""
@@ -123,8 +129,8 @@ class Collection:
         if counts[most] > ONE_ANSWER * answered:
             row = int(firsts[most])
             sample = self._sample(row)
-            said = "" if sample is None else (check_texts(sample).answer or "")[:80]
-            share = f"{counts[most] / answered:.0%} of the last answers are {said!r}"
+            text = "" if sample is None else (check_texts(sample).answer or "")[:80]
+            share = f"{counts[most] / answered:.0%} of the last answers are {text!r}"
             self.tally.count("one-answer", int(counts[most]), [self._location(row, share)])
 
     def _find_shared_media(self) -> None:
@@ -178,8 +184,8 @@ def _repeated(hashes: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
     return int((counts - 1).sum()), groups
 
 
-SAMPLED = 64  # too long samples of each length that are really cut, to know what cutting would save
-PACKED = 200_000  # samples that are really packed, to know the padding
+SAMPLED = 64  # too long samples that are cut, for each length; the rest is estimated
+PACKED = 200_000  # samples that are packed; the rest is estimated
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,7 @@ def _some(numbers: np.ndarray, most: int, chance: np.random.Generator) -> np.nda
 
 
 class _Kept(NamedTuple):
-    """Hold the shares of long samples and of their tokens that are left when they are truncated by turns."""
+    """Hold the shares of long samples and of their tokens that remain after truncation by turns."""
 
     tokens: float
     samples: float
@@ -264,7 +270,7 @@ class _Kept(NamedTuple):
 def _kept_by_cutting(
     collected: Collection, examiner: Examiner, tokens: np.ndarray, rows: np.ndarray, tried: np.ndarray, length: int
 ) -> tuple[_Kept, int]:
-    """Cut samples to a length. Return the shares that are left, and how many samples could be read."""
+    """Cut samples to a length. Return the shares that remain, and how many samples could be read."""
     whole, cut = [], []
     for at in tried.tolist():
         try:

@@ -1,4 +1,4 @@
-"""The examination itself: every row once through worker processes, then what shows only over the whole."""
+"""Examine data sets: every row once in worker processes, then the checks over all rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tessera.tools.data_doctor.show import Shown
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
 
-CHUNK = 256  # rows a worker looks at in one go
+CHUNK = 256  # rows that a worker examines at a time
 RUN_CONFIG = "config.yaml"
 _OF_ANSWERS = {"preference": PairProcessor, "unpaired_preference": RatedProcessor}
 # Histograms: title, unit, column.
@@ -109,7 +109,7 @@ def examine(
 
 
 def _form_of(processor: Processor | None) -> str | None:
-    """Return the form of the rows that a processor is for; None: it is found out from them."""
+    """Return the form of rows that a processor needs; None: any form, detected from the rows."""
     if isinstance(processor, CaptionProcessor):
         return "generation"
     if isinstance(processor, RatedProcessor):
@@ -140,7 +140,7 @@ def _look_at_all(pool: Pool, sources: Sequence[Source]) -> Collection:
 
 
 def _without(chunk: Chunk, lost: Lost) -> Chunk:
-    """Return a chunk without the row that ended its reader; without any, should nobody know which it was."""
+    """Return a chunk without the row that ended its reader; without any row if that one is not known."""
     lost_rows = {row for row, _ in chunk.lost}
     others = [row for row in chunk.rows if row not in lost_rows]
     at_fault = [row for row in others if row == lost.at] or others

@@ -1,6 +1,6 @@
-"""Looks at rows of data sets in worker processes: what headers and words tell, as numbers, hashes and findings.
+"""Examine rows of data sets in worker processes: measures of texts and media headers, hashes and findings.
 
-No text travels back but that of a few findings and of the samples that are shown.
+Workers return no text, except for a few findings and for the samples on the page.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ from tessera.data.sources.source import Source
 from tessera.data.workers.pool import Note
 from tessera.data.workers.worker import time_limit
 from tessera.errors import TesseraError
-from tessera.tools.data_doctor.findings import Finding, Tally, kind_of
+from tessera.tools.data_doctor.findings import (
+    Finding,
+    Tally,
+    check_texts,
+    content_hash,
+    hash_of,
+    kind_of,
+    media_hash,
+    media_name,
+)
 from tessera.tools.data_doctor.show import Shown, show
-from tessera.tools.data_doctor.text_checks import check_texts, content_hash, hash_of, media_hash, media_name
 
 LOST, USABLE, TOO_LONG = 0, 1, 2  # values of the column `state`
 MEDIA_KINDS = ("image", "video", "audio")
@@ -241,9 +249,9 @@ class Examiner:
         return self._plain.measure(Sample("", (Message("user", ()),)), [])["tokens"]
 
     def kept_tokens(self, source: Source, row: int, length: int) -> int:
-        """Return the tokens left of a sample that is cut by turns; 0 when nothing of it fits."""
+        """Return the tokens of a sample after truncation by turns; 0 when nothing of it fits."""
         assert self.processor is not None
-        # An image, a video or a pair of answers is whole, or is left out.
+        # An image, a video or a pair of answers cannot be cut: it fits, or is left out.
         if not isinstance(self.processor, ChatProcessor) or isinstance(self.processor, PairProcessor):
             return 0
         sample = source.read(row)
@@ -302,7 +310,7 @@ def _scan(source: Source, chunk: Chunk, note: Note) -> Iterator[tuple[int, Sampl
             for row, result in source.scan(range(at, end)):
                 at = row + 1
                 yield row, result
-                note(at)  # what is read next is the next row's
+                note(at)  # the reader goes on with the next row
         except TesseraError as error:
             yield at, error
             at += 1

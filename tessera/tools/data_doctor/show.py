@@ -1,4 +1,4 @@
-"""One sample as a model sees it: its text with the trained words marked, its media small."""
+"""Show a sample as a model gets it: its text with the trained words marked, its media as thumbnails."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from PIL import Image
 from tessera.core.batch import IGNORE
 from tessera.core.sample import PLAIN, MediaSize, Part, Sample
 from tessera.data.media.read import ChatProcessor
-from tessera.tools.data_doctor.text_checks import media_name
+from tessera.tools.data_doctor.findings import media_name
 
 THUMBNAIL = 144  # pixels of the longer side
 MOST_MEDIA = 8  # thumbnails of one sample
 MOST_TEXT = 1500  # characters of one span; longer ones are shown by both ends
 MOST_SPANS = 200
-_REPEATED = 4  # the same token so often in a row stands for media
+_REPEATED = 4  # equal tokens in a row that stand for media
 
 
 @dataclass(frozen=True)
