@@ -172,7 +172,7 @@ def _words(ctx: typer.Context) -> list[str]:
     arguments: list[str] = []
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
-        if parameter.name == "nproc" or value is None or value == parameter.default or value in (False, ()):
+        if parameter.name == "nproc" or value is None or value == parameter.default or value is False or value == ():
             continue
         values = [str(part) for part in value] if isinstance(value, (list, tuple)) else [str(value)]
         if parameter.param_type_name == "argument":
@@ -215,6 +215,9 @@ def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where
         raise TesseraError(
             f"{len(values)} strengths for {len(paths)} adapters", where=where, fix=f"give an {option} for each"
         )
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise TesseraError(f"{twice} is named twice", where=where, fix="name it once, with the sum of its strengths")
     return dict(zip(paths, [*values, *[1.0] * (len(paths) - len(values))], strict=True))
 
 

@@ -10,6 +10,7 @@ from tessera.core.batch import Batch
 from tessera.core.row_source import RowSource
 from tessera.core.step_source import StepSource
 from tessera.data.loader.loader import Loader
+from tessera.errors import TesseraError
 
 _READ_AGAIN = "left out of a probe"  # the reason that a batch names for samples that the guard tests apart
 
@@ -84,6 +85,7 @@ class DataWait:
         finally:
             self._thread = None
             self.seconds += time.perf_counter() - started
+        _check_step(microbatches, source)
         return microbatches
 
     def end(self) -> None:
@@ -91,3 +93,18 @@ class DataWait:
         if self._thread == threading.get_ident():
             self._thread = None
             raise WaitEnded
+
+
+def _check_step(microbatches: object, source: StepSource) -> None:
+    """Raise unless a step source returned one or more batches."""
+    if isinstance(microbatches, Sequence) and microbatches:
+        if all(isinstance(batch, Batch) for batch in microbatches):
+            return
+        returned = f"a sequence of {type(microbatches[0]).__name__}"
+    else:
+        returned = "no batch" if isinstance(microbatches, Sequence) else f"a {type(microbatches).__name__}"
+    raise TesseraError(
+        f"next_step of {type(source).__name__} returned {returned}",
+        where="the step source",
+        fix="return a list of one or more tessera.core.batch.Batch, as many on every rank",
+    )

@@ -16,6 +16,7 @@ import tessera
 from tessera.core.batch import Batch
 from tessera.core.callback import Callback
 from tessera.core.step_source import StepSource
+from tessera.errors import TesseraError
 from tessera.training.steps import DataWait
 from tests.toys.callbacks import StopAt
 from tests.toys.step_sources import ListSteps, Policy, PolicyGradient, Rollout
@@ -69,6 +70,16 @@ def test_a_rollout_trains_on_what_the_model_generates_and_resumes_bitwise(tmp_pa
     expected = weights(complete)
     assert all(torch.equal(expected[name], tensor) for name, tensor in weights(resumed).items())
     assert losses(resumed) == losses(complete)
+
+
+@pytest.mark.parametrize("returned", [None, [], Batch({}), [{"x": 1}], iter([Batch({})])])
+def test_a_source_that_returns_no_batches_is_refused_by_name(returned: Any) -> None:
+    class Forgetful(ListSteps):
+        def next_step(self) -> Any:
+            return returned
+
+    with pytest.raises(TesseraError, match="Forgetful"):
+        DataWait().next_step(Forgetful([]), lambda: False)
 
 
 class SaveInside(Callback):
