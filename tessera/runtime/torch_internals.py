@@ -313,7 +313,7 @@ def self_loop_stage() -> type[PipelineStage]:
 def lone_stage() -> type[PipelineStage]:
     """Return a class of pipeline stages that ask no other rank, for one process in a fake world.
 
-    Since 2.13 stages vote whether shapes are known beforehand. Public alternative: none.
+    In 2.13 and 2.14 stages vote whether shapes are known beforehand. Public alternative: `PipelineStage`, since 2.15.
     """
 
     class Agreed:

@@ -93,7 +93,7 @@ def test_a_template_that_forgets_the_image_ends_in_a_sentence(data: Path, tmp_pa
     (folder / "tessera_export.json").unlink()  # it would tell that files were changed
     words = "{% for part in m.content %}{{ part.text }}{% endfor %}"
     (folder / "chat_template.jinja").write_text("{% for m in messages %}" + words + "{% endfor %}")
-    with pytest.raises(TesseraError, match="transformers cannot answer these messages"):
+    with pytest.raises(TesseraError, match=r"transformers cannot \w+ these messages"):
         tessera.compare(folder, data / "train.jsonl", max_new_tokens=1, prove="never")
 
 

@@ -146,6 +146,8 @@ def test_pipeline_stages_are_built_on_methods_that_exist() -> None:
 
     for stage_class in (internals.self_loop_stage(), internals.lone_stage()):
         assert issubclass(stage_class, PipelineStage)
+    if torch.__version__ >= (2, 15):
+        return  # nothing of the two is called any more
     if torch.__version__ >= (2, 13):  # stages greet nobody any more, and vote instead
         for method in ("_warmup_forward_vote", "_warmup_backward_result"):
             assert hasattr(PipelineStage, method)
