@@ -87,7 +87,7 @@ def run(settings: dict[str, Any], steps: int = 2) -> tuple[list[float], dict[str
     ("quantize", "half"),
     [
         (None, False),
-        ("nf4", True),
+        pytest.param("nf4", True, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, True), ("nf4", False))),
     ],
 )
@@ -102,7 +102,7 @@ def test_losses_and_gradients_are_the_same_bit_for_bit(quantize: str | None, hal
     assert plain[2].copies == 0
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [pytest.param(None, marks=pytest.mark.slow), "nf4"])
 def test_two_blocks_at_most_are_on_the_device_and_the_plan_says_how_large_they_are(quantize: str | None) -> None:
     _, _, watched, (module, plan) = run(
         recipe(lora={"quantize": quantize}, half=True, parallel={"block_offload": True})
