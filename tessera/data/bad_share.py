@@ -34,6 +34,7 @@ def check_measured(
             where=names,
             fix=f"{doctor_command(sections)} lists all reasons; mend the data"
             + (f", or set {KEY}={_above(bad / total):g} to go on without them" if bad < total else ""),
+            code="data.too-many-bad-samples",
         )
 
 
@@ -55,6 +56,7 @@ def check_read(bad: int, read: int, limit: float) -> None:
             where="quarantine.jsonl in the run's folder, which lists them with the reasons",
             fix="mend the data, for which `tessera data doctor --decode --recipe RECIPE` reads all of it, and resume; "
             f"or resume with {KEY}={_above(share):g}",
+            code="data.too-many-bad-samples",
         )
 
 
@@ -65,6 +67,7 @@ def check_any_used(read: int) -> None:
             f"none of the {read} samples that were read so far could be used: nothing is trained",
             where="quarantine.jsonl in the run's folder, which lists them with the reasons",
             fix="mend the data; `tessera data doctor --decode --recipe RECIPE` reads all of it",
+            code="data.no-usable-sample",
         )
 
 

@@ -183,7 +183,9 @@ class ChatTemplate:
 
     def words_of(self, part: Part) -> MediaWords:
         if part.kind not in self.media:
-            raise TesseraError(f"this model has no {part.kind} input", fix="leave such samples out")
+            raise TesseraError(
+                f"this model has no {part.kind} input", fix="leave such samples out", code="media.kind-not-supported"
+            )
         return self.media[part.kind]
 
     def _content(self, message: Message, trained: bool, show: Callable[[Part, str], list[ChatSpan]]) -> list[ChatSpan]:

@@ -149,6 +149,7 @@ def keep_tables(file: Path | None, tables: MemoryTables, *, shared: bool = False
             f"the index of the data cannot be written: {error}",
             where=str(file),
             fix="check free disk space and the permissions of the folder",
+            code="data.index-not-writable",
         ) from None
     mapped = open_tables(file, tables.about["key"])
     if shared and mapped is not None:

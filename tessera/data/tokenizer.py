@@ -40,13 +40,19 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             f"no tokenizer.json in {folder}",
             where="model.path or model.tokenizer",
             fix="give a folder with a tokenizer.json, such as a downloaded Hugging Face model",
+            code="tokenizer.no-file",
         )
     data = read_json_mapping(path, _MAX_BYTES)
     if (highest := _highest_id(data)) > _MOST_IDS:
-        raise TesseraError(f"a word of this tokenizer has the number {highest}", where=str(path), fix=_PUBLISHED)
+        raise TesseraError(
+            f"a word of this tokenizer has the number {highest}",
+            where=str(path),
+            fix=_PUBLISHED,
+            code="tokenizer.id-too-high",
+        )
     if _may_take_long(data):
         _try_out(path)
-    with _library_errors(f"not readable as a tokenizer ({path})"):
+    with _library_errors(f"not readable as a tokenizer ({path})", "tokenizer.unreadable-file"):
         return Tokenizer.from_file(str(path))
 
 
@@ -60,12 +66,13 @@ def _from_merges(folder: Path) -> Tokenizer:
             where=str(folder),
             allowed=["Qwen2Tokenizer"],
             fix="give a folder with a tokenizer.json",
+            code="tokenizer.unknown-class",
         )
     lines = read_text(folder / "merges.txt", _MAX_BYTES).splitlines()
     merges = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
     vocab = read_json_mapping(folder / "vocab.json", _MAX_BYTES)
     added = config.get("added_tokens_decoder") or {}
-    with _library_errors(f"vocab.json and merges.txt make no tokenizer ({folder})"):
+    with _library_errors(f"vocab.json and merges.txt make no tokenizer ({folder})", "tokenizer.unreadable-file"):
         tokenizer = _byte_level(BPE(vocab=vocab, merges=merges))
         for number, token in sorted(added.items(), key=lambda one: int(one[0])):
             add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
@@ -76,7 +83,7 @@ def _from_merges(folder: Path) -> Tokenizer:
 
 
 @contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def _library_errors(what: str, code: str = "tokenizer.cannot-encode") -> Iterator[None]:
     """Turn what the library raises into errors of ours.
 
     Where its own code gives up, as over a regular expression that never ends, it raises an exception that passes by
@@ -84,12 +91,10 @@ def _library_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        raise TesseraError(f"{what}: {first_line(error)}") from None
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED) from None
+        raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED, code=code) from None
 
 
 # What makes a regular expression slow without end: a group that is repeated, or several parts of one alternative that
@@ -156,9 +161,13 @@ def _try_out(path: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise TesseraError("this tokenizer takes for ever to encode a plain text", where=where, fix=fix) from None
+        raise TesseraError(
+            "this tokenizer takes for ever to encode a plain text", where=where, fix=fix, code="tokenizer.too-slow"
+        ) from None
     if done.returncode:
-        raise TesseraError("this tokenizer cannot encode a plain text", where=where, fix=fix)
+        raise TesseraError(
+            "this tokenizer cannot encode a plain text", where=where, fix=fix, code="tokenizer.cannot-encode"
+        )
 
 
 class UnknownConversationError(TesseraError):
@@ -176,7 +185,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, control: Iterable[str] = ()) -> None:
         self.json = tokenizer.to_str()
-        with _library_errors("this tokenizer cannot be read as it is written"):
+        with _library_errors("this tokenizer cannot be read as it is written", "tokenizer.unreadable-file"):
             self._text = Tokenizer.from_str(self.json)
         self._text.encode_special_tokens = True
         self._text.no_truncation()
@@ -221,6 +230,7 @@ class ChatEncoder:
                 f"the tokenizer does not know {word}",
                 where="tokenizer.json",
                 fix="use the tokenizer of the model's family",
+                code="tokenizer.unknown-word",
             )
         return int(number)
 
@@ -309,7 +319,10 @@ class ChatEncoder:
             tokens += encoding.ids
             token_offsets += [(first + start, last + start) for first, last in encoding.offsets]
         if not self._control_ids.isdisjoint(tokens):
-            raise TesseraError("the tokenizer makes a control word of what someone says, however it is cut")
+            raise TesseraError(
+                "the tokenizer makes a control word of what someone says, however it is cut",
+                code="tokenizer.forged-control-word",
+            )
         return tokens, token_offsets
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -332,6 +345,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Seque
         raise TesseraError(
             f"a vocabulary of {vocab_size} is too small",
             fix=f"256 bytes and {len(special_tokens)} special words need at least {256 + len(special_tokens)}",
+            code="tokenizer.vocabulary-too-small",
         )
     tokenizer = _byte_level(BPE())
     trainer = trainers.BpeTrainer(

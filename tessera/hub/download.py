@@ -197,6 +197,7 @@ def download_files(
             f"the download of {id} broke off: {error}",
             where=where,
             fix="run the command again: it goes on where it stopped",
+            code="hub.download-broke-off",
         ) from None
     for file in files:
         _verify(folder, file, id.at(commit))
@@ -229,6 +230,7 @@ def _verify(folder: Path, file: RemoteFile, id: HubId) -> None:
             f"{file.name} {problem}: the download was damaged, and it is removed",
             where=str(id),
             fix="run the command again: the other files are kept",
+            code="hub.bytes-differ",
         )
 
 
@@ -248,7 +250,7 @@ def _digest(path: Path, digest: Any) -> str:
 def _check_target(to: Path, id: HubId) -> None:
     """Refuse a folder with other content: files of two models in one folder are neither."""
     if to.exists() and not to.is_dir():
-        raise TesseraError(f"{to} is a file", where="--to", fix="name a folder")
+        raise TesseraError(f"{to} is a file", where="--to", fix="name a folder", code="output.not-a-folder")
     if not to.is_dir() or all(entry.name == NOTES for entry in to.iterdir()):
         return
     try:
@@ -257,7 +259,10 @@ def _check_target(to: Path, id: HubId) -> None:
         other = None
     if other != id.name:
         raise TesseraError(
-            f"{to} holds {'something else' if other is None else other}", where="--to", fix="name an empty folder"
+            f"{to} holds {'something else' if other is None else other}",
+            where="--to",
+            fix="name an empty folder",
+            code="output.folder-not-empty",
         )
 
 
@@ -280,6 +285,7 @@ def one_at_a_time(note: Path, id: HubId) -> Iterator[None]:
                 where=str(id),
                 fix="name a folder that can be written: HF_HUB_CACHE, MODELSCOPE_CACHE, or tessera download --to "
                 "FOLDER",
+                code="hub.cache-not-writable",
             ) from None
         yield
 
@@ -343,6 +349,7 @@ def _without_network(
         nearest=nearest_folder(Path(id.name)) if id.looks_like_path else None,
         fix=f"on a machine with a network: tessera download {replace(id, inside='')}{data} --to FOLDER; copy that "
         f"folder here, and give {key}",
+        code="hub.not-reachable",
     )
 
 

@@ -84,12 +84,14 @@ def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -
             f"{id} has its weights as pickles alone ({few_names(pickles, 3)}), which are never downloaded: opening one "
             "runs code",
             fix="look for a revision with safetensors, such as @refs/pr/N, or for another copy of the model",
+            code="hub.only-pickles",
         )
     missing = f"matches {', '.join(include)}" if include else "is a file of weights or a tokenizer"
     raise TesseraError(
         f"nothing in {id} {missing}",
         allowed=[f"*.{suffix}" for suffix in MODEL_SUFFIXES],
         fix=f"it has {few_names(names) or 'no files'}",
+        code="hub.no-such-files",
     )
 
 
@@ -130,6 +132,7 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
             f"{id} has several sets in it",
             allowed=listed[:12],
             fix=f"say which files, such as {id}/{chosen[0]}",
+            code="hub.several-datasets",
         )
     return DataFiles(_with_media(chosen, pattern, readable), pattern)
 
@@ -153,6 +156,7 @@ def _no_records(id: HubId, names: Sequence[str], why: str) -> list[str]:
         allowed=[f"*.{suffix}" for suffix in RECORD_SUFFIXES],
         fix=f"it has {few_names([name for name in names if is_plain(name)]) or 'no files'}"
         + ("; @refs/convert/parquet often has the same as Parquet files" if code else ""),
+        code="hub.no-such-files",
     )
 
 
@@ -167,6 +171,7 @@ def _of_split(records: Sequence[str], id: HubId, split: Split, names: Sequence[s
             f"{id} does not say which of its files are held out",
             allowed=[f"{id}/{name}" for name in records[:8]],
             fix="name the files, or leave data.eval out",
+            code="hub.unknown-split",
         )
     for word in _SPLITS[split]:
         matching = [name for name in records if word in words[name]]
@@ -176,6 +181,7 @@ def _of_split(records: Sequence[str], id: HubId, split: Split, names: Sequence[s
         f"{id} has no files of the split {split}",
         allowed=[f"{id}/{name}" for name in records[:8]],
         fix="name the files to read",
+        code="hub.unknown-split",
     )
 
 

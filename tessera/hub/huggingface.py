@@ -29,6 +29,7 @@ class HuggingFace:
                 "models and data sets of Hugging Face are downloaded by huggingface_hub, which is not installed",
                 where=where,
                 fix="pip install 'tessera-mm[hf]'",
+                code="environment.no-huggingface-hub",
             ) from None
         self.library: Any = huggingface_hub
         self.where = where
@@ -111,10 +112,14 @@ class HuggingFace:
                 f"{id} is given only to people who have accepted its terms",
                 where=self.where,
                 fix=f"accept them at {page}, then log in with `hf auth login` or set HF_TOKEN",
+                code="hub.terms-not-accepted",
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return TesseraError(
-                f"{id.name} has no revision {id.revision!r}", where=self.where, fix=f"look at {page}/tree/main"
+                f"{id.name} has no revision {id.revision!r}",
+                where=self.where,
+                fix=f"look at {page}/tree/main",
+                code="hub.no-such-revision",
             )
         if isinstance(error, errors.RepositoryNotFoundError):
             return TesseraError(
@@ -124,6 +129,7 @@ class HuggingFace:
                 nearest=nearest_folder(Path(id.name)) if id.looks_like_path else None,
                 fix=f"for a private one log in with `hf auth login` or set HF_TOKEN; for a {what} on this machine name "
                 "a folder that exists",
+                code="hub.no-such-repository",
             )
         if isinstance(error, errors.LocalEntryNotFoundError):
             return Unreachable(first_line(error.__cause__ or error))
@@ -132,12 +138,14 @@ class HuggingFace:
                 f"Hugging Face lists files of {id} that it does not have: {line}",
                 where=self.where,
                 fix=f"look at {page}, and name a commit that has its files, with @COMMIT behind the name",
+                code="hub.no-such-files",
             )
         if error.response is not None and error.response.status_code in (401, 403):
             return TesseraError(
                 f"Hugging Face refuses access to {id.name}: {line}",
                 where=self.where,
                 fix="log in with `hf auth login`, or set HF_TOKEN to a token that may read it",
+                code="hub.no-permission",
             )
         return Unreachable(line)
 

@@ -43,6 +43,7 @@ class ModelScope:
                 f"(no module {error.name})",
                 where=where,
                 fix="pip install -U modelscope",
+                code="environment.no-modelscope",
             ) from None
         self.where = where
         self._endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or None
@@ -69,7 +70,12 @@ class ModelScope:
         files = [entry for entry in entries if isinstance(entry, dict) and entry.get("Path")]
         files = [file for file in files if file.get("Type") != "tree"]
         if not files:
-            raise TesseraError(f"ModelScope has no files of {id}", where=self.where, fix="check name and revision")
+            raise TesseraError(
+                f"ModelScope has no files of {id}",
+                where=self.where,
+                fix="check name and revision",
+                code="hub.no-such-repository",
+            )
         # A file has the commit that changed it last; the newest of these is the commit of the repository.
         newest = max(files, key=lambda file: int(file.get("CommittedDate") or 0))
         commit = revision if id.is_pinned else str(newest.get("Revision") or revision)
@@ -113,6 +119,7 @@ class ModelScope:
                     f"{name} exists and is public",
                     where="--private",
                     fix="push to another name, or make it private there",
+                    code="hub.repository-is-public",
                 )
             written = bool(card) and "README.md" not in (there or set())
             contents = {path: content for path, content in files.items() if isinstance(content, bytes)}
@@ -148,18 +155,17 @@ class ModelScope:
 
         line = first_line(error)[:300]
         if isinstance(error, AuthenticationError):
-            what = "nobody is logged in to ModelScope, or the token is not valid"
+            code, what = "hub.not-logged-in", "nobody is logged in to ModelScope, or the token is not valid"
             fix = "`modelscope login`, or set MODELSCOPE_API_TOKEN; --dry-run shows what would go"
         elif isinstance(error, PermissionDeniedError):
-            what, fix = (
-                f"ModelScope refuses: {line}",
-                f"the token may not write to {name}: check name and rights",
-            )
+            code, what = "hub.no-permission", f"ModelScope refuses: {line}"
+            fix = f"the token may not write to {name}: check name and rights"
         elif isinstance(error, (HubError, OSError, ValueError, LookupError)):
-            what, fix = f"the push broke off: {line}", "try again: files that are there are not sent twice"
+            code, what = "hub.push-broke-off", f"the push broke off: {line}"
+            fix = "try again: files that are there are not sent twice"
         else:
             return error
-        return TesseraError(what, where=self.where, fix=fix)
+        return TesseraError(what, where=self.where, fix=fix, code=code)
 
     def _explained(self, error: Exception, id: HubId) -> Exception:
         """Return the error of a download: a mistake in the name, or no answer."""
@@ -167,9 +173,11 @@ class ModelScope:
 
         line = first_line(error)[:300]
         if isinstance(error, NotExistError):
-            what, fix = f"ModelScope has no {id}, or it is private", "check name and revision, or `modelscope login`"
+            code, what = "hub.no-such-repository", f"ModelScope has no {id}, or it is private"
+            fix = "check name and revision, or `modelscope login`"
         elif isinstance(error, (AuthenticationError, PermissionDeniedError)):
-            what, fix = f"ModelScope does not give {id}: {line}", "`modelscope login`, or set MODELSCOPE_API_TOKEN"
+            code, what = "hub.no-permission", f"ModelScope does not give {id}: {line}"
+            fix = "`modelscope login`, or set MODELSCOPE_API_TOKEN"
         else:
             return Unreachable(line) if isinstance(error, (HubError, OSError, ValueError, LookupError)) else error
-        return TesseraError(what, where=self.where, fix=fix)
+        return TesseraError(what, where=self.where, fix=fix, code=code)

@@ -69,6 +69,7 @@ def remote_shards(id: HubId, where: str) -> RemoteShards:
                 where=where,
                 fix="a run that streams needs its hub, at least for the first time; data.stream=false reads a copy of "
                 "the full set, which `tessera download` makes",
+                code="hub.not-reachable",
             ) from None
         shards = RemoteShards(id.at(listing.commit), _records(id, listing, where))
         record = {"commit": listing.commit, "job": job_of_ranks(), "files": [asdict(file) for file in shards.files]}
@@ -107,7 +108,12 @@ def fetch_shard(
             try:
                 if (variable := offline_variable()) is not None:
                     what = f"{file.name} of {id} is not on this machine, and {variable} is set"
-                    raise TesseraError(what, where=where, fix="run it once with a network, or unset the variable")
+                    raise TesseraError(
+                        what,
+                        where=where,
+                        fix="run it once with a network, or unset the variable",
+                        code="hub.not-reachable",
+                    )
                 incoming = folder / "incoming"
                 download_files(client, id, str(id.revision), [file], incoming, where)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,6 +161,7 @@ def _records(id: HubId, listing: Listing, where: str) -> tuple[RemoteFile, ...]:
             f"{id} has media in files of their own ({few_names(media, 3)}), which cannot be streamed",
             where=where,
             fix="data.stream=false downloads them before the run; Parquet and tar files have their media inside",
+            code="hub.media-not-streamable",
         )
     return tuple(sorted((file for file in listing.files if file.name in names), key=lambda file: file.name))
 

@@ -55,6 +55,7 @@ class ImportedObject:
                     f"{self.path} is a {type(imported).__name__}, which takes no arguments",
                     where=f"{self.where}.arguments",
                     fix="leave them out, or name a class or a function",
+                    code="data.arguments-not-taken",
                 )
             return imported
         DATA.check(imported, self.path, self.where)
@@ -162,6 +163,7 @@ class ItemBatcher:
                     f"items of {self.name} are full batches, {len(drawn)} of them cannot become one",
                     where="train.micro_batch",
                     fix="set train.micro_batch=1",
+                    code="data.batches-as-items",
                 )
             return self._labelled(first, drawn)
         if self._is_language(first):
@@ -176,6 +178,7 @@ class ItemBatcher:
                 f"{first_line(error)}",
                 where="data.options",
                 fix="give data.options.collate_fn, or set train.micro_batch=1",
+                code="data.items-not-stackable",
             ) from None
         return self._labelled(self.as_batch(collated, drawn[0].number), drawn, ids)
 
@@ -226,6 +229,7 @@ class ItemBatcher:
                 f"items of {self.name} are conversations, and the model has no processor for them",
                 where="data.options",
                 fix="give dicts of tensors, or use a family with a processor",
+                code="data.no-chat-processor",
             )
         problems: list[tuple[str, str]] = []
         rows = [[self._encoded(one, problems)] for one in drawn]
@@ -266,6 +270,7 @@ class ItemBatcher:
                 f"{type(self.processor).__name__} cannot serve conversations",
                 where="data.options",
                 fix="give `Encoded` items or dicts of tensors",
+                code="data.no-chat-processor",
             )
         limits = limits_of(self.section)
         media, sizes = read_media(sample, self.root, limits, self.processor)
@@ -288,7 +293,11 @@ class ItemBatcher:
 
     def _refuse(self, what: str, number: int) -> NoReturn:
         raise TesseraError(
-            f"item {number} of {self.name} {what}", where="data.options", allowed=KNOWN, fix="give one of these"
+            f"item {number} of {self.name} {what}",
+            where="data.options",
+            allowed=KNOWN,
+            fix="give one of these",
+            code="data.unknown-item-type",
         )
 
 

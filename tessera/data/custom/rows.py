@@ -63,7 +63,7 @@ class ItemRows(RowSource):
         self.seed, self.shuffle = seed, shuffle
         self.count = len(data)
         if self.count == 0:
-            raise TesseraError(f"{imported.path} is empty", where=imported.where)
+            raise TesseraError(f"{imported.path} is empty", where=imported.where, code="data.empty-dataset")
         self._data: Any = data
         self._collate = None if collate is None else collate.function()
 
@@ -92,7 +92,10 @@ class ItemRows(RowSource):
             self._data = self.imported.make()
             self._collate = None if self.collate is None else self.collate.function()
             if len(self._data) != self.count:
-                raise TesseraError(f"{self.imported.path} has {len(self._data)} items here and {self.count} elsewhere")
+                raise TesseraError(
+                    f"{self.imported.path} has {len(self._data)} items here and {self.count} elsewhere",
+                    code="data.length-differs",
+                )
         return self.items.batch([self._drawn(row, lost, note) for row in rows], self._collate)
 
     def _drawn(self, row: int, lost: Mapping[int, str], note: Callable[[int], None]) -> DrawnItem:
@@ -102,6 +105,7 @@ class ItemRows(RowSource):
                 f"item {number} of {self.imported.path} cannot be had: {lost[number]}",
                 where="data.options.dataset",
                 fix="mend the data set; data.sample_timeout_s is how long an item may take",
+                code="data.item-ends-worker",
             )
         note(number)
         try:
@@ -114,6 +118,7 @@ class ItemRows(RowSource):
                 f"item {number} of {self.imported.path} failed: {type(error).__name__}: {first_line(error)}",
                 where="data.options.dataset",
                 fix="mend the data set; with data.workers=0 a debugger can follow",
+                code="data.item-fails",
             ) from error
 
 
@@ -144,7 +149,11 @@ class SequentialRows(RowSource):
     def check_none(self, lost: Mapping[int, str]) -> None:
         """Raise if anything was lost: what only goes forward cannot leave one out."""
         for number, reason in lost.items():
-            raise TesseraError(f"{self.imported.path} failed at {number}: {reason}", where=self.imported.where)
+            raise TesseraError(
+                f"{self.imported.path} failed at {number}: {reason}",
+                where=self.imported.where,
+                code="data.item-ends-worker",
+            )
 
     @property
     def data(self) -> Any:
@@ -186,7 +195,7 @@ class SequentialRows(RowSource):
                 continue
             self._next += 1
             return item
-        raise TesseraError(f"{self.imported.path} gives nothing", where="data.options")
+        raise TesseraError(f"{self.imported.path} gives nothing", where="data.options", code="data.empty-dataset")
 
 
 class StreamRows(SequentialRows):
@@ -325,6 +334,7 @@ class LoaderRows(LoaderBatches):
             fix="leave the sampler out: ranks then take the batches of one loader in turn; or make it with "
             f"num_replicas={count} (ranks / (tp x cp x pp)) and, on this rank, rank={position} "
             f"(rank // (cp x tp) % {count})",
+            code="data.sampler-ranks-differ",
         )
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
@@ -334,6 +344,7 @@ class LoaderRows(LoaderBatches):
                 "a loader makes its own micro-batches, and each counts as one row",
                 where="train.micro_batch",
                 fix="set train.micro_batch=1, and train.global_batch to the loader's batches in one step",
+                code="data.loader-makes-batches",
             )
         batch = self.take(rows[0] // self.ranks, note)
         drawn = [DrawnItem(rows[0], rows[0], batch, _seed(self.seed, rows[0]))]

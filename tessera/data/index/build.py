@@ -71,7 +71,9 @@ def build_index(
     `report`: whether to log that a data set was measured, also where it took no time. `max_bad_share`: of a data set.
     """
     if not sections:
-        raise TesseraError("no data files are given", where="data", fix="list them under data.train")
+        raise TesseraError(
+            "no data files are given", where="data", fix="list them under data.train", code="data.no-files"
+        )
     maker = _Maker(
         processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, report, max_bad_share
     )
@@ -84,6 +86,7 @@ def build_index(
             f"no usable sample is left of {count}; the first reasons:{''.join(reasons[:5])}",
             where=", ".join(str(section.path) for section in sections),
             fix=f"{doctor_command(sections)} lists all reasons",
+            code="data.no-usable-sample",
         )
         nothing.samples = sum(len(part.source) for part in parts)
         nothing.unusable = sum(part.unusable_count for part in parts)

@@ -280,7 +280,9 @@ def measure_all(
         try:
             work.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise TesseraError(f"an index cannot be kept: {error}", where=str(work.folder)) from None
+            raise TesseraError(
+                f"an index cannot be kept: {error}", where=str(work.folder), code="data.index-not-writable"
+            ) from None
     parts: list[Measured] = []
     progress = Progress(title, len(work.rows), report)
     with closing(_run(work, [part for part in ranges if part not in earlier], workers, careful)) as fresh:
@@ -320,6 +322,7 @@ def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, car
                     f"the processes that read the data end before they read a row: {measured.reason}",
                     where=str(work.source.path),
                     fix="set data.workers=0 to see why",
+                    code="data.workers-end-early",
                 )
             yield measured
 

@@ -113,7 +113,10 @@ class TruncateToLength:
             turns_fit -= 1
         if turns_fit == 0:
             tokens = self.processor.measure(sample, sizes)["tokens"]
-            raise TesseraError(f"{tokens} tokens, and not even the first exchange fits into data.length {self.length}")
+            raise TesseraError(
+                f"{tokens} tokens, and not even the first exchange fits into data.length {self.length}",
+                code="data.sample-too-long",
+            )
         return Truncation(turns_fit), measured(0, turns_fit)
 
     def _cut_text(self, sample: Sample) -> tuple[Truncation, dict[str, int]]:
@@ -136,7 +139,7 @@ class TruncateToLength:
         if between > fitting // 2 and fits(between):
             fitting = between
         if fitting == 0:
-            raise TesseraError(f"not even a character fits into data.length {self.length}")
+            raise TesseraError(f"not even a character fits into data.length {self.length}", code="data.sample-too-long")
         return Truncation(1, fitting), measured(fitting)
 
 

@@ -30,7 +30,9 @@ def build(request: RowRequest) -> RowSource:
     """Return the rows of a split. Held-out rows have the same order for every seed, so that runs can be compared."""
     section, processor = request.section, chat_processor(request, "chat")
     if not section.train_on or any(role not in ROLES for role in section.train_on):
-        raise TesseraError(f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES)
+        raise TesseraError(
+            f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES, code="data.unknown-role"
+        )
     trained = processor.training_on(section.train_on, last_only=section.mask_history)
     if section.stream and request.split == "train":
         if request.step is not None:
@@ -38,6 +40,7 @@ def build(request: RowRequest) -> RowSource:
                 "a step of so many samples needs the lengths of all of them, and those of streamed ones are not known",
                 where="train.samples_per_step",
                 fix="count rows: train.global_batch; or set data.stream=false",
+                code="data.stream-lengths-unknown",
             )
         pack = PackFile(request, trained)
         return stream_rows(section, request.seed, pack, trained.fingerprint, request.cache_folder)
@@ -52,6 +55,7 @@ def chat_processor(request: RowRequest, kind: str) -> ChatProcessor:
             f"{type(processor).__name__} cannot serve conversations",
             where=f"data.kind={kind}",
             fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
+            code="data.no-chat-processor",
         )
     return processor
 
@@ -148,6 +152,7 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
             where="data.balance",
             allowed=index.names,
             fix="let Processor.measure return it, or leave ModelSpec.work out",
+            code="model.work-not-measured",
         ) from None
     return Samples(
         tokens,
@@ -165,7 +170,10 @@ def chat(request: RowRequest) -> RowSource:
     ):
         if any(source.format == kind for source in (*request.section.train, *request.section.eval)):
             raise TesseraError(
-                f"{what} are no conversations", where="data.kind=chat", fix=f"data.kind={kind}, with train.task={task}"
+                f"{what} are no conversations",
+                where="data.kind=chat",
+                fix=f"data.kind={kind}, with train.task={task}",
+                code="data.wrong-kind",
             )
     return build(request)
 

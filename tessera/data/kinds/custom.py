@@ -46,13 +46,23 @@ def build(request: RowRequest) -> RowSource:
     options = build_section(CustomOptions, request.section.options, where)
     if request.split == "eval" and request.dataset is None:
         if options.eval is None:
-            raise TesseraError("no held-out data is given", where=where, fix="give data.options.eval its own dataset")
+            raise TesseraError(
+                "no held-out data is given",
+                where=where,
+                fix="give data.options.eval its own dataset",
+                code="data.no-held-out-data",
+            )
         options, where = options.eval, "data.options.eval"
     imported: ImportedObject
     if request.dataset is not None:
         is_loader, imported = isinstance(request.dataset, DataLoader), Given.of(request.dataset)
     elif (options.dataset is None) == (options.loader is None):
-        raise TesseraError("give either `dataset` or `loader`", where=where, fix="dataset: package.module:name")
+        raise TesseraError(
+            "give either `dataset` or `loader`",
+            where=where,
+            fix="dataset: package.module:name",
+            code="data.dataset-or-loader",
+        )
     else:
         is_loader = options.dataset is None
         imported = ImportedObject(options.dataset or options.loader or "", options.arguments or {}, where)
@@ -66,6 +76,7 @@ def build(request: RowRequest) -> RowSource:
             f"{imported.path} gives a {type(data).__name__}, which is no {'loader' if is_loader else 'dataset'}",
             where=where,
             fix="it needs __getitem__ and __len__, or __iter__",
+            code="data.not-a-dataset",
         )
     if is_loader:
         return LoaderRows(imported, data, items, seed=seed, folder=_states_folder(request, imported))
@@ -86,6 +97,7 @@ def _check_key(imported: ImportedObject, data: Any, is_loader: bool, where: str)
         f"{imported.path} gives a {type(data).__name__}, which is no {wrong} but a {right}",
         where=f"{where}.{wrong}",
         fix=f"{where}.{right}={imported.path}{rows}",
+        code="data.dataset-is-loader",
     )
 
 

@@ -130,12 +130,14 @@ def build(request: RowRequest) -> RowSource:
             "classes of transformers are not trained on pairs of answers yet",
             where="data.kind=preference",
             fix="use a model that has a family of its own, or data.kind=chat",
+            code="data.pairs-not-supported",
         )
     if section.truncate != "never":
         raise TesseraError(
             "a pair cannot be cut by turns: both of its answers are at its end",
             where="data.truncate",
             allowed=["never"],
+            code="data.cannot-truncate",
         )
     section = with_format(section, "preference")
     return build_chat(replace(request, section=section, processor=PairProcessor(processor)))

@@ -133,7 +133,10 @@ def build(request: RowRequest) -> RowSource:
     section, processor = request.section, chat_processor(request, "unpaired_preference")
     if section.truncate != "never":
         raise TesseraError(
-            "a rated answer cannot be cut by turns: it is at the end", where="data.truncate", allowed=["never"]
+            "a rated answer cannot be cut by turns: it is at the end",
+            where="data.truncate",
+            allowed=["never"],
+            code="data.cannot-truncate",
         )
     section = with_format(section, "unpaired_preference")
     return build_chat(replace(request, section=section, processor=RatedProcessor(processor)))

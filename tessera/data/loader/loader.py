@@ -367,6 +367,7 @@ def _batches(pool: Pool, rows: Iterable[list[int]]) -> Generator[Batch]:
                 f"a batch of rows {few_names([str(row) for row in item[0]])} could not be made: {batch.reason}",
                 where="data",
                 fix="set data.workers=0 to see where; fewer workers need less memory",
+                code="data.batch-ends-worker",
             )
         yield batch
 

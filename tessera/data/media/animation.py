@@ -41,7 +41,9 @@ def read_header(source: Opened, limits: Limits) -> VideoHeader:
         else:
             delays = _webp(file)
     except (struct.error, IndexError):
-        raise TesseraError(f"damaged video: {source.name} (it ends within a frame)") from None
+        raise TesseraError(
+            f"damaged video: {source.name} (it ends within a frame)", code="media.damaged-file"
+        ) from None
     total = max(1, len(delays))  # a still image is a video of one frame
     seconds = sum(delay if delay >= _MIN_DELAY else _DEFAULT_DELAY for delay in delays)
     return VideoHeader(size.width, size.height, total, total / seconds if seconds else None)

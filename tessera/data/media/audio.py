@@ -48,7 +48,8 @@ def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.
     if abs(decoded - expected) > slack:
         raise TesseraError(
             f"damaged audio: {source.name} (its header says {expected / sampling.rate:.2f} s, "
-            f"{'more' if decoded > expected else f'{decoded / sampling.rate:.2f} s'} could be decoded)"
+            f"{'more' if decoded > expected else f'{decoded / sampling.rate:.2f} s'} could be decoded)",
+            code="media.damaged-file",
         )
     sound = np.concatenate([*chunks, np.zeros(max(0, expected - decoded))], dtype=np.float32)[:expected]
     return sound, MediaSize(0, 0, 0, samples=expected)
@@ -68,13 +69,14 @@ def _check_wav(source: Opened) -> None:
         at += 8 + length + length % 2
     if name == b"data" and size < at + 8 + length < _WAV_UNKNOWN:
         raise TesseraError(
-            f"damaged audio: {source.name} (its header says {length} bytes of sound, {size - at - 8} are in it)"
+            f"damaged audio: {source.name} (its header says {length} bytes of sound, {size - at - 8} are in it)",
+            code="media.damaged-file",
         )
 
 
 def _stream(held: Any, name: str) -> Any:
     if not held.streams.audio:
-        raise TesseraError(f"unreadable audio: {name} (no sound in it)")
+        raise TesseraError(f"unreadable audio: {name} (no sound in it)", code="media.no-such-stream")
     return held.streams.audio[0]
 
 
@@ -92,11 +94,14 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling) -> int:
             ticks = sum(packet.duration or 0 for packet in held.demux(stream) if packet.size)
             seconds = float(ticks * stream.time_base)
     if rate not in _RATES or seconds <= 0:
-        raise TesseraError(f"unreadable audio: {name} ({seconds:.2f} s at {rate} samples a second)")
+        raise TesseraError(
+            f"unreadable audio: {name} ({seconds:.2f} s at {rate} samples a second)", code="media.unreadable-file"
+        )
     if seconds > sampling.max_seconds:
         raise TesseraError(
             f"audio header claims too much: {name} lasts {seconds:.0f} s, {sampling.max_seconds:g} are allowed",
             fix="cut it, or raise max_seconds",
+            code="media.audio-too-long",
         )
     return max(1, round(seconds * sampling.rate))
 

@@ -36,7 +36,9 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
     try:
         import av
     except ModuleNotFoundError:
-        raise TesseraError(f"reading {kind} files needs PyAV", fix="pip install 'tessera-mm[video]'") from None
+        raise TesseraError(
+            f"reading {kind} files needs PyAV", fix="pip install 'tessera-mm[video]'", code="environment.no-pyav"
+        ) from None
     check_boxes(source, kind)
     source.file.seek(0)
     options = {
@@ -54,7 +56,7 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
         except Exception as error:  # what a demuxer raises on foreign bytes is not listed anywhere
             listed = not isinstance(error, av.error.ArgumentError)  # the error for a container that is not on the list
             why = reason(error) if listed else f"not a {kind} file of a known kind"
-            raise TesseraError(f"unreadable {kind}: {source.name} ({why})") from None
+            raise TesseraError(f"unreadable {kind}: {source.name} ({why})", code="media.unreadable-file") from None
         with opened:
             yield opened
 
@@ -63,7 +65,7 @@ def decoder(stream: Any, max_pixels: int | None = None) -> Any:
     """Return the decoder of a stream, with one thread: a loader has processes enough."""
     context = stream.codec_context
     if context is None:
-        raise TesseraError("no decoder for it")
+        raise TesseraError("no decoder for it", code="media.no-decoder")
     context.thread_count = 1
     if max_pixels is not None:
         context.options = {"max_pixels": str(max_pixels)}
@@ -80,13 +82,16 @@ def check_boxes(source: Opened, kind: str) -> None:
     size, claimed = size_of(source.file), 0
     for name, start, _ in boxes(source, kind, size):
         if name == b"cmov":
-            raise TesseraError(f"unreadable {kind}: {source.name} (a compressed header)")
+            raise TesseraError(
+                f"unreadable {kind}: {source.name} (a compressed header)", code="media.compressed-header"
+            )
         if name in (b"stsz", b"stz2", b"trun"):
             source.file.seek(start + (4 if name == b"trun" else 8))
             claimed += int.from_bytes(source.file.read(4), "big")
             if claimed > size:
                 raise TesseraError(
-                    f"unreadable {kind}: {source.name} (its header claims {claimed} samples in {size} bytes)"
+                    f"unreadable {kind}: {source.name} (its header claims {claimed} samples in {size} bytes)",
+                    code="media.header-claims-too-much",
                 )
 
 
@@ -119,7 +124,9 @@ def boxes(source: Opened, kind: str, size: int) -> Iterator[tuple[bytes, int, in
     while at + 8 <= size:
         seen += 1
         if seen > _MAX_BOXES:
-            raise TesseraError(f"unreadable {kind}: {source.name} (more than {_MAX_BOXES} boxes)")
+            raise TesseraError(
+                f"unreadable {kind}: {source.name} (more than {_MAX_BOXES} boxes)", code="media.header-claims-too-much"
+            )
         source.file.seek(at)
         head = source.file.read(16)
         if len(head) < 8:

@@ -21,13 +21,17 @@ def decode_data_url(text: str) -> bytes:
     """Return the bytes of a `data:` URL, which must be an image, video or audio in base64."""
     head = _HEAD.match(text)
     if head is None:
-        raise TesseraError(f"not a data: URL of media in base64: {text:.60}", fix="write data:image/png;base64,...")
+        raise TesseraError(
+            f"not a data: URL of media in base64: {text:.60}",
+            fix="write data:image/png;base64,...",
+            code="media.bad-data-url",
+        )
     if (len(text) - head.end()) // 4 * 3 > MAX_BYTES:
-        raise TesseraError(f"a data: URL of more than {MAX_BYTES >> 20} MB")
+        raise TesseraError(f"a data: URL of more than {MAX_BYTES >> 20} MB", code="media.data-url-too-large")
     try:
         content = binascii.a2b_base64(text[head.end() :].encode("ascii"), strict_mode=True)
     except (ValueError, binascii.Error) as error:
-        raise TesseraError(f"the base64 of a data: URL cannot be read ({error})") from None
+        raise TesseraError(f"the base64 of a data: URL cannot be read ({error})", code="media.bad-data-url") from None
     if not content:
-        raise TesseraError("a data: URL without content")
+        raise TesseraError("a data: URL without content", code="media.bad-data-url")
     return content

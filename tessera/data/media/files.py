@@ -78,7 +78,8 @@ def refusing(what: str, name: str) -> Iterator[None]:
     except TesseraError:
         raise
     except Exception as error:
-        raise TesseraError(f"{what}: {name} ({reason(error)})") from None
+        code = "media.damaged-file" if what.startswith("damaged") else "media.unreadable-file"
+        raise TesseraError(f"{what}: {name} ({reason(error)})", code=code) from None
 
 
 def resolve(value: Any, root: Path) -> Path:
@@ -96,18 +97,21 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
     Links are followed only if there is one between the root and the file.
     """
     if not isinstance(value, (str, Path)) or "\0" in str(value):
-        raise TesseraError(f"not a path: {value!r:.80}")
+        raise TesseraError(f"not a path: {value!r:.80}", code="media.not-a-path")
     text = str(value)
     if _URL.match(text):
         raise TesseraError(
             f"media is read from files, not from URLs: {text:.80}",
             fix="download it below the data root; or let images be fetched: data.urls={}",
+            code="media.url-not-allowed",
         )
     base = os.path.abspath(root)
     inner = text.removeprefix(base + os.sep) if text.startswith(os.sep) else text
     parts = inner.split(os.sep)
     if ".." in parts:
-        raise TesseraError(f"path with '..': {text}", fix="write paths relative to the data root")
+        raise TesseraError(
+            f"path with '..': {text}", fix="write paths relative to the data root", code="media.path-leads-up"
+        )
     try:
         if inner.startswith(os.sep):  # another folder than the root, or another name of it
             return _follow_links(text, base)
@@ -120,11 +124,11 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
                 raise
             return _walk(base, shorter)
     except (FileNotFoundError, NotADirectoryError):
-        raise TesseraError(f"no such file: {text:.200}") from None
+        raise TesseraError(f"no such file: {text:.200}", code="media.no-such-file") from None
     except UnicodeEncodeError:  # half of a surrogate pair
-        raise TesseraError(f"not a usable path: {text!a:.80} (not valid Unicode)") from None
+        raise TesseraError(f"not a usable path: {text!a:.80} (not valid Unicode)", code="media.not-a-path") from None
     except OSError as error:  # a name too long, a circle of links, a folder that may not be entered
-        raise TesseraError(f"not a usable path: {text:.80} ({error.strerror})") from None
+        raise TesseraError(f"not a usable path: {text:.80} ({error.strerror})", code="media.not-a-path") from None
 
 
 def _walk(base: str, names: Sequence[str]) -> tuple[str, os.stat_result]:
@@ -153,6 +157,7 @@ def _follow_links(text: str, base: str) -> tuple[str, os.stat_result]:
         raise TesseraError(
             f"path outside the data root: {text}",
             fix="set `root` of the data set (in data.json: dataset_dir) to a folder above it",
+            code="media.outside-root",
         )
     return path, os.stat(path)
 
@@ -183,7 +188,7 @@ def opened(value: Any, root: Path, kind: str, urls: UrlPolicy | None = None) -> 
     path, stat_result = _locate(value, root)
     name = os.path.basename(path)
     if not stat.S_ISREG(stat_result.st_mode):  # opening a pipe would wait for someone to write into it
-        raise TesseraError(f"not a file: {name}")
+        raise TesseraError(f"not a file: {name}", code="media.not-a-file")
     with _open(path, name) as file:
         yield Opened(file, name)
 
@@ -192,13 +197,16 @@ def _open(path: str, name: str) -> BinaryIO:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise TesseraError(f"cannot be opened: {name} ({error.strerror})") from None
+        raise TesseraError(f"cannot be opened: {name} ({error.strerror})", code="media.cannot-open") from None
 
 
 def _part_of(file: BinaryIO, member: ArchiveMember) -> BinaryIO:
     size = os.fstat(file.fileno()).st_size
     if member.start < 0 or member.size < 0 or member.start + member.size > size:
-        raise TesseraError(f"{member.name} ends behind the end of {member.file.name}: the archive was cut or changed")
+        raise TesseraError(
+            f"{member.name} ends behind the end of {member.file.name}: the archive was cut or changed",
+            code="data.archive-changed",
+        )
     return byte_ranges(file, [(member.start, member.size)])
 
 

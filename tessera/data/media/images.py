@@ -58,7 +58,8 @@ def decode_image(source: Opened, limits: Limits, target: Target | None = None) -
         if image.size != (header.width, header.height):
             raise TesseraError(
                 f"damaged image: {source.name} (its header says {header.width}x{header.height}, "
-                f"the image is {image.width}x{image.height})"
+                f"the image is {image.width}x{image.height})",
+                code="media.damaged-file",
             )
         with refusing("damaged image", source.name):
             if wanted is not None and limits.jpeg_draft and image.format in ("JPEG", "MPO"):
@@ -76,7 +77,7 @@ def read_image(path: Path, limits: Limits) -> Image.Image:
         with path.open("rb") as file:
             return decode_image(Opened(file, path.name), limits)[0]
     except OSError as error:
-        raise TesseraError(f"cannot be opened: {path.name} ({error.strerror})") from None
+        raise TesseraError(f"cannot be opened: {path.name} ({error.strerror})", code="media.cannot-open") from None
 
 
 def smaller(image: Image.Image, wanted: tuple[int, int] | None) -> Image.Image:
@@ -96,9 +97,10 @@ def check_pixels(width: int, height: int, name: str, limits: Limits) -> None:
         raise TesseraError(
             f"image header claims too many pixels: {name} is {width}x{height}, {limits.max_image_pixels} are allowed",
             fix="raise data.max_image_pixels, or make the image smaller",
+            code="media.too-many-pixels",
         )
     if width < 1 or height < 1:
-        raise TesseraError(f"unreadable image: {name} ({width}x{height})")
+        raise TesseraError(f"unreadable image: {name} ({width}x{height})", code="media.unreadable-file")
 
 
 def _header(source: Opened, limits: Limits) -> Header:
@@ -124,9 +126,13 @@ def open_image(source: Opened) -> Iterator[Image.Image]:
         try:
             image = Image.open(_for_pillow(source), formats=FORMATS)
         except Image.DecompressionBombError as error:
-            raise TesseraError(f"image header claims too many pixels: {source.name} ({error})") from None
+            raise TesseraError(
+                f"image header claims too many pixels: {source.name} ({error})", code="media.too-many-pixels"
+            ) from None
         except UnidentifiedImageError:  # its text names an object in memory
-            raise TesseraError(f"unreadable image: {source.name} (not an image in a known format)") from None
+            raise TesseraError(
+                f"unreadable image: {source.name} (not an image in a known format)", code="media.unknown-format"
+            ) from None
     with image, memory_limit(_PIXEL_BYTES * image.width * image.height + file_bytes + _SLACK_BYTES):
         yield image
 
@@ -140,7 +146,7 @@ def _for_pillow(source: Opened) -> BinaryIO:
     if head.startswith(PNG):
         return _without_texts(file, size, source.name)
     if size > _MAX_BYTES and (head[4:8] == b"ftyp" or head[8:] == b"WEBP"):
-        raise TesseraError(f"unreadable image: {source.name} ({size} bytes)")
+        raise TesseraError(f"unreadable image: {source.name} ({size} bytes)", code="media.file-too-large")
     return file
 
 
@@ -159,7 +165,9 @@ def _without_texts(file: BinaryIO, size: int, name: str) -> BinaryIO:
         if kind == b"IEND":
             break
     else:
-        raise TesseraError(f"unreadable image: {name} (more than {_MAX_CHUNKS} chunks)")
+        raise TesseraError(
+            f"unreadable image: {name} (more than {_MAX_CHUNKS} chunks)", code="media.header-claims-too-much"
+        )
     file.seek(0)
     return file if sum(length for _, length in spans) == at else byte_ranges(file, spans)
 

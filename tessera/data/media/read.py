@@ -189,7 +189,9 @@ def _decode(
 
 def _audio_of(sampling: VideoSampling) -> AudioSampling:
     if not isinstance(sampling, MediaSampling):
-        raise TesseraError("this model has no audio input", fix="leave such samples out")
+        raise TesseraError(
+            "this model has no audio input", fix="leave such samples out", code="media.kind-not-supported"
+        )
     return sampling.audio
 
 
@@ -203,11 +205,16 @@ def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
         return MediaSize(*value.size)
     if part.kind == "video" and isinstance(value, np.ndarray):
         if value.ndim != 4 or value.shape[-1] != 3 or value.dtype != np.uint8 or 0 in value.shape:
-            raise TesseraError(f"frames are uint8 [frames, height, width, 3], these are {value.dtype} {value.shape}")
+            raise TesseraError(
+                f"frames are uint8 [frames, height, width, 3], these are {value.dtype} {value.shape}",
+                code="media.wrong-array",
+            )
         return MediaSize(value.shape[2], value.shape[1], value.shape[0])
     if part.kind == "audio" and isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype != np.float32 or not len(value):
-            raise TesseraError(f"sound is float32 [samples], this is {value.dtype} {value.shape}")
+            raise TesseraError(
+                f"sound is float32 [samples], this is {value.dtype} {value.shape}", code="media.wrong-array"
+            )
         return MediaSize(0, 0, 0, samples=len(value))
     return None
 

@@ -65,7 +65,7 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
         return file
     content, way = _followed(url, policy)
     if not _is_image(content):
-        raise TesseraError(f"no image: {url:.200} ({len(content)} bytes of something else)")
+        raise TesseraError(f"no image: {url:.200} ({len(content)} bytes of something else)", code="media.not-an-image")
     part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -78,7 +78,10 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
         os.replace(part, file)
     except OSError as error:
         raise TesseraError(
-            f"a fetched image cannot be kept: {error.strerror}", where=str(file.parent), fix="set data.urls.cache"
+            f"a fetched image cannot be kept: {error.strerror}",
+            where=str(file.parent),
+            fix="set data.urls.cache",
+            code="media.cache-not-writable",
         ) from None
     return file
 
@@ -86,7 +89,9 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
 def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
     """Return whether a kept image need not be asked for again; raise where it may not be used."""
     if file.stat().st_size > policy.max_bytes:
-        raise TesseraError(f"cannot be fetched: {url:.200} (more than {policy.max_bytes} bytes)")
+        raise TesseraError(
+            f"cannot be fetched: {url:.200} (more than {policy.max_bytes} bytes)", code="media.download-too-large"
+        )
     try:
         record = json.loads(file.with_name(file.name + _NOTE).read_text(encoding="utf-8"))
         way, private = list(record["urls"]), bool(record["private"])
@@ -129,17 +134,21 @@ def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             slow = time.monotonic() >= deadline
             why = f"took longer than {policy.timeout_s:g} s" if slow else first_line(error)
-            raise TesseraError(f"cannot be fetched: {at:.200} ({why})") from None
+            raise TesseraError(f"cannot be fetched: {at:.200} ({why})", code="media.download-failed") from None
         if isinstance(answer, bytes):
             return answer, way
         try:
             there = urljoin(at, answer)
         except ValueError as error:
-            raise TesseraError(f"cannot be fetched: {at:.200} (it redirects to an invalid URL: {error})") from None
+            raise TesseraError(
+                f"cannot be fetched: {at:.200} (it redirects to an invalid URL: {error})", code="media.bad-redirect"
+            ) from None
         if at[:6].lower() == "https:" and there[:5].lower() == "http:":
-            raise TesseraError(f"cannot be fetched: {at:.200} (it leads from https to http)")
+            raise TesseraError(f"cannot be fetched: {at:.200} (it leads from https to http)", code="media.bad-redirect")
         at = there
-    raise TesseraError(f"cannot be fetched: {url:.200} (more than {_MAX_REDIRECTS} redirects)")
+    raise TesseraError(
+        f"cannot be fetched: {url:.200} (more than {_MAX_REDIRECTS} redirects)", code="media.bad-redirect"
+    )
 
 
 def _checked_url(url: str, policy: UrlPolicy) -> SplitResult:
@@ -148,14 +157,16 @@ def _checked_url(url: str, policy: UrlPolicy) -> SplitResult:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise TesseraError(f"not a URL: {url:.200} ({error})") from None
+        raise TesseraError(f"not a URL: {url:.200} ({error})", code="media.bad-url") from None
     if parts.scheme.lower() not in ("http", "https") or not host or len(url) > _MAX_URL or not url.isprintable():
-        raise TesseraError(f"not a URL of http or https: {url:.200}")
+        raise TesseraError(f"not a URL of http or https: {url:.200}", code="media.bad-url")
     if parts.username is not None or parts.password is not None:
-        raise TesseraError(f"a URL with a user or a password: {parts.scheme}://...@{host:.200}")
+        raise TesseraError(
+            f"a URL with a user or a password: {parts.scheme}://...@{host:.200}", code="media.url-with-password"
+        )
     below = any(host == one.lower() or host.endswith(f".{one.lower()}") for one in policy.hosts)
     if policy.hosts and not below:
-        raise TesseraError(f"{host:.100} is none of data.urls.hosts: {url:.200}")
+        raise TesseraError(f"{host:.100} is none of data.urls.hosts: {url:.200}", code="media.host-not-allowed")
     return parts
 
 
@@ -172,6 +183,7 @@ def _addresses(host: str, port: int, policy: UrlPolicy) -> list[tuple[int, str]]
             raise TesseraError(
                 f"{host:.100} is {address}, which is no public address",
                 fix="data.urls.private=true allows addresses of your own network, for data that you trust",
+                code="media.private-address",
             )
     return addresses
 

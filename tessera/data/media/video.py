@@ -104,14 +104,14 @@ def _stream(held: Any, name: str) -> Any:
         if not stream.disposition & Disposition.attached_pic:
             return stream
     what = "only sound in it" if held.streams.audio else "no image in it"
-    raise TesseraError(f"unreadable video: {name} ({what})")
+    raise TesseraError(f"unreadable video: {name} ({what})", code="media.no-such-stream")
 
 
 def _header(held: Any, name: str) -> _StreamHeader:
     stream = _stream(held, name)
     with refusing("unreadable video", name):
         if stream.codec_context is None:
-            raise TesseraError(f"unreadable video: {name} (no decoder for it)")
+            raise TesseraError(f"unreadable video: {name} (no decoder for it)", code="media.no-decoder")
         width, height = int(stream.codec_context.width), int(stream.codec_context.height)
         rate = float(stream.average_rate) if stream.average_rate else None
         seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else None
@@ -125,7 +125,7 @@ def _header(held: Any, name: str) -> _StreamHeader:
         if not unread:  # some containers have neither
             total = sum(1 for packet in held.demux(stream) if packet.size)
     if total < 1 or width < 1 or height < 1:
-        raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)")
+        raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)", code="media.unreadable-file")
     return _StreamHeader(width, height, total, counted, rate, seconds, unread)
 
 
@@ -187,7 +187,10 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
         and end < stream_header.seconds * (1 - 1 / _SLACK)
     )
     if packets.displayed < 1 or (off and (stream_header.counted or cut_off)):
-        raise TesseraError(f"damaged video: {name} (its header says {stream_header.total} frames, {count} are in it)")
+        raise TesseraError(
+            f"damaged video: {name} (its header says {stream_header.total} frames, {count} are in it)",
+            code="media.damaged-file",
+        )
     return packets
 
 
@@ -204,7 +207,7 @@ def _decoded_parts(
     """Yield (number, frame) of the chosen frames; packets that none of them needs are not decoded."""
     order = packets.order()
     if order is None:
-        raise _FrameLostError("a frame did not appear where its packet said")
+        raise _FrameLostError("a frame did not appear where its packet said", code="media.damaged-file")
     context = decoder(stream, max_pixels)
     numbers = {time: number for number, time in enumerate(order)}
     starts = dict(zip(frames.chosen, packets.starts([order[number] for number in frames.chosen]), strict=True))
@@ -221,7 +224,7 @@ def _decoded_parts(
         yield from _wanted(context.decode(packet), numbers, frames, packets.times[start])
     yield from _wanted(context.decode(None), numbers, frames, None)
     if frames.next is not None:
-        raise _FrameLostError("a frame did not appear where its packet said")
+        raise _FrameLostError("a frame did not appear where its packet said", code="media.damaged-file")
 
 
 def _wanted(
@@ -238,7 +241,7 @@ def _wanted(
         if number == frames.next:
             yield number, frame
         elif number is not None and number > frames.next:
-            raise _FrameLostError("a frame did not appear where its packet said")
+            raise _FrameLostError("a frame did not appear where its packet said", code="media.damaged-file")
 
 
 def _decoded_all(
@@ -274,7 +277,9 @@ def decode_folder(
         with files[number].open("rb") as file:
             image, its_size = decode_image(Opened(file, files[number].name), limits, target)
         if (its_size.width, its_size.height) != (size.width, size.height):
-            raise TesseraError(f"frames of different sizes in {folder.name}: {files[number].name}")
+            raise TesseraError(
+                f"frames of different sizes in {folder.name}: {files[number].name}", code="media.frame-sizes-differ"
+            )
         frames.put(number, image)
     return frames.stacked(), size
 
@@ -290,7 +295,7 @@ def _frame_files(folder: Path) -> list[Path]:
     files = [file for file in folder.iterdir() if file.suffix.lower() in _FRAME_SUFFIXES and file.is_file()]
     inside = [file for file in files if not file.is_symlink() or file.resolve().is_relative_to(folder.resolve())]
     if not files:
-        raise TesseraError(f"no images in the folder {folder.name}")
+        raise TesseraError(f"no images in the folder {folder.name}", code="media.no-frames")
     if len(inside) != len(files):
-        raise TesseraError(f"a frame in {folder.name} is a link to somewhere else")
+        raise TesseraError(f"a frame in {folder.name} is a link to somewhere else", code="media.outside-root")
     return sorted(files, key=lambda file: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", file.name)])

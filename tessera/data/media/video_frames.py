@@ -126,12 +126,14 @@ def checked_size(
             f"video header claims too many pixels: {name} is {header.width}x{header.height}, "
             f"{limits.max_image_pixels} are allowed",
             fix="raise data.max_image_pixels, or make the video smaller",
+            code="media.too-many-pixels",
         )
     width, height = kept_size(size, target)
     if width * height * size.frames > limits.max_video_pixels:
         raise TesseraError(
             f"too many pixels in one video: {size.frames} frames of {width}x{height} are taken from {name}",
             fix="lower max_frames, fps or video_max_pixels of data.processor",
+            code="media.video-too-large",
         )
     return size
 
@@ -165,7 +167,8 @@ class Frames:
         if frame.size not in (self._size, self._stored_size):
             raise TesseraError(
                 f"damaged video: {self._name} (frames of different sizes: {frame.width}x{frame.height} "
-                f"after {self._size[0]}x{self._size[1]})"
+                f"after {self._size[0]}x{self._size[1]})",
+                code="media.frame-sizes-differ",
             )
         first = self.filled
         while self.filled < len(self.chosen) and self.chosen[self.filled] <= number:
@@ -177,6 +180,9 @@ class Frames:
         repeated. A video that lacks more than that is refused."""
         total = len(self.chosen)
         if self.filled == 0 or total - self.filled > max(1, total // 10):
-            raise TesseraError(f"damaged video: {self._name} ({self.filled} of {total} frames could be decoded)")
+            raise TesseraError(
+                f"damaged video: {self._name} ({self.filled} of {total} frames could be decoded)",
+                code="media.damaged-file",
+            )
         self._pixels[self.filled :] = self._pixels[self.filled - 1]
         return self._pixels

@@ -126,7 +126,7 @@ class PackedRows(RowSource):
         try:
             if number in lost:
                 sample = self._words_of(number, lost, note)
-                raise TesseraError(lost[number])
+                raise TesseraError(lost[number], code="data.item-ends-worker")
             for last_try in (False, True):  # a stopped process or a file system that hung is no fault of the sample
                 note(number)
                 try:
@@ -164,6 +164,7 @@ class PackedRows(RowSource):
         encoded = self.processor.encode(sample, media, sizes)
         if encoded.length != expected:
             raise TesseraError(
-                f"{encoded.length} tokens where the index has {expected}: the data changed since it was indexed"
+                f"{encoded.length} tokens where the index has {expected}: the data changed since it was indexed",
+                code="data.sample-changed",
             )
         return encoded

@@ -99,6 +99,7 @@ def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepO
             "steps of a number of samples are shuffled, and data.shuffle is off",
             where="train.samples_per_step",
             fix="leave data.shuffle out, or count rows: train.global_batch",
+            code="data.steps-need-shuffle",
         )
     tokens = np.asarray(samples.tokens, dtype=np.int64)
     sizes = np.diff(samples.starts).tolist()
@@ -153,6 +154,7 @@ def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray
         where="train.samples_per_step",
         fix=f"train.samples_per_step={_up(max(rows, size.samples), size.multiple)}, or fewer rows at once: "
         "train.micro_batch, train.global_batch",
+        code="run.too-few-samples-per-step",
     )
 
 

@@ -67,6 +67,7 @@ def open_class_folder(folder: Path, question: str | None, limit: int | None, cac
             f"{outside[0]} is in no folder of a class",
             where=str(folder),
             fix="put it into a folder with the name of its class, or leave `question` out",
+            code="data.image-without-class",
         )
     classes = [name for name in inner if any(media_kind(one) in ("image", "video") for one, _ in walk(folder / name))]
     files = open_files(folder, "classes", limit, cache_folder, {})

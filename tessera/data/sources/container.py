@@ -40,7 +40,7 @@ def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> Tesse
     """Return what ends a run whose policy is not to skip bad samples."""
     more = f" (and {others} more)" if others else ""
     fix = "mend the data, or set data.on_bad_sample=skip"
-    return TesseraError(f"sample {id} cannot be used: {reason}{more}", where=where, fix=fix)
+    return TesseraError(f"sample {id} cannot be used: {reason}{more}", where=where, fix=fix, code="data.bad-sample")
 
 
 class NothingUsable(TesseraError):

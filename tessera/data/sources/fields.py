@@ -136,9 +136,10 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
                 allowed=COLUMNS,
                 nearest=nearest(name, COLUMNS),
                 fix="write our name first, then the one in your records: columns: {messages: dialogue}",
+                code="data.unknown-column",
             )
         if not key:
-            raise TesseraError(f"`columns` gives {name!r} an empty name", where=where)
+            raise TesseraError(f"`columns` gives {name!r} an empty name", where=where, code="data.empty-column-name")
 
 
 def likely_columns(keys: Iterable[str]) -> str:

@@ -231,7 +231,7 @@ def open_files(
     facts = {"path": str(path.resolve()), "files": len(wanted), "listing": digest.hexdigest()}
     groups = _group_by_stem(wanted) if kind == "media" else [[name] for name in wanted]
     if not groups:
-        raise TesseraError(f"nothing to read in the folder {path}", where="data")
+        raise TesseraError(f"nothing to read in the folder {path}", where="data", code="data.empty-folder")
 
     def find() -> dict[str, np.ndarray]:
         sample = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
@@ -342,7 +342,9 @@ def open_tar(
             members.extend((sample, member.offset_data, member.size, kind[0]))
             names.append(member.name)
             if len(names) > MAX_MEMBERS:
-                raise TesseraError(f"the tar file has over {MAX_MEMBERS} members", where=str(path))
+                raise TesseraError(
+                    f"the tar file has over {MAX_MEMBERS} members", where=str(path), code="data.tar-too-large"
+                )
         columns = np.array(members, dtype=np.int64).reshape(-1, 4).T
         return {**dict(zip(("sample", "start", "size", "type"), columns, strict=True)), **_name_arrays(names)}
 
@@ -404,4 +406,5 @@ def _fail(path: Path, what: str, offset: int) -> NoReturn:
         f"the tar file {what}",
         where=f"{path}, byte {offset}",
         fix="download or write it again: what follows cannot be found",
+        code="data.damaged-tar",
     )

@@ -41,7 +41,9 @@ def _ranges(text: str) -> list[str]:
         return [text]
     first, last = int(match[1]), int(match[2])
     if last < first or last - first >= _MAX_FILES:
-        raise TesseraError(f"not a range of files: {match[0]}", where=text, fix="write it as {000..127}")
+        raise TesseraError(
+            f"not a range of files: {match[0]}", where=text, fix="write it as {000..127}", code="data.bad-file-range"
+        )
     numbers = (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
     return [name for number in numbers for name in _ranges(text[: match.start()] + number + text[match.end() :])]
 
@@ -55,4 +57,5 @@ def _no_such(path: Path, missing: list[Path]) -> NoReturn:
         where="data",
         nearest=nearest(first.name, beside),
         fix="give the path of a JSON, JSONL, Parquet, CSV, TSV or text file, of tar shards, or of a folder",
+        code="data.no-such-file",
     )

@@ -141,13 +141,17 @@ def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
             groups = [reader.metadata.row_group(number).num_rows for number in range(reader.num_row_groups)]
             total = reader.metadata.num_rows
             if len(set(reader.schema_arrow.names)) != len(reader.schema_arrow.names):
-                raise TesseraError("two columns have one name", where=str(path))
+                raise TesseraError("two columns have one name", where=str(path), code="data.column-twice")
     except TesseraError:
         raise
     except Exception as error:  # see ParquetFile._read
-        raise TesseraError(f"not readable as Parquet: {first_line(error)}", where=str(path)) from None
+        raise TesseraError(
+            f"not readable as Parquet: {first_line(error)}", where=str(path), code="data.damaged-parquet"
+        ) from None
     if any(rows < 0 for rows in groups) or sum(groups) != total:
-        raise TesseraError(f"the footer says {total} rows, its row groups {groups[:8]}", where=str(path))
+        raise TesseraError(
+            f"the footer says {total} rows, its row groups {groups[:8]}", where=str(path), code="data.damaged-parquet"
+        )
     return ParquetFile(path, name, groups, limit, file_facts(path))
 
 
@@ -156,7 +160,11 @@ def _reader(file: Any, metadata: Any = None, dictionaries: Sequence[str] = ()) -
     try:
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise TesseraError("reading Parquet files needs pyarrow", fix="pip install 'tessera-mm[parquet]'") from None
+        raise TesseraError(
+            "reading Parquet files needs pyarrow",
+            fix="pip install 'tessera-mm[parquet]'",
+            code="environment.no-pyarrow",
+        ) from None
     return pyarrow.parquet.ParquetFile(
         file,
         metadata=metadata,

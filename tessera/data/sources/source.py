@@ -114,6 +114,7 @@ class Source:
                 if chosen in _OF_A_KIND
                 else "keep one format per data set and list several under data.train; or set "
                 f"`format: {detected}` if all its records are of that format",
+                code="data.mixed-formats",
             )
         own_id = content.get(names.id)
         has_id = isinstance(own_id, (str, int)) and not isinstance(own_id, bool) and own_id != ""
@@ -147,12 +148,15 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
             "`question` is asked of the images of a folder with a folder for each class, and this is none",
             where=where,
             fix="leave `question` out: these records have questions of their own",
+            code="data.question-without-classes",
         )
     if len(records) == 0:
-        raise NothingUsable("the data set has no records", where=str(section.path))
+        raise NothingUsable("the data set has no records", where=str(section.path), code="data.no-records")
     root = base if section.root is None else section.root
     if not root.is_dir():
-        raise TesseraError(f"no such folder for media: {root}", where=where, fix="mend `root`")
+        raise TesseraError(
+            f"no such folder for media: {root}", where=where, fix="mend `root`", code="data.no-media-root"
+        )
     schema = RecordSchema(section.columns)
     record_format = _detect(section.path, records, schema) if section.format == "auto" else section.format
     return Source(section.path, root, records, record_format, schema, format_given=section.format != "auto")
@@ -182,7 +186,12 @@ def _open_file(
     if suffix == "tar" or (suffix not in _RECORD_FILES and looks_like_tar(path)):
         return open_tar(path, name, limit, cache_folder, columns)
     if media_kind(path.name) is not None:
-        raise TesseraError(f"{path.name} is media, not records about it", where=str(path), fix="give its folder")
+        raise TesseraError(
+            f"{path.name} is media, not records about it",
+            where=str(path),
+            fix="give its folder",
+            code="data.media-as-records",
+        )
     kinds: dict[str, TextKind] = {"csv": "csv", "tsv": "tsv", "txt": "text", "text": "text"}
     kind = kinds.get(suffix, "json")
     return open_text_file(path, name, kind, limit, cache_folder)
@@ -197,6 +206,7 @@ def _refuse_compressed(path: Path) -> None:
                 f"this file is compressed ({name})",
                 where=str(path),
                 fix="unpack it first: records are read in place, which needs plain files",
+                code="data.compressed-file",
             )
 
 
@@ -218,6 +228,7 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
                 "`columns` has no effect on a folder with a folder for each class",
                 where=str(folder),
                 fix="leave it out",
+                code="data.columns-without-records",
             )
         return open_class_folder(folder, section.question, limit, cache_folder)
     if any(media_kind(name) for name, _ in walk(folder)):
@@ -236,6 +247,7 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
             "a folder of images for each class",
             "*.txt",
         ],
+        code="data.empty-folder",
     )
 
 
@@ -261,12 +273,14 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "this is LLaMA-Factory's list of data sets, and no data set",
             where=str(path),
             fix="name the files that its file_name keys name",
+            code="data.list-of-datasets",
         )
     if keys is not None and {"chosen", "rejected"} <= set(keys):
         raise TesseraError(
             "these are pairs of answers, and no conversations",
             where=f"{path}, {location}",
             fix="data.kind=preference trains on them; `tessera data doctor FILE --recipe RECIPE` examines them for it",
+            code="data.wrong-kind",
         )
     seen = "no record can be read" if keys is None else f"the first that does not tell has the keys {keys}"
     raise TesseraError(
@@ -282,6 +296,7 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "text (text or content)",
         ],
         fix=f"if keys are only called differently, name them: columns: {likely_columns(keys or ())}",
+        code="data.unknown-format",
     )
 
 

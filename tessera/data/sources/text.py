@@ -145,16 +145,25 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
         return []
     start, size, _ = first[0].tolist()
     if size > _MAX_HEADER_BYTES:
-        raise TesseraError("the first line is too long to be the header of a CSV file", where=str(path))
+        raise TesseraError(
+            "the first line is too long to be the header of a CSV file", where=str(path), code="data.bad-csv-header"
+        )
     with path.open("rb") as file:
         file.seek(start)
         try:
             header = next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True, delimiter=delimiter))
         except (RecordError, csv.Error) as error:
-            raise TesseraError(f"the header cannot be read: {error}", where=str(path)) from None
+            raise TesseraError(
+                f"the header cannot be read: {error}", where=str(path), code="data.bad-csv-header"
+            ) from None
     names = [column for column in header if column]  # spreadsheets write empty columns at the end
     if len(set(names)) != len(names):
-        raise TesseraError("two columns have one name", where=str(path), fix="give each column of the header its own")
+        raise TesseraError(
+            "two columns have one name",
+            where=str(path),
+            fix="give each column of the header its own",
+            code="data.column-twice",
+        )
     return header
 
 
@@ -225,6 +234,7 @@ def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
                     f"the JSON array ends after {count} records without ']'{inside}",
                     where=str(path),
                     fix="the file was cut off, or a quote or bracket is missing in it",
+                    code="data.damaged-json",
                 )
             bracket, position = match.start(1), match.end()
             opens = data[bracket] in b"{["
@@ -249,4 +259,5 @@ def _check_between(path: Path, data: mmap.mmap, start: int, end: int, count: int
                 f"between records of the JSON array stands {wrong[:20]!r}",
                 where=f"{path}, byte {min(end, first + CHUNK) - len(wrong)}, near record {count + 1}",
                 fix="records are JSON objects: [{...}, {...}]",
+                code="data.damaged-json",
             )

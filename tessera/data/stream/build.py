@@ -106,6 +106,7 @@ def _shards(source: SourceSection, keep: int | None) -> list[HubStreamFile | Loc
                 f"{key} of {source.path} needs the number of all samples, which is not known while they are streamed",
                 where=WHERE,
                 fix=f"leave {key} out, or set data.stream=false",
+                code="data.stream-count-unknown",
             )
     id = find_hub_id(source.path, "dataset", "data.train")
     if id is not None:
@@ -117,6 +118,7 @@ def _shards(source: SourceSection, keep: int | None) -> list[HubStreamFile | Loc
             f"{source.path} is a folder, and files are streamed",
             where=WHERE,
             fix=f"name its files, such as {source.path}/*.parquet, or set data.stream=false",
+            code="data.stream-folder",
         )
     rooted = source if source.root is not None else source.model_copy(update={"root": base})
     return [LocalStreamFile(path, rooted) for path in paths]

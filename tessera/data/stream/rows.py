@@ -97,7 +97,7 @@ class StreamedRows(RowSource):
         self, shards: Sequence[StreamFile], pack: Packer, settings: StreamSettings, folder: Path | None
     ) -> None:
         if not shards:
-            raise TesseraError("there are no files to stream", where="data.train")
+            raise TesseraError("there are no files to stream", where="data.train", code="data.no-files")
         self.shards, self.pack, self.settings = tuple(shards), pack, settings
         self._facts = [[shard.name, shard.facts] for shard in self.shards]
         key = json.dumps([self._facts, settings.seed, settings.shuffle, settings.packing], sort_keys=True, default=str)
@@ -180,7 +180,9 @@ class StreamedRows(RowSource):
                     return _Found(epoch, position, shard, epoch * count + offset)
                 offset, passed = offset - count, passed + count
             if not passed:
-                raise TesseraError("no file of the data has a usable sample", where="data.train")
+                raise TesseraError(
+                    "no file of the data has a usable sample", where="data.train", code="data.no-usable-sample"
+                )
             epoch += 1
 
     def _order(self, epoch: int) -> list[int]:
@@ -269,6 +271,7 @@ class StreamedRows(RowSource):
                     f"{file.name} has changed since the run began: a resumed run would read other rows",
                     where=str(path),
                     fix="put the file back as it was, and resume; or begin another run",
+                    code="data.file-changed",
                 )
             counts = self._kept_counts(shard)
             if counts is not None and counts.rows != len(rows):
@@ -276,6 +279,7 @@ class StreamedRows(RowSource):
                     f"{file.name} had {counts.rows} rows and has {len(rows)} now: a resumed run would read other rows",
                     where=str(self._folder),
                     fix="put the data or the settings back as they were; or begin another run",
+                    code="data.file-changed",
                 )
             if counts is None:
                 self._keep_counts(shard, _counts_of(rows))

@@ -275,6 +275,7 @@ class Pool:
                 raise TesseraError(
                     "the process that begins worker processes was ended from outside, again and again",
                     fix="look for what ends processes on this machine (memory?), or set data.workers=0",
+                    code="environment.workers-killed",
                 ) from None
         else:
             return

@@ -226,7 +226,11 @@ class PoolServer:
             packed.send(self.control)
             refused = receive(self.control)
         except (EOFError, OSError):
-            refused = TesseraError("the process that was to begin worker processes died", fix="set data.workers=0")
+            refused = TesseraError(
+                "the process that was to begin worker processes died",
+                fix="set data.workers=0",
+                code="environment.workers-killed",
+            )
         if refused is not None:
             self.close()
             raise refused
@@ -348,6 +352,7 @@ def _packed(work: Any) -> Packed:
         raise TesseraError(
             f"this work cannot be sent to worker processes: {first_line(error)}",
             fix="define its classes and functions at the top level of a module, or set data.workers=0",
+            code="data.not-picklable",
         ) from error
 
 

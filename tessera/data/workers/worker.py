@@ -49,7 +49,11 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
     def over(number: int, frame: FrameType | None) -> None:
         if inside:
-            raise TooSlow(f"took longer than {seconds:g} s", fix="raise data.sample_timeout_s if the file is sound")
+            raise TooSlow(
+                f"took longer than {seconds:g} s",
+                fix="raise data.sample_timeout_s if the file is sound",
+                code="data.sample-too-slow",
+            )
 
     before = signal.signal(signal.SIGALRM, over)
     began = time.monotonic()
@@ -199,12 +203,17 @@ def load_main(main: MainModule | None, module: str, name: str) -> None:
         return
     fix = "move it into a module of its own, or set data.workers=0"
     if main is None:
-        raise TesseraError(f"{name} is defined where worker processes cannot find it: in no file", fix=fix)
+        raise TesseraError(
+            f"{name} is defined where worker processes cannot find it: in no file",
+            fix=fix,
+            code="data.defined-in-no-file",
+        )
     if _has_side_effects(main.path):
         raise TesseraError(
             f"{name} is defined in a script that worker processes cannot import: it would run again in each of them",
             where=str(main.path),
             fix=f'put what the script does under `if __name__ == "__main__":`, {fix}',
+            code="data.script-without-main",
         )
     if main.module is not None:
         module_found = importlib.import_module(main.module)
