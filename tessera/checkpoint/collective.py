@@ -56,7 +56,10 @@ class CollectiveError(RuntimeError):
         free = ranks.on_rank0(lambda: free_bytes(folder))
         space = f"it needs {human_bytes(needed)} ({needed} bytes); {human_bytes(free)} ({free} bytes) are free there"
         return TesseraError(
-            f"{what} could not be written ({reasons})", where=str(folder), fix=f"{space}; {advice}".rstrip("; ")
+            f"{what} could not be written ({reasons})",
+            where=str(folder),
+            fix=f"{space}; {advice}".rstrip("; "),
+            code="output.write-failed",
         )
 
 

@@ -249,15 +249,20 @@ def read_manifest(folder: Path) -> Manifest:
                 where=str(path),
                 allowed=[f"{FORMAT} up to version {VERSION}"],
                 fix="use the version of Tessera that wrote it, or a newer one",
+                code="checkpoint.newer-format",
             )
         files = tuple(FileRecord(name, int(f["size"]), str(f["sha256"])) for name, f in content["files"].items())
         if any(Path(f.name).name != f.name for f in files):
             raise ValueError("it names files outside of the checkpoint")
         return Manifest(int(content["step"]), int(content["serial"]), files)
     except FileNotFoundError:
-        raise TesseraError("no manifest: this is not a complete checkpoint", where=str(folder)) from None
+        raise TesseraError(
+            "no manifest: this is not a complete checkpoint", where=str(folder), code="checkpoint.no-manifest"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise TesseraError(f"the manifest is damaged: {error}", where=str(path)) from error
+        raise TesseraError(
+            f"the manifest is damaged: {error}", where=str(path), code="checkpoint.damaged-manifest"
+        ) from error
 
 
 def problems_in(folder: Path, files: Iterable[FileRecord]) -> list[str]:
@@ -330,11 +335,7 @@ class SafetensorsFile(DurableFile):
     """Write a safetensors file whose entries are known ahead; `put` takes their tensors one after another, in order."""
 
     def __init__(
-        self,
-        path: Path,
-        entries: Sequence[Entry],
-        fault: Fault = no_fault,
-        metadata: Mapping[str, str] | None = None,
+        self, path: Path, entries: Sequence[Entry], fault: Fault = no_fault, metadata: Mapping[str, str] | None = None
     ) -> None:
         """Make the file. `metadata`: notes of the header, beside that tensors are those of torch."""
         assert sys.byteorder == "little", "safetensors is a little-endian format"
@@ -371,7 +372,7 @@ def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | N
     at = 0
     for entry in entries:
         if entry.key in table:
-            raise TesseraError(f"two tensors with the name {entry.key!r} in one file")
+            raise TesseraError(f"two tensors with the name {entry.key!r} in one file", code="weights.duplicate-tensor")
         table[entry.key] = {
             "dtype": code_of(entry.dtype, entry.key),
             "shape": list(entry.shape),
@@ -387,7 +388,9 @@ def code_of(dtype: torch.dtype, name: str) -> str:
     """Return how safetensors names a type. `name`: of the tensor, for the error."""
     if dtype not in CODES:
         allowed = [str(allowed).removeprefix("torch.") for allowed in CODES]
-        raise TesseraError(f"{name}: safetensors cannot hold {dtype}", allowed=allowed)
+        raise TesseraError(
+            f"{name}: safetensors cannot hold {dtype}", allowed=allowed, code="weights.unsupported-dtype"
+        )
     return CODES[dtype]
 
 
@@ -404,6 +407,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
             f"not a readable safetensors file: {error}",
             where=str(path),
             fix="fetch or convert the file again; it is damaged or something else",
+            code="weights.unreadable-file",
         ) from error
 
 
@@ -412,7 +416,9 @@ def stored_shape(file: Any, key: str) -> tuple[int, ...]:
     shape = tuple(file.get_slice(key).get_shape())
     # The library counts bytes: one size of 0 makes them none, whatever the others are.
     if prod(max(size, 1) for size in shape) >= _MOST_ELEMENTS:
-        raise TesseraError(f"{key[:200]} claims a shape beyond all sense: {str(shape)[:100]}")
+        raise TesseraError(
+            f"{key[:200]} claims a shape beyond all sense: {str(shape)[:100]}", code="weights.absurd-shape"
+        )
     return shape
 
 

@@ -44,7 +44,9 @@ class FolderTensors:
                 positions = data_positions(path)
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     if name in self._files:
-                        raise TesseraError(f"{name} is stored in two files", where=str(path))
+                        raise TesseraError(
+                            f"{name} is stored in two files", where=str(path), code="weights.duplicate-tensor"
+                        )
                     self._files[name] = file
                     self.shapes[name], self.kinds[name] = stored_shape(file, name), file.get_slice(name).get_dtype()
                     self.files[name] = path.name
@@ -54,6 +56,7 @@ class FolderTensors:
                     f"the index lists {few_names(lost)}, which no file has",
                     where=str(layout.component_folder(component) / layout.index_file(component)),
                     fix="download or copy the folder again; where the tensors are meant to be gone, remove the index",
+                    code="weights.index-mismatch",
                 )
             config = layout.config(component) if (layout.component_folder(component) / CONFIG_FILE).is_file() else {}
             self._find_quantized(config)

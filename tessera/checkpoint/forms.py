@@ -84,7 +84,9 @@ class SafetensorsForm(StoredForm):
         odd = [name for name, kind in self._folder.kinds.items() if kind not in DTYPES]
         if odd:
             raise TesseraError(
-                f"{odd[0]} is stored as {self._folder.kinds[odd[0]]}, which is not read", where=self.where
+                f"{odd[0]} is stored as {self._folder.kinds[odd[0]]}, which is not read",
+                where=self.where,
+                code="weights.unsupported-dtype",
             )
 
     def __exit__(self, *_: Any) -> None:
@@ -208,7 +210,9 @@ class NativeTensors:
 
     def _planned(self, foreign: str, rows: TensorRows) -> PlannedTensor:
         if rows.dtype is None:
-            raise TesseraError(f"the sources of {foreign} are stored in different types", where=self.where)
+            raise TesseraError(
+                f"the sources of {foreign} are stored in different types", where=self.where, code="weights.mixed-dtypes"
+            )
         return PlannedTensor(rows.dtype, rows.shape)
 
 

@@ -49,12 +49,19 @@ class Fp8Map(WeightMap):
         if kind not in get_args(Quantization):
             allowed = get_args(Quantization)
             raise TesseraError(
-                f"no such quantization: {kind!r}", where="--quantize", allowed=allowed, nearest=nearest(kind, allowed)
+                f"no such quantization: {kind!r}",
+                where="--quantize",
+                allowed=allowed,
+                nearest=nearest(kind, allowed),
+                code="weights.unknown-quantization",
             )
         chosen = [name for name in tensors if any(matches(pattern, name) for pattern in projections)]
         if not chosen:
             raise TesseraError(
-                "this family has no text decoder whose projections are known by name", where=where, fix="no --quantize"
+                "this family has no text decoder whose projections are known by name",
+                where=where,
+                fix="no --quantize",
+                code="weights.no-quantizable-projection",
             )
         if kind == "fp8":
             _check_single(weights, tensors, chosen)
@@ -100,6 +107,7 @@ def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], projections
                     f"{foreign} holds all experts of a layer, for which there is no form with a scale for each output",
                     where="--quantize fp8",
                     fix="--quantize fp8-block",
+                    code="weights.stacked-experts-quantization",
                 )
 
 
@@ -114,6 +122,7 @@ def _divisible(kind: str, tensors: Mapping[str, Tensor], projections: Sequence[s
             f"no projection has sides that are multiples of {unit}: {example}",
             where=f"--quantize {kind}",
             fix="--quantize fp8" if kind != "fp8" else "keep the model as it is: this one is too small to gain by it",
+            code="weights.quantization-block-size",
         )
     if odd:
         _log.warning(
@@ -148,6 +157,7 @@ def _quantize(name: str, weight: Tensor, dims: tuple[int, ...]) -> tuple[Tensor,
         raise TesseraError(
             f"{name} has numbers that are NaN or infinite, which have no scale",
             fix="these weights are damaged: fetch them again, or take an earlier checkpoint",
+            code="weights.not-finite",
         )
     # A group of zeros has any scale but zero, and the scales of tiny ones stay numbers that hardware multiplies by.
     scale = (largest / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)

@@ -70,7 +70,9 @@ class FrozenWeights:
             return FrozenWeights(Path(entry["folder"]), tuple(files), frozenset(map(str, entry["names"])))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TesseraError(
-                f"the entry {STATE_KEY!r} of the state is damaged: {error!r}", where=str(where)
+                f"the entry {STATE_KEY!r} of the state is damaged: {error!r}",
+                where=str(where),
+                code="checkpoint.damaged-state",
             ) from None
 
     def dump(self) -> dict[str, Any]:
@@ -102,5 +104,6 @@ class FrozenWeights:
                 fix=f"put the weights of {self.folder} back, or name their folder: `tessera resume RUN "
                 "model.path=FOLDER`, or model.path in RUN/config.yaml for everything else "
                 "(checkpoint.store_frozen=true stores them in every checkpoint)",
+                code="checkpoint.frozen-weights-moved",
             )
         return folder

@@ -286,7 +286,9 @@ class CheckpointManager:
         if stored is not None:
             problems = self._fill(ranks, stored, tensors)
         if stored is None or problems:
-            raise TesseraError("the checkpoint is damaged: " + "; ".join(problems), where=str(path))
+            raise TesseraError(
+                "the checkpoint is damaged: " + "; ".join(problems), where=str(path), code="checkpoint.damaged"
+            )
         return stored.state
 
     def resume(
@@ -308,6 +310,7 @@ class CheckpointManager:
                     where=str(stored.path),
                     fix=f"begin another run with these weights: model.path={stored.path} name=ANOTHER; a run that is "
                     "to go on needs checkpoint.weights_only=false",
+                    code="checkpoint.weights-only",
                 )
             unknown = {name.split(".")[0] for name in stored.names} - kinds
             if unknown and ranks.rank == 0:
@@ -355,6 +358,7 @@ class CheckpointManager:
                 "there are checkpoints, but every one of them is damaged:\n    " + "\n    ".join(damaged),
                 where=str(self.folder),
                 fix="restore one from a copy, or move this folder away to start anew",
+                code="checkpoint.all-damaged",
             )
         return None
 

@@ -83,7 +83,9 @@ class SplitTensor(TensorInParts[KeyedPart]):
         with open_safetensors(part.file) as file:
             if stored_shape(file, part.key) != part.sizes or file.get_slice(part.key).get_dtype() != CODES[self.dtype]:
                 raise TesseraError(
-                    f"{part.key} in it is not as large, or of the type, as is said", where=str(part.file)
+                    f"{part.key} in it is not as large, or of the type, as is said",
+                    where=str(part.file),
+                    code="checkpoint.part-differs",
                 )
         return functools.partial(_read_part, part)
 
@@ -108,7 +110,9 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str
         or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape)
         or _overlap(chunks)
     ):
-        raise TesseraError(f"the parts of {name!r} do not cover the tensor {shape}", where=where)
+        raise TesseraError(
+            f"the parts of {name!r} do not cover the tensor {shape}", where=where, code="checkpoint.parts-incomplete"
+        )
 
 
 def _overlap(chunks: list[Any]) -> bool:

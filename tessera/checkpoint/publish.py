@@ -109,7 +109,9 @@ def written_in(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = str(error.args[0][0][-1]) if isinstance(error, shutil.Error) else error.strerror  # of the first file
-        raise TesseraError(f"nothing can be written there: {reason}", where=str(folder)) from error
+        raise TesseraError(
+            f"nothing can be written there: {reason}", where=str(folder), code="output.write-failed"
+        ) from error
 
 
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:
@@ -119,19 +121,28 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
     """
     with written_in(folder):
         if folder.is_symlink():  # it would be replaced, and not what it leads to
-            raise TesseraError("the target is a link", where=str(folder), fix=f"name {os.path.realpath(folder)}")
+            raise TesseraError(
+                "the target is a link",
+                where=str(folder),
+                fix=f"name {os.path.realpath(folder)}",
+                code="output.target-is-link",
+            )
         here = Path.cwd()
         if Path(os.path.realpath(folder)) in (here, *here.parents):
             raise TesseraError(
-                "the target is the working folder, or holds it", where=str(folder), fix="name a new folder in it"
+                "the target is the working folder, or holds it",
+                where=str(folder),
+                fix="name a new folder in it",
+                code="output.target-holds-working-folder",
             )
         if folder.exists() and not folder.is_dir():
-            raise TesseraError(f"there is a file in the way: {folder}")
+            raise TesseraError(f"there is a file in the way: {folder}", code="output.target-is-file")
         if folder.is_dir() and any(folder.iterdir()) and not overwrite and not _is_export(folder, origin):
             raise TesseraError(
                 "the folder is not empty and not an earlier export of the same source in the same form",
                 where=str(folder),
                 fix="name another folder, or --overwrite (overwrite=True in Python): everything in it is replaced",
+                code="output.folder-not-empty",
             )
         missing = tuple(path for path in folder.parents if not path.exists())
         folder.parent.mkdir(parents=True, exist_ok=True)

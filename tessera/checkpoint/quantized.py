@@ -91,7 +91,10 @@ class GptqWeight(QuantizedWeight):
         if len(parts) > 3:
             groups = parts[3].long()
             if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[0]:
-                raise TesseraError(f"{self.parts[3]} names a group beyond the {scales.shape[0]} that have scales")
+                raise TesseraError(
+                    f"{self.parts[3]} names a group beyond the {scales.shape[0]} that have scales",
+                    code="weights.damaged-quantization",
+                )
         else:
             groups = torch.arange(inputs) // -(-inputs // scales.shape[0])
         return (values.float() - zeros.t()[:, groups].float()) * scales.t()[:, groups].float()
@@ -160,7 +163,9 @@ def find_quantized(
     used |= {name for name in shapes if name.endswith((".input_scale", ".activation_scale", ".input_scale_inv"))}
     alone = [name for name in shapes if kinds[name] in _FP8 and name not in used]
     if alone:
-        raise TesseraError(f"{alone[0]} is stored in fp8 without its scales", where=where)
+        raise TesseraError(
+            f"{alone[0]} is stored in fp8 without its scales", where=where, code="weights.quantization-scales-missing"
+        )
     return weights, used
 
 
@@ -168,7 +173,10 @@ def _check_kinds(kinds: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]]
     for name, allowed in wanted.items():
         if kinds[name] not in allowed:
             raise TesseraError(
-                f"{name} is stored as {kinds[name]}, which means something else", where=where, allowed=allowed
+                f"{name} is stored as {kinds[name]}, which means something else",
+                where=where,
+                allowed=allowed,
+                code="weights.damaged-quantization",
             )
 
 
@@ -181,14 +189,20 @@ def _blocks(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], 
     fits = sound and len(shape) == len(scales) >= 2 and shape[:-2] == scales[:-2]
     if not fits or any(-(-n // block) != m for n, m, block in zip(shape[-2:], scales[-2:], size, strict=True)):
         raise TesseraError(
-            f"{scale} {list(scales)} does not fit {weight} {list(shape)} in blocks of {size}", where=where
+            f"{scale} {list(scales)} does not fit {weight} {list(shape)} in blocks of {size}",
+            where=where,
+            code="weights.damaged-quantization",
         )
     return ScaledFloat8(shape, (weight, scale), (int(size[0]), int(size[1])))
 
 
 def _one_scale(weight: str, scale: str, shapes: Shapes, where: str) -> ScaledFloat8:
     if not shapes[weight] or math.prod(shapes[scale]) not in (1, shapes[weight][0]):
-        raise TesseraError(f"{scale} {list(shapes[scale])} does not fit {weight} {list(shapes[weight])}", where=where)
+        raise TesseraError(
+            f"{scale} {list(shapes[scale])} does not fit {weight} {list(shapes[weight])}",
+            where=where,
+            code="weights.damaged-quantization",
+        )
     return ScaledFloat8(shapes[weight], (weight, scale))
 
 
@@ -199,7 +213,9 @@ def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping
         nested = int(state.get("nested_blocksize") or 0)
         offset = float(state.get("nested_offset") or 0.0)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise TesseraError(f"{name} does not describe a weight: {error}", where=where) from None
+        raise TesseraError(
+            f"{name} does not describe a weight: {error}", where=where, code="weights.damaged-quantization"
+        ) from None
     parts = [weight, f"{weight}.absmax", f"{weight}.quant_map"]
     if nested:
         parts += [f"{weight}.nested_absmax", f"{weight}.nested_quant_map"]
@@ -208,12 +224,18 @@ def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping
     sound = kind in ("nf4", "fp4") and 0 < blocksize <= _LARGEST_BLOCK and min(shape, default=0) > 0
     sound = sound and 0 <= nested <= _LARGEST_BLOCK and math.isfinite(offset)
     if missing or not sound or math.prod(shapes[weight]) != -(-count // 2):
-        raise TesseraError(f"{weight} is not the {kind} of {list(shape)}: {missing or 'sizes do not fit'}", where=where)
+        raise TesseraError(
+            f"{weight} is not the {kind} of {list(shape)}: {missing or 'sizes do not fit'}",
+            where=where,
+            code="weights.damaged-quantization",
+        )
     blocks = -(-count // blocksize)
     sizes = [blocks, 16] + ([-(-blocks // nested), 256] if nested else [])
     for part, size in zip(parts[1:], sizes, strict=True):
         if math.prod(shapes[part]) != size:
-            raise TesseraError(f"{part} {list(shapes[part])} must have {size} values", where=where)
+            raise TesseraError(
+                f"{part} {list(shapes[part])} must have {size} values", where=where, code="weights.damaged-quantization"
+            )
     return FourBit(shape, tuple(parts), blocksize, nested, offset)
 
 
@@ -224,16 +246,26 @@ def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str
             f"weights are kept as integers by the method {method!r}, which is not read",
             where=where,
             allowed=["gptq", "awq", "fp8", "bitsandbytes"],
+            code="weights.unsupported-quantization",
         )
     names = [prefix + part for part in ("qweight", "qzeros", "scales")]
     missing = [name for name in names if name not in shapes]
     if missing:
-        raise TesseraError(f"{missing[0]} is missing beside {names[0]}", where=where)
+        raise TesseraError(
+            f"{missing[0]} is missing beside {names[0]}", where=where, code="weights.quantization-part-missing"
+        )
     bits = config.get("bits", config.get("w_bit", 4))
     if method == "awq" and (str(config.get("version", "gemm")).lower() != "gemm" or bits != 4):
-        raise TesseraError("AWQ is read in its gemm layout with 4 bits", where=where)
+        raise TesseraError(
+            "AWQ is read in its gemm layout with 4 bits", where=where, code="weights.unsupported-quantization"
+        )
     if bits not in (2, 4, 8):
-        raise TesseraError(f"GPTQ with {bits} bits is not read", where=where, allowed=["2", "4", "8"])
+        raise TesseraError(
+            f"GPTQ with {bits} bits is not read",
+            where=where,
+            allowed=["2", "4", "8"],
+            code="weights.unsupported-quantization",
+        )
     packed, zeros, scales = (shapes[name] for name in names)
     fits = len(packed) == len(zeros) == len(scales) == 2 and 0 not in (*packed, *zeros, *scales)
     index, per_word = prefix + "g_idx", 32 // int(bits)
@@ -245,7 +277,9 @@ def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str
         fits = fits and shapes.get(index, (inputs,)) == (inputs,)
     if not fits:
         tensors = ", ".join(f"{name} {list(shapes[name])}" for name in [*names, index] if name in shapes)
-        raise TesseraError(f"these do not make one weight of {bits} bits: {tensors}", where=where)
+        raise TesseraError(
+            f"these do not make one weight of {bits} bits: {tensors}", where=where, code="weights.damaged-quantization"
+        )
     if method == "awq":
         return AwqWeight((scales[1], packed[0]), tuple(names))
     names += [index] * (index in shapes)

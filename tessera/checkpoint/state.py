@@ -83,6 +83,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict
                 raise TesseraError(
                     f"{type(optimizer).__name__} keeps {key!r} of {names[parameter]} as a {type(value).__name__}",
                     fix="a checkpoint holds tensors: use an optimizer that keeps its state in them",
+                    code="checkpoint.optimizer-state-not-tensor",
                 )
             tensors[f"optim.{names[parameter]}.{key}"] = value
     return tensors
@@ -136,9 +137,13 @@ def parse_state(data: bytes, where: str) -> dict[str, Any]:
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise TesseraError(f"the state cannot be read: {error}", where=where) from error
+        raise TesseraError(
+            f"the state cannot be read: {error}", where=where, code="checkpoint.damaged-state"
+        ) from error
     if not isinstance(state, dict):
-        raise TesseraError(f"the state is a {type(state).__name__}, not a mapping", where=where)
+        raise TesseraError(
+            f"the state is a {type(state).__name__}, not a mapping", where=where, code="checkpoint.damaged-state"
+        )
     return state
 
 
@@ -147,7 +152,11 @@ def _check(value: Any, where: str) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise TesseraError(f"a key of the state is a {type(key).__name__}: {key!r}", where=where)
+                raise TesseraError(
+                    f"a key of the state is a {type(key).__name__}: {key!r}",
+                    where=where,
+                    code="checkpoint.state-not-json",
+                )
             _check(inner, f"{where}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
@@ -157,4 +166,5 @@ def _check(value: Any, where: str) -> None:
             f"a {type(value).__name__} does not fit into a checkpoint's state",
             where=where,
             fix="make it plain JSON, or pass it as a tensor",
+            code="checkpoint.state-not-json",
         )

@@ -200,7 +200,9 @@ def read_table(folder: Path) -> Metadata:
     try:
         return parse_table(path.read_bytes(), str(path))
     except OSError as error:
-        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise TesseraError(
+            f"cannot be read: {error.strerror}", where=str(path), code="checkpoint.unreadable-file"
+        ) from error
 
 
 def parse_table(data: bytes, where: str) -> Metadata:
@@ -224,7 +226,9 @@ def parse_table(data: bytes, where: str) -> Metadata:
             properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise TesseraError(f"not a table of tensors: {error!r}", where=where) from error
+        raise TesseraError(
+            f"not a table of tensors: {error!r}", where=where, code="checkpoint.damaged-table"
+        ) from error
     return Metadata(tensors, storage_data=locations)
 
 

@@ -147,7 +147,11 @@ class StoredCheckpoint:
                 dtype, shape = self._chunk(items[0])
                 wrong = key not in names or header.get_slice(key).get_dtype() != CODES.get(dtype)
                 if wrong or stored_shape(header, key) != shape:
-                    raise TesseraError(f"{key} in it is not the chunk that {TABLE} lists", where=str(path))
+                    raise TesseraError(
+                        f"{key} in it is not the chunk that {TABLE} lists",
+                        where=str(path),
+                        code="checkpoint.damaged-table",
+                    )
         return data_positions(path)
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
@@ -169,10 +173,15 @@ class StoredCheckpoint:
                 "the checkpoint does not fit this model:\n    " + "\n    ".join([*problems[:_SHOWN], *more]),
                 where=str(self.path),
                 fix="use the configuration that the checkpoint was written with (config.yaml in its folder)",
+                code="checkpoint.model-mismatch",
             )
         files = {record.name for record in self.manifest.files}
         if unlisted := [file for file, _ in self.table.storage_data.values() if file not in files]:
-            raise TesseraError(f"the manifest does not list {unlisted[0]!r}", where=str(self.path / TABLE))
+            raise TesseraError(
+                f"the manifest does not list {unlisted[0]!r}",
+                where=str(self.path / TABLE),
+                code="checkpoint.damaged-manifest",
+            )
 
 
 def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[StoredCheckpoint | None, list[str]]:

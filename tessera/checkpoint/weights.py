@@ -88,6 +88,7 @@ def _misfit(missing: list[str], left_over: list[str], weight_map: WeightMap, whe
         "the weights do not fit the model:\n    " + "\n    ".join(lines),
         where=where,
         fix="check that config.json and the weights belong together, and that the model family is the right one",
+        code="weights.model-mismatch",
     )
 
 
@@ -119,12 +120,15 @@ def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape],
         shape = shape_of(source.op, [shapes[name] for name in source.foreign])
     except RuntimeError as error:
         sources = ", ".join(f"{name} {list(shapes[name])}" for name in source.foreign)
-        raise TesseraError(f"{source.native} cannot be made from {sources}: {error}", where=where) from error
+        raise TesseraError(
+            f"{source.native} cannot be made from {sources}: {error}", where=where, code="weights.model-mismatch"
+        ) from error
     if native != shape:
         raise TesseraError(
             f"{source.native} has shape {list(native)}, {' + '.join(source.foreign)} gives {list(shape)}",
             where=where,
             fix="check that config.json belongs to these weights",
+            code="weights.shape-mismatch",
         )
 
 
@@ -157,6 +161,7 @@ def check_stored_kind(name: str, stored: str, wanted: torch.dtype, where: str) -
             f"{name} is stored as {stored}, the model has {str(wanted).removeprefix('torch.')} there",
             where=where,
             fix="the file is damaged, or quantized in a way that is not read: fetch the weights in bf16, fp16 or fp32",
+            code="weights.dtype-mismatch",
         )
 
 
@@ -187,6 +192,7 @@ def judge_non_finite(counts: Iterable[Mapping[str, tuple[int, int, int]]], where
             f"nothing but NaN in {len(ruined)} of the tensors: " + ", ".join(ruined[:5]),
             where=where,
             fix="these weights are ruined: fetch them again, or take an earlier checkpoint",
+            code="weights.all-nan",
         )
     return [
         f"{name}: {nan} NaN and {infinite} infinite of {read} numbers"
@@ -214,6 +220,7 @@ def check_copy(copy: str, other: str, shapes: Mapping[str, Shape], read: ReadBox
             where=where,
             fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
             "folder holds a head of its own",
+            code="weights.tied-head-differs",
         )
 
 
@@ -244,7 +251,11 @@ def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
     most: int | None = None
     for name, number in _numbers(data, ""):
         if not math.isfinite(number) or abs(number) > _LARGEST:
-            raise TesseraError(f"{name} = {str(number)[:30]} is beyond all sense", where=str(folder / "config.json"))
+            raise TesseraError(
+                f"{name} = {str(number)[:30]} is beyond all sense",
+                where=str(folder / "config.json"),
+                code="model.absurd-size",
+            )
         if name.rpartition(".")[2] not in _LAYERS or number <= _LAYERS_ANYWAY:
             continue
         if most is None:
@@ -254,6 +265,7 @@ def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
                 f"{name} = {number}, and the weights are {most} tensors in all",
                 where=str(folder / "config.json"),
                 fix="check that config.json and the weights belong together",
+                code="weights.fewer-than-layers",
             )
 
 

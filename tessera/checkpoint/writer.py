@@ -102,14 +102,21 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
                 _Writer(job, groups, staging).run(jobs)
             for path, status in before.items():
                 if path.is_file() and _status(path) != status:
-                    raise TesseraError("this file was changed while it was read", where=str(path), fix="start again")
+                    raise TesseraError(
+                        "this file was changed while it was read",
+                        where=str(path),
+                        fix="start again",
+                        code="weights.source-changed",
+                    )
     except KeyboardInterrupt:
-        raise Interrupted("stopped: nothing was published", where=str(target)) from None
+        raise Interrupted("stopped: nothing was published", where=str(target), code="output.interrupted") from None
     except OSError as error:
         failed = Path(str(error.filename))
         of_target = any(part.startswith(".staging-") for part in failed.parts)  # the target may be inside of the source
         if failed.is_relative_to(job.native.where) and not of_target:
-            raise TesseraError(f"the source could not be read: {error.strerror}", where=str(failed)) from error
+            raise TesseraError(
+                f"the source could not be read: {error.strerror}", where=str(failed), code="weights.unreadable-file"
+            ) from error
         needed, free = job.plan.nbytes, free_bytes(target)
         many = f"; {len(job.plan.files)} files are open at a time: see ulimit -n"
         raise TesseraError(
@@ -117,6 +124,7 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
             where=str(target),
             fix=f"it needs {human_bytes(needed)} ({needed} bytes) in all, {human_bytes(free)} ({free} bytes) are free "
             f"there{many if error.errno == errno.EMFILE else ''}",
+            code="output.write-failed",
         ) from error
 
 
@@ -128,6 +136,7 @@ def _check_space(target: Path, needed: int) -> None:
             "bytes) are free",
             where=str(target),
             fix="free some space, or name a target on another disk",
+            code="output.disk-full",
         )
 
 
@@ -190,7 +199,11 @@ class _Writer:
     def _check_places(self, name: str, rows: TensorRows, group: TensorGroup, written: NativeTensors) -> None:
         """Raise unless the reader of the target form looks for a tensor where it is written."""
         if (rows.dtype, rows.shape) != (group.foreign[name].dtype, group.foreign[name].shape):
-            raise TesseraError(f"the sources of {name} are stored in different types", where=self._job.native.where)
+            raise TesseraError(
+                f"the sources of {name} are stored in different types",
+                where=self._job.native.where,
+                code="weights.mixed-dtypes",
+            )
         assert rows.dtype is not None
         plan, staging = self._job.plan, self._staging
         parts = [PlannedTensor(rows.dtype, part.shape) for part in plan.divide(name, rows)]
@@ -200,7 +213,10 @@ class _Writer:
         extents = written.extents(name)
         if not extents or not planned.issuperset(enumerate(extents)):
             raise TesseraError(
-                f"{name} is not looked for where it is written", where=str(staging), fix="report this: it is a fault"
+                f"{name} is not looked for where it is written",
+                where=str(staging),
+                fix="report this: it is a fault",
+                code="output.misplaced-tensor",
             )
 
     def _prove(self, group: TensorGroup, native: Mapping[str, TensorRows], written: NativeTensors) -> None:
@@ -216,6 +232,7 @@ class _Writer:
                     f"{name} was read back with other bytes than were written",
                     where=str(self._staging),
                     fix="nothing was published: report this: it is a fault",
+                    code="output.bytes-differ",
                 )
         self._proved.add(kind)
 
@@ -320,6 +337,7 @@ class PlannedFolder:
                         f"{name} was read back with other bytes than were written",
                         where=str(self._folder / place.file),
                         fix="nothing was published: try again; if it happens twice, check the disk",
+                        code="output.bytes-differ",
                     )
                 position += len(chunk)
             if position - place.offset >= _WORTH_A_REQUEST:

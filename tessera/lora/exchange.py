@@ -76,6 +76,7 @@ def _refuse_without_weights(folder: Path) -> None:
         fix="where you trust the file, PEFT writes it: PeftModel.from_pretrained(model, FOLDER).save_pretrained(OTHER)"
         if pickles
         else "name the folder that has the file",
+        code="adapter.weights-pickled" if pickles else "adapter.weights-missing",
     )
 
 
@@ -117,7 +118,11 @@ class StoredAdapters:
     def _norms_of(self, layer: str, adapter: Adapter, b: Tensor) -> Tensor | None:
         m = self.norms.get(layer)
         if adapter.dora and (m is None or m.shape != b.shape[:1] or not torch.isfinite(m.float()).all()):
-            raise TesseraError(f"{layer}: use_dora, and its {MAGNITUDE_KEY[1:]} is missing or wrong", where=self.where)
+            raise TesseraError(
+                f"{layer}: use_dora, and its {MAGNITUDE_KEY[1:]} is missing or wrong",
+                where=self.where,
+                code="adapter.magnitude-missing",
+            )
         return m if adapter.dora else None
 
     def adapter(self, layer: str, module: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
@@ -130,6 +135,7 @@ class StoredAdapters:
                     f"{module}: rank {stated[0]} is stated, the weights have {rank}",
                     where=self.config_where,
                     fix="check that the configuration and the weights belong together",
+                    code="adapter.rank-mismatch",
                 )
             alpha, rslora = stated[1], bool((self.config or {}).get("use_rslora"))
         if rank > MAX_ADAPTER_RANK or not 0 < alpha <= MAX_ADAPTER_ALPHA:
@@ -137,6 +143,7 @@ class StoredAdapters:
                 f"{layer} has rank {rank} and alpha {alpha:g}",
                 where=self.where,
                 allowed=[f"a rank up to {MAX_ADAPTER_RANK:,}", f"an alpha above 0 and up to {MAX_ADAPTER_ALPHA:,.0f}"],
+                code="adapter.no-scale",
             )
         return Adapter(rank, alpha, rslora, bool((self.config or {}).get("use_dora")))
 
@@ -144,13 +151,18 @@ class StoredAdapters:
 def matrices(layer: str, sides: Mapping[str, Tensor], where: str) -> tuple[Tensor, Tensor]:
     """Return A and B of a layer; raise if they are not two matrices that belong together."""
     if len(sides) != 2:
-        raise TesseraError(f"of the adapter of {layer} only lora_{next(iter(sides))} is there", where=where)
+        raise TesseraError(
+            f"of the adapter of {layer} only lora_{next(iter(sides))} is there",
+            where=where,
+            code="adapter.half-missing",
+        )
     a, b = (_matrix(layer, side, sides[side], where) for side in ("A", "B"))
     if a.shape[0] != b.shape[1]:
         raise TesseraError(
             f"{layer}: lora_A has rank {a.shape[0]}, lora_B {b.shape[1]}",
             where=where,
             fix="the file is damaged, or was put together from two: fetch or export it again",
+            code="adapter.halves-mismatch",
         )
     return a, b
 
@@ -161,10 +173,14 @@ def _matrix(layer: str, side: str, tensor: Tensor, where: str) -> Tensor:
     if tensor.dim() != 2 or not tensor.is_floating_point() or not tensor.numel():
         kind = str(tensor.dtype).removeprefix("torch.")
         raise TesseraError(
-            f"{layer}.lora_{side}, {kind} {list(tensor.shape)}, is no part of a linear layer's adapter", where=where
+            f"{layer}.lora_{side}, {kind} {list(tensor.shape)}, is no part of a linear layer's adapter",
+            where=where,
+            code="adapter.not-linear",
         )
     if not torch.isfinite(tensor.float()).all():
-        raise TesseraError(f"{layer}.lora_{side} holds numbers that are not finite", where=where)
+        raise TesseraError(
+            f"{layer}.lora_{side} holds numbers that are not finite", where=where, code="adapter.not-finite"
+        )
     return tensor
 
 
@@ -176,7 +192,12 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
     of both experts."""
     file = find_adapter_file(path)
     if file is None:
-        raise TesseraError(f"no adapters at {path}", where=str(path), allowed=[CONFIG, *FILES.values(), "a LoRA file"])
+        raise TesseraError(
+            f"no adapters at {path}",
+            where=str(path),
+            allowed=[CONFIG, *FILES.values(), "a LoRA file"],
+            code="adapter.not-here",
+        )
     peft = is_adapter_folder(path)
     if path.is_dir():
         check_inside(file, path)
@@ -199,6 +220,7 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
                     f"{match[1]} has its lora_{side} twice, once as {key}",
                     where=str(file),
                     fix="the file was put together from two: fetch or export it again",
+                    code="adapter.duplicate-tensor",
                 )
             halves[side] = tensor
         elif key.endswith(_ALPHA):
@@ -210,15 +232,21 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             f"modules_to_save names {stated['modules_to_save']!r:.80}, and the weights have none of them",
             where=str(path / CONFIG),
             fix="check that the two files belong together",
+            code="adapter.saved-modules-missing",
         )
     if not sides:
-        raise TesseraError("no adapters here", where=str(file), fix="export them again: the file holds no LoRA weights")
+        raise TesseraError(
+            "no adapters here",
+            where=str(file),
+            fix="export them again: the file holds no LoRA weights",
+            code="adapter.none-in-file",
+        )
     prefix, names = _stripped([*sides, *alphas, *norms], part, str(file))
     layers = {names[name]: halves for name, halves in sides.items() if name in names}
     layer_alphas = {names[name]: alpha for name, alpha in alphas.items() if name in names}
     _check_alphas(layers, layer_alphas, str(file))
     if not layers:
-        raise TesseraError("no adapters here", where=str(file))
+        raise TesseraError("no adapters here", where=str(file), code="adapter.none-in-file")
     config_where = str(path / CONFIG) if peft else f"{file}, {HEADER_KEY} of its header"
     config = stated if peft else _header_config(file, config_where, prefix)
     if config is not None and config.get("use_dora") and not norms:
@@ -226,12 +254,14 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             f"use_dora, and the weights have no {MAGNITUDE_KEY[1:]}",
             where=config_where,
             allowed=[f"LAYER{MAGNITUDE_KEY} in a PEFT folder"],
+            code="adapter.magnitude-missing",
         )
     if config is not None and layer_alphas:
         raise TesseraError(
             "the scale of adapters is stated twice, by alpha beside the weights and by PEFT's configuration",
             where=str(file),
             fix=f"remove {HEADER_KEY} from the header, or the alphas",
+            code="adapter.two-scales",
         )
     underscored = prefix in (UNDERSCORED, "lora_transformer_")
     layer_norms = {names[name]: tensor for name, tensor in norms.items() if name in names}
@@ -258,13 +288,14 @@ def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | No
     used.update(key for key, native in weight_map.copies if native in saved)  # a tied head, beside its embedding
     if unused := [key for key in by_foreign if key not in used]:
         what = f"{unused[0]} is neither a part of an adapter nor of this model"
-        raise TesseraError(what, where=str(path / WEIGHTS))
+        raise TesseraError(what, where=str(path / WEIGHTS), code="adapter.unknown-tensor")
     tied = "head.weight" not in parameters and any(name.endswith(".embed.weight") for name in saved)
     if tied and not read_config(path).get("ensure_weight_tying"):
         raise TesseraError(
             "the embedding was trained and the head, which shares its weight here, was not",
             where=str(path / CONFIG),
             fix="train with ensure_weight_tying=True in PEFT",
+            code="adapter.tied-head",
         )
     return saved
 
@@ -284,6 +315,7 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
             f"the file also adapts a text encoder ({texts[0]}): text encoders are used as they are",
             where=where,
             fix="take a file with the adapters of the transformer alone",
+            code="adapter.text-encoder",
         )
     prefixes = {name: next((start for start in _PREFIXES if name.startswith(start)), "") for name in names}
     present = set(prefixes.values())
@@ -291,11 +323,16 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
         present = {f"{part}."}
     if len(present) > 1:
         examples = [next(name for name, start in prefixes.items() if start == prefix) for prefix in sorted(present)]
-        raise TesseraError(f"names of {len(present)} forms are mixed: {', '.join(examples)}", where=where)
+        raise TesseraError(
+            f"names of {len(present)} forms are mixed: {', '.join(examples)}", where=where, code="adapter.mixed-names"
+        )
     (prefix,) = present
     if prefix == f"{SECOND}." and part != SECOND:
         raise TesseraError(
-            f"these adapters are for {SECOND}, the expert for little noise", where=where, fix=f"give them to {SECOND}"
+            f"these adapters are for {SECOND}, the expert for little noise",
+            where=where,
+            fix=f"give them to {SECOND}",
+            code="adapter.other-expert",
         )
     return prefix, {name: name.removeprefix(prefix) for name, start in prefixes.items() if start == prefix}
 
@@ -303,7 +340,9 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
 def _alpha(key: str, tensor: Tensor, where: str) -> float:
     if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise TesseraError(f"{key}, {kind} {list(tensor.shape)}, is not one number", where=where)
+        raise TesseraError(
+            f"{key}, {kind} {list(tensor.shape)}, is not one number", where=where, code="adapter.alpha-not-number"
+        )
     return float(tensor)
 
 
@@ -316,13 +355,19 @@ def _check_alphas(layers: Collection[str], alphas: Collection[str], where: str) 
                 f"{few_names(missing, 3)}: {what}, unlike other layers",
                 where=where,
                 fix="the file is damaged, or was put together from two: fetch or export it again",
+                code="adapter.alpha-missing",
             )
 
 
 def _not_plain(key: str, where: str) -> TesseraError:
     kind = next((kind for part, kind in _OTHER_KINDS if part in key), None)
     reason = "is no part of a linear layer's adapter" if kind is None else f"is {kind}, and plain LoRA alone is read"
-    return TesseraError(f"{key} {reason}", where=where, allowed=["lora_A and lora_B", "lora_down, lora_up and alpha"])
+    return TesseraError(
+        f"{key} {reason}",
+        where=where,
+        allowed=["lora_A and lora_B", "lora_down, lora_up and alpha"],
+        code="adapter.not-plain-lora",
+    )
 
 
 def _header_config(file: Path, where: str, prefix: str) -> dict[str, Any] | None:
@@ -362,6 +407,7 @@ def _unknown(layers: Sequence[str], stored: StoredAdapters, modules: Collection[
         where=stored.where,
         nearest=near,
         fix="check that the adapters belong to this model",
+        code="adapter.unknown-layers",
     )
     error.layers = tuple(stored.sides)
     return error

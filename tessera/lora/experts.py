@@ -71,12 +71,21 @@ def take_experts(
         elif (match := _OF_ONE.fullmatch(layer)) and (home := modules.get(weight_map.canonical(match[1]))) is not None:
             single.setdefault(home, {})[match[3], int(match[2])] = layer
     if (wrapped or single) and (stored.config or {}).get("use_dora"):
-        raise TesseraError("use_dora is not supported for experts", where=stored.config_where, allowed=[False])
+        raise TesseraError(
+            "use_dora is not supported for experts",
+            where=stored.config_where,
+            allowed=[False],
+            code="adapter.experts-dora",
+        )
     adapters: dict[str, Factors] = {}
     for home, layers in wrapped.items():
         if home in single:
             layer = next(iter(single[home].values()))
-            raise TesseraError(f"{layer} is of one expert, and others are of all experts", where=stored.where)
+            raise TesseraError(
+                f"{layer} is of one expert, and others are of all experts",
+                where=stored.where,
+                code="adapter.mixed-experts",
+            )
         adapters |= _from_wrappers(home, layers, stored, weight_map)
     for home, of_expert in single.items():
         adapters |= _from_single(home, of_expert, stored, weight_map)
@@ -99,6 +108,7 @@ def _from_wrappers(
             where=stored.config_where,
             allowed=[f"{there}.{name}" for name in EXPERT_WEIGHTS],
             fix=_MEND,
+            code="adapter.target-parameters-mismatch",
         )
     adapters: dict[str, Factors] = {}
     for depth, name in enumerate(reversed(named)):
@@ -111,6 +121,7 @@ def _from_wrappers(
                 f"{parameter}: rank {stated[0]:g} is stated, and the weights have {list(a.shape)} and {list(b.shape)}",
                 where=stored.config_where,
                 fix=_MEND,
+                code="adapter.rank-mismatch",
             )
         adapter = replace(stored.adapter(layer, parameter, rank, stated), stacked=weights)
         count = a.shape[0] // rank
@@ -138,7 +149,11 @@ def _from_single(
     count = len(match[1]) if match is not None and isinstance(match[0].op, Stack) else 0
     beyond = [layer for (_, number), layer in layers.items() if number >= count]
     if beyond:
-        raise TesseraError(f"adapters for {few_names(beyond, 5)}, which this model does not have", where=stored.where)
+        raise TesseraError(
+            f"adapters for {few_names(beyond, 5)}, which this model does not have",
+            where=stored.where,
+            code="adapter.unknown-layers",
+        )
     names = {layer: canonical(layer, weight_map) for layer in layers.values()}
     read = stored.factors(names, weight_map)
     by_expert = {key: read[names[layer]] for key, layer in layers.items()}
@@ -163,7 +178,12 @@ def _place(members: Sequence[Factors | None], a: Tensor, b: Tensor, like: Factor
     """Put the adapters of one expert side by side into its matrices, at the scale of the adapter `like`."""
     sizes = {(factors.a.shape[1], factors.b.shape[0]) for factors in members if factors is not None}
     if sizes != {(like.a.shape[1], like.b.shape[0])}:
-        raise TesseraError("experts of one layer have adapters for layers of other sizes", where=where, fix=_MEND)
+        raise TesseraError(
+            "experts of one layer have adapters for layers of other sizes",
+            where=where,
+            fix=_MEND,
+            code="adapter.mixed-experts",
+        )
     adapter, joined, blocks = side_by_side(members, [b.shape[1]] * len(members))
     a[: adapter.rank] = joined
     b[:, :, : adapter.rank] = torch.stack(blocks) * (adapter.scale / like.adapter.scale)

@@ -51,6 +51,7 @@ def save_adapters(
             "DoRA, adapters of experts and modules that were trained in full have no such form",
             where=str(folder),
             allowed=["peft"],
+            code="adapter.peft-form-only",
         )
     tensors, adapters = plain_form(tensors, adapters)
     in_memory = parameters_in_memory(saved, weight_map)  # a parameter without a name there is refused before gathering
@@ -93,19 +94,23 @@ def _task_type(language: bool, reward: bool) -> str | None:
 def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, language: bool, where: str) -> None:
     """Raise if adapters of a model cannot be written in one of these forms."""
     if weight_map is None:
-        raise TesseraError("this family has no weight map: it cannot exchange adapters", where=where)
+        raise TesseraError(
+            "this family has no weight map: it cannot exchange adapters", where=where, code="adapter.no-weight-map"
+        )
     for form in forms:
         if language and form != "peft":
             raise TesseraError(
                 f"{form} loads adapters of models of images and videos; those of language models have one form",
                 where=where,
                 allowed=["peft"],
+                code="adapter.generation-form-only",
             )
         if form in ("comfyui", "kohya") and "original" not in weight_map.others:
             raise TesseraError(
                 f"adapters of {form} have the names of the original checkpoint, which this family does not have",
                 where=where,
                 allowed=["peft", "diffusers"],
+                code="adapter.no-original-names",
             )
 
 

@@ -59,7 +59,9 @@ def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str)
     for path, factors in native.items():
         match = modules_of(path, weight_map)
         if match is None:
-            raise TesseraError(f"the weight map has no rule for {path}.weight", where=where)
+            raise TesseraError(
+                f"the weight map has no rule for {path}.weight", where=where, code="model.no-weight-rule"
+            )
         op, modules = match[0], [in_memory(module, weight_map) for module in match[1]]
         check_operation(op, path, where)
         if isinstance(op, TensorChunk):
@@ -111,6 +113,7 @@ def _norms(members: Sequence[Factors | None]) -> list[Tensor]:
             "adapted layers are one layer with others in the other form, and with dora all of these need an adapter",
             where="model.lora.targets",
             fix="adapt all layers that belong together, or none of them",
+            code="adapter.fused-layers-incomplete",
         )
     return [m.unsqueeze(1) for m in norms]
 
@@ -171,6 +174,7 @@ def check_operation(op: Operation, path: str, where: str) -> None:
             f"{path} is no linear layer there ({type(op).__name__}): its adapter has no such form",
             where=where,
             fix="leave it out of model.lora.targets, or export with model.lora.merge",
+            code="adapter.not-linear-elsewhere",
         )
 
 
@@ -248,6 +252,7 @@ def merge_factors(adapters: Mapping[str, Factors], tensors: Mapping[str, Tensor]
                 f"the adapter of {path} is of DoRA, which has no strength",
                 where=where,
                 fix="load the adapters by themselves: they name their model",
+                code="adapter.dora-strength",
             )
         a, b = (matrix.to(weight.device) for matrix in (factors.a, factors.b))
         if factors.adapter.stacked:
@@ -266,4 +271,5 @@ def check_shapes(path: str, factors: Factors, shape: Sequence[int], where: str) 
             f"model has {has}{shape[-1]} and {shape[-2]}",
             where=where,
             fix="check that the adapters belong to this model: another size of the family has other layers",
+            code="adapter.shape-mismatch",
         )

@@ -56,6 +56,7 @@ def settled(
         f"no adapters at {path}",
         where="model.lora.path",
         allowed=["a PEFT folder", "a LoRA file (.safetensors)", "a run or checkpoint that trained adapters"],
+        code="adapter.not-here",
     )
 
 
@@ -94,7 +95,7 @@ def fill_adapters(
         if (path / MANIFEST).is_file():
             CheckpointManager(path.parent, keep=1).load(path, named)
         elif CheckpointManager(path / "checkpoints", keep=1).load_newest(named) is None:
-            raise TesseraError("this run has no checkpoint yet", where=str(path))
+            raise TesseraError("this run has no checkpoint yet", where=str(path), code="run.no-checkpoint")
         return
     paths, experts = layer_paths(parameters), expert_paths(parameters)
     Ranks.current().on_all(
@@ -119,6 +120,7 @@ def _fill(
                 f"the folder {what} {few_names(missing, 5)}",
                 where=str(where),
                 fix="leave out model.lora.targets: the adapters name the layers that they are for",
+                code="adapter.layers-differ",
             )
     full = dict(saved)
     for path, factors in stored.items():
@@ -127,12 +129,14 @@ def _fill(
                 f"{path}: in the folder dora is {factors.adapter.dora}, in the recipe {adapters[path].dora}",
                 where="model.lora.dora",
                 fix="leave out model.lora.targets and dora: the folder states them",
+                code="adapter.settings-differ",
             )
         if not math.isclose(factors.adapter.scale, adapters[path].scale):
             raise TesseraError(
                 f"{path}: the folder scales by {factors.adapter.scale:g}, the recipe by {adapters[path].scale:g}",
                 where="model.lora.alpha",
                 fix="leave out model.lora.targets, rank and alpha: the folder states them",
+                code="adapter.settings-differ",
             )
         a, b = factor_names(path)
         if a in tensors and b in tensors:
@@ -165,7 +169,10 @@ def merge_into(
     """
     if not math.isfinite(strength):
         raise TesseraError(
-            f"a strength of {strength}", where=str(path), allowed=["a finite number, 1 as it was trained"]
+            f"a strength of {strength}",
+            where=str(path),
+            allowed=["a finite number, 1 as it was trained"],
+            code="adapter.bad-strength",
         )
     parameters = list(parameters)
     adapters = read_adapters(path, layer_paths(parameters), weight_map, part, expert_paths(parameters))
@@ -185,7 +192,9 @@ def read_adapters(
     any effect is passed over. `part`: see `part_of`. `experts`: see `expert_paths`.
     """
     if weight_map is None:
-        raise TesseraError("this family has no weight map: it cannot exchange adapters", where=str(path))
+        raise TesseraError(
+            "this family has no weight map: it cannot exchange adapters", where=str(path), code="adapter.no-weight-map"
+        )
     stored = open_adapters(path, part)
     stacked: dict[str, Factors] = {}
     if experts:
@@ -203,5 +212,5 @@ def read_adapters(
             check_operation(match[0], layer, stored.where)
             adapters[layer] = join_to_native(match[0], members)
     if not adapters and not stacked:
-        raise TesseraError("no adapters here", where=stored.where)
+        raise TesseraError("no adapters here", where=stored.where, code="adapter.none-in-file")
     return {**adapters, **stacked}

@@ -214,6 +214,7 @@ def trained_in_full(section: LoraSection, module: nn.Module, adapters: Adapters)
                 f"{layer} has an adapter, and model.lora.modules_to_save trains it in full",
                 where="model.lora.modules_to_save",
                 fix="leave it out of one of them",
+                code="adapter.trained-in-full",
             )
     return names
 

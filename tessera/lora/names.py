@@ -51,7 +51,7 @@ def experts_in_memory(path: str, weight_map: WeightMap, where: str) -> str:
     """Return the name of a module of experts in memory, where experts are stacked whatever the folder has."""
     match = weight_map.rule_for(f"{path}.down")
     if match is None:
-        raise TesseraError(f"the weight map has no rule for {path}.down", where=where)
+        raise TesseraError(f"the weight map has no rule for {path}.down", where=where, code="model.no-weight-rule")
     rule, names = match
     # A folder has X.experts.down_proj, or a tensor for each expert: X.experts.0.down_proj.weight.
     return weight_map.in_memory(names[0]).rsplit(".", 3 if isinstance(rule.op, Stack) else 1)[0]
@@ -63,6 +63,10 @@ def parameters_in_memory(names: Collection[str], weight_map: WeightMap) -> dict[
     for name in names:
         match = weight_map.rule_for(name)
         if match is None:
-            raise TesseraError(f"the weight map has no rule for {name}", where="model.lora.modules_to_save")
+            raise TesseraError(
+                f"the weight map has no rule for {name}",
+                where="model.lora.modules_to_save",
+                code="model.no-weight-rule",
+            )
         renamed[name] = tuple(weight_map.in_memory(foreign) for foreign in match[1])
     return renamed

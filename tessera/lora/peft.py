@@ -50,6 +50,7 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
             "these adapters do not name the model that they belong to",
             where=str(folder),
             fix=f"name the model as well: {_with_model(folder)}",
+            code="adapter.base-unnamed",
         )
     named = str(read_config(folder).get("base_model_name_or_path") or "")
     if not named:
@@ -67,6 +68,7 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
         where=str(folder / CONFIG),
         fix=f"{fetch}name the model's folder: {_with_model(folder)}; in a recipe model.path=MODEL "
         f"model.lora.path={folder}",
+        code="adapter.base-missing",
     )
 
 
@@ -90,6 +92,7 @@ def _without_base(folder: Path) -> TesseraError:
         if of_run
         else f"name it: {_with_model(folder)}; one that a run began from a seed is in its checkpoints alone: "
         "tessera convert RUN OUT",
+        code="adapter.base-unnamed",
     )
 
 
@@ -101,7 +104,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError("far too large")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise TesseraError(f"not readable as a configuration of adapters: {error}", where=str(path)) from None
+        raise TesseraError(
+            f"not readable as a configuration of adapters: {error}", where=str(path), code="adapter.unreadable-config"
+        ) from None
     return parse_config(text, str(path))
 
 
@@ -110,13 +115,24 @@ def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TesseraError(f"not readable as a configuration of adapters: {error}", where=where) from None
+        raise TesseraError(
+            f"not readable as a configuration of adapters: {error}", where=where, code="adapter.unreadable-config"
+        ) from None
     if not isinstance(config, dict):
-        raise TesseraError(f"a configuration is a mapping, this is a {type(config).__name__}", where=where)
+        raise TesseraError(
+            f"a configuration is a mapping, this is a {type(config).__name__}",
+            where=where,
+            code="adapter.unreadable-config",
+        )
     config = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
     for key, allowed in _PLAIN.items():
         if key in config and config[key] not in allowed:
-            raise TesseraError(f"{key} = {config[key]!r} is not supported", where=where, allowed=allowed[:1])
+            raise TesseraError(
+                f"{key} = {config[key]!r} is not supported",
+                where=where,
+                allowed=allowed[:1],
+                code="adapter.unsupported-option",
+            )
     return config
 
 
@@ -124,7 +140,7 @@ def target_parameters(config: Mapping[str, Any], where: str) -> list[str]:
     """Return the parameters that a configuration adapts by their names, which are those of experts."""
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise TesseraError("target_parameters is a list of names", where=where)
+        raise TesseraError("target_parameters is a list of names", where=where, code="adapter.bad-config-value")
     return targets
 
 
@@ -145,10 +161,14 @@ def _by_pattern(
     patterns = config.get(key) or {}
     numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
     if not all(_is_size(number) for number in numbers):
-        raise TesseraError(f"{key} is a mapping of patterns to numbers above 0", where=where)
+        raise TesseraError(
+            f"{key} is a mapping of patterns to numbers above 0", where=where, code="adapter.bad-config-value"
+        )
     if not _is_size(default):
         name = "r" if key == "rank_pattern" else "lora_alpha"
-        raise TesseraError(f"{name} = {str(default)[:40]!r} is no number above 0", where=where)
+        raise TesseraError(
+            f"{name} = {str(default)[:40]!r} is no number above 0", where=where, code="adapter.bad-config-value"
+        )
     matched = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{where}, {key}")
     return {module: default if number is None else numbers[number] for module, number in matched.items()}
 

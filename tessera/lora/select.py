@@ -175,6 +175,7 @@ def choose(
             "no layer to adapt: this model has no plain linear layer in its text blocks",
             where="model.lora.targets",
             fix="name linear layers by pattern",
+            code="adapter.no-layer",
         )
     _check_experts(section, [path for path, adapter in chosen.items() if adapter.stacked])
     return {path: chosen[path] for path in [*layers, *experts] if path in chosen}
@@ -194,6 +195,7 @@ def _check_refused(
                     + (f": {' and '.join(weights)} have one together" if len(weights) > 1 else ""),
                     where=where,
                     fix=f"write {pattern.rpartition('.')[0]}.{name}",
+                    code="adapter.expert-name",
                 )
         if any(matches(pattern, above) for above in ancestors(path)):
             raise TesseraError(
@@ -201,6 +203,7 @@ def _check_refused(
                 "them",
                 where=where,
                 fix=f"write {pattern}{owner.removeprefix(next(a for a in ancestors(path) if matches(pattern, a)))}",
+                code="adapter.expert-unnamed",
             )
     for path, why in refused.items():
         if any(matches(pattern, above) for above in ancestors(path)):
@@ -208,6 +211,7 @@ def _check_refused(
                 f"{path} cannot have an adapter: {why}",
                 where=where,
                 fix="adapters that were trained without this layer can be used here" if trained else None,
+                code="adapter.unsupported-layer",
             )
 
 
@@ -224,6 +228,7 @@ def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
                 f"{paths[0]}: adapters of experts are plain LoRA, without {what}",
                 where=f"model.lora.{key}",
                 fix=f"leave {key} out, or take experts out of model.lora.targets",
+                code="adapter.experts-plain-only",
             )
 
 

@@ -110,7 +110,9 @@ def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all
     length, before = count * dtype.itemsize, offset % mmap.ALLOCATIONGRANULARITY
     with path.open("rb") as opened:
         if offset + length > os.fstat(opened.fileno()).st_size:
-            raise TesseraError("the file has become shorter since it was opened", where=str(path))
+            raise TesseraError(
+                "the file has become shorter since it was opened", where=str(path), code="weights.source-changed"
+            )
         # A private mapping: torch wants memory that could be written to.
         mapped = mmap.mmap(opened.fileno(), before + length, offset=offset - before, access=mmap.ACCESS_COPY)
     if all_soon:

@@ -50,6 +50,7 @@ def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
         allowed=[path.parent / name for name in listed] or None,
         nearest=near,
         fix=("" if near else hub_hint(path)) or named,
+        code="weights.folder-missing",
     )
 
 
@@ -96,6 +97,7 @@ class FolderLayout(ABC):
                 f"no {CONFIG_FILE} in {folder}",
                 where="model.path",
                 fix=f"give the folder that holds {CONFIG_FILE} and weights",
+                code="model.no-config",
             )
         return read_json_mapping(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
 
@@ -125,6 +127,7 @@ class FolderLayout(ABC):
             where=str(folder),
             allowed=[index, single, "*.safetensors"],
             fix="name the model's folder",
+            code="weights.no-safetensors",
         )
 
     def indexed_tensors(self, component: str = ROOT) -> list[str]:
@@ -158,6 +161,7 @@ class TransformersFolder(FolderLayout):
                 f"this folder has one component, and no {component!r}",
                 where=str(self.folder),
                 fix="name a diffusers folder (model_index.json), or leave the component out",
+                code="model.unknown-component",
             )
         return self.folder
 
@@ -196,7 +200,9 @@ class DiffusersFolder(FolderLayout):
             if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value):
                 if Path(name).name != name or name in ("", ".", ".."):
                     raise TesseraError(
-                        f"a component outside of the folder: {name!r}", where=str(self.folder / self.marker)
+                        f"a component outside of the folder: {name!r}",
+                        where=str(self.folder / self.marker),
+                        code="weights.path-outside-folder",
                     )
                 classes[name] = value
         return classes
@@ -211,6 +217,7 @@ class DiffusersFolder(FolderLayout):
                 allowed=list(classes),
                 nearest=nearest(component, classes),
                 fix="name the sub-folder of one component",
+                code="model.unknown-component",
             )
         return str(classes[component][0])
 
@@ -239,7 +246,7 @@ def _weight_map(index: Path) -> dict[str, Any]:
         return dict(read_json(index, _MAX_INDEX_BYTES)["weight_map"].items())
     except (TesseraError, KeyError, TypeError, AttributeError) as error:
         why = error.what if isinstance(error, TesseraError) else repr(error)
-        raise TesseraError(f"not an index of weights: {why}", where=str(index)) from error
+        raise TesseraError(f"not an index of weights: {why}", where=str(index), code="weights.damaged-index") from error
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -247,14 +254,22 @@ def _indexed(index: Path) -> list[Path]:
     try:
         names = sorted(set(_weight_map(index).values()))
     except TypeError as error:
-        raise TesseraError(f"not an index of weights: {error!r}", where=str(index)) from error
+        raise TesseraError(
+            f"not an index of weights: {error!r}", where=str(index), code="weights.damaged-index"
+        ) from error
     paths = []
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise TesseraError(f"the index names a file outside of its folder: {name!r}", where=str(index))
+            raise TesseraError(
+                f"the index names a file outside of its folder: {name!r}",
+                where=str(index),
+                code="weights.path-outside-folder",
+            )
         path = index.parent / name
         refuse_pickle(path)
         if not path.is_file():
-            raise TesseraError(f"the index names {name}, which is not there", where=str(index))
+            raise TesseraError(
+                f"the index names {name}, which is not there", where=str(index), code="weights.indexed-file-missing"
+            )
         paths.append(path)
     return paths

@@ -194,7 +194,9 @@ class WeightMap:
             match = self.rule_for(name)
             if match is None:
                 raise TesseraError(
-                    f"the weight map has no rule for {name}", allowed=[rule.native for rule in self.rules]
+                    f"the weight map has no rule for {name}",
+                    allowed=[rule.native for rule in self.rules],
+                    code="model.no-weight-rule",
                 )
             rule, foreign = match
             if not isinstance(rule.op, TensorChunk):

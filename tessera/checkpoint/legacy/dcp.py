@@ -82,7 +82,9 @@ class DcpTensor(TensorInParts[_Part]):
             stored = read_torch_archive(opened, part.file, part.start, part.length)
         if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
             raise TesseraError(
-                f"the part of {self.name!r} in it differs from its description in {METADATA}", where=str(part.file)
+                f"the part of {self.name!r} in it differs from its description in {METADATA}",
+                where=str(part.file),
+                code="checkpoint.dcp-part-differs",
             )
         stored.check_size()
         return stored
@@ -97,7 +99,11 @@ def read_dcp(folder: Path) -> dict[str, DcpTensor]:
     try:
         return _tensors(folder, describe(data, _allowed, str(path)))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise TesseraError(f"it does not describe a checkpoint: {first_line(error)}", where=str(path)) from None
+        raise TesseraError(
+            f"it does not describe a checkpoint: {first_line(error)}",
+            where=str(path),
+            code="checkpoint.dcp-metadata-unreadable",
+        ) from None
 
 
 def _allowed(name: Name) -> bool:
@@ -113,10 +119,18 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
             continue
         where = info.state
         if where.get("transform_descriptors"):
-            raise TesseraError(f"{_text(index.state['fqn'])!r} is compressed, which is not read", where=str(folder))
+            raise TesseraError(
+                f"{_text(index.state['fqn'])!r} is compressed, which is not read",
+                where=str(folder),
+                code="checkpoint.dcp-compressed",
+            )
         name = _text(where["relative_path"])
         if Path(name).name != name or name in (".", ".."):
-            raise TesseraError(f"it names the file {name!r} outside of the folder", where=str(folder / METADATA))
+            raise TesseraError(
+                f"it names the file {name!r} outside of the folder",
+                where=str(folder / METADATA),
+                code="checkpoint.path-outside-folder",
+            )
         if name not in files:
             check_inside(folder / name, folder)
             files[name] = folder / name
@@ -136,11 +150,19 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         check_cover(_text(name), shape, chunks, str(folder / METADATA))
         missing = [offsets for offsets, _ in chunks if (name, str(offsets)) not in stored]
         if missing:
-            raise TesseraError(f"the part of {name!r} at {missing[0]} is in no file", where=str(folder / METADATA))
+            raise TesseraError(
+                f"the part of {name!r} at {missing[0]} is in no file",
+                where=str(folder / METADATA),
+                code="checkpoint.dcp-part-missing",
+            )
         parts = tuple(_Part(offsets, sizes, *stored[name, str(offsets)]) for offsets, sizes in chunks)
         spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
         if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):
-            raise TesseraError(f"two parts of {name!r} are the same bytes", where=str(folder / METADATA))
+            raise TesseraError(
+                f"two parts of {name!r} are the same bytes",
+                where=str(folder / METADATA),
+                code="checkpoint.dcp-parts-overlap",
+            )
         tensors[name] = DcpTensor(name, dtype, shape, parts)
     return tensors
 
@@ -194,12 +216,18 @@ def read_dcp_safetensors(folder: Path) -> dict[str, SplitTensor]:
                 parts[name].append(KeyedPart(_offsets(places, name, len(sizes), path), sizes, path, name))
                 if kind not in DTYPES or kinds.setdefault(name, kind) != kind:
                     raise TesseraError(
-                        f"{name} is stored as {kind} here: not read, or not so elsewhere", where=str(path)
+                        f"{name} is stored as {kind} here: not read, or not so elsewhere",
+                        where=str(path),
+                        code="checkpoint.dcp-part-dtype",
                     )
     tensors: dict[str, SplitTensor] = {}
     for name, of_tensor in parts.items():
         if len({len(part.sizes) for part in of_tensor}) > 1:
-            raise TesseraError(f"the parts of {name} have different numbers of axes", where=str(folder))
+            raise TesseraError(
+                f"the parts of {name} have different numbers of axes",
+                where=str(folder),
+                code="checkpoint.dcp-part-differs",
+            )
         ends = zip(*([o + s for o, s in zip(part.offsets, part.sizes, strict=True)] for part in of_tensor), strict=True)
         shape = tuple(max(axis) for axis in ends)
         check_cover(name, shape, [(part.offsets, part.sizes) for part in of_tensor], str(folder))
@@ -214,7 +242,11 @@ def _places(file: Any, path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         places = None
     if not isinstance(places, dict):
-        raise TesseraError(f"its header has no offsets of parts of tensors ({_PLACES})", where=str(path))
+        raise TesseraError(
+            f"its header has no offsets of parts of tensors ({_PLACES})",
+            where=str(path),
+            code="checkpoint.dcp-offsets-missing",
+        )
     return places
 
 
@@ -223,7 +255,9 @@ def _offsets(places: Mapping[str, Any], name: str, axes: int, path: Path) -> tup
     offsets = entry.get(_OFFSETS) if isinstance(entry, dict) else None
     sound = isinstance(offsets, list) and len(offsets) == axes <= MOST_AXES
     if not sound or any(type(n) is not int or not 0 <= n < 1 << 60 for n in offsets or ()):
-        raise TesseraError(f"its header has no offset of its part of {name!r}", where=str(path))
+        raise TesseraError(
+            f"its header has no offset of its part of {name!r}", where=str(path), code="checkpoint.dcp-offsets-missing"
+        )
     return tuple(offsets or ())
 
 

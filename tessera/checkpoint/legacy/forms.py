@@ -83,7 +83,12 @@ class DcpFolder(StoredForm):
         self._tensors = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
         self._positions: dict[Path, Mapping[str, int]] = {}  # of tensors in safetensors files
         if not self._tensors:
-            raise TesseraError(f"no tensor's name begins with {prefix!r}", where=self.where, allowed=[*stored][:10])
+            raise TesseraError(
+                f"no tensor's name begins with {prefix!r}",
+                where=self.where,
+                allowed=[*stored][:10],
+                code="checkpoint.unknown-name-prefix",
+            )
 
     def tensors(self) -> Mapping[str, PlannedTensor]:
         return {name: PlannedTensor(tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
@@ -232,12 +237,15 @@ def check_dcp(folder: Path, other: str = "") -> None:
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near, fix = nearest(folder.name, beside), "check model.weights" if other else None
-        raise TesseraError("there is no such folder", where=str(folder), nearest=near, fix=fix)
+        raise TesseraError(
+            "there is no such folder", where=str(folder), nearest=near, fix=fix, code="checkpoint.folder-missing"
+        )
     if not (folder / METADATA).is_file() and not is_dcp_safetensors(folder):
         raise TesseraError(
             f"here is {'neither ' + other + ' nor' if other else 'not'} a torch DCP folder ({METADATA})",
             where=str(folder),
             fix="a Hugging Face folder, a run or a checkpoint is named by model.path alone" if other else None,
+            code="checkpoint.not-dcp-folder",
         )
 
 
@@ -249,7 +257,9 @@ def open_form(
     folder = weights_folder(folder)
     if is_megatron_folder(folder):
         if shards is None:
-            raise TesseraError("this family has no Megatron-style form", where=str(folder))
+            raise TesseraError(
+                "this family has no Megatron-style form", where=str(folder), code="megatron.unsupported-family"
+            )
         return MegatronFolder(folder, shards)
     check_dcp(folder, "Megatron-style shards")
     return JobFolder(folder, weight_map, shapes)

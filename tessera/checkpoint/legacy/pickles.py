@@ -69,7 +69,9 @@ def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
     """Return the description in a pickle. `allowed` returns whether it may contain a name."""
     if len(data) > LARGEST_PICKLE:
         raise TesseraError(
-            f"the pickle in it has {len(data):,} bytes; at most {LARGEST_PICKLE:,} are read", where=where
+            f"the pickle in it has {len(data):,} bytes; at most {LARGEST_PICKLE:,} are read",
+            where=where,
+            code="checkpoint.pickle-too-large",
         )
     machine = _Machine(allowed, where)
     try:
@@ -77,11 +79,17 @@ def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
             if opcode.name == "STOP":
                 return machine.result()
             if number == MOST_OPCODES:
-                raise TesseraError(f"the pickle in it has more than {MOST_OPCODES:,} opcodes", where=where)
+                raise TesseraError(
+                    f"the pickle in it has more than {MOST_OPCODES:,} opcodes",
+                    where=where,
+                    code="checkpoint.pickle-too-large",
+                )
             machine.step(opcode.name, argument, position)
     except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError, RecursionError) as error:
-        raise TesseraError(f"this is not a pickle that can be read: {error}", where=where) from None
-    raise TesseraError("the pickle in it ends too early", where=where)
+        raise TesseraError(
+            f"this is not a pickle that can be read: {error}", where=where, code="checkpoint.damaged-pickle"
+        ) from None
+    raise TesseraError("the pickle in it ends too early", where=where, code="checkpoint.damaged-pickle")
 
 
 class _Machine:
@@ -116,7 +124,9 @@ class _Machine:
             handler = _HANDLERS.get(opcode)
             if handler is None:
                 raise TesseraError(
-                    f"the pickle in it uses {opcode} at byte {position}, which is refused", where=self.where
+                    f"the pickle in it uses {opcode} at byte {position}, which is refused",
+                    where=self.where,
+                    code="checkpoint.forbidden-pickle",
                 )
             handler(self, argument)
 
@@ -233,6 +243,7 @@ class _Machine:
                 f"it refers to {full_name}, which has no business in a file of weights",
                 where=self.where,
                 fix="do not load this file with anything else either, unless you made it yourself; ask for safetensors",
+                code="checkpoint.forbidden-pickle",
             )
         self.stack.append(full_name)
 

@@ -80,7 +80,11 @@ class StoredTensor:
     def check_size(self) -> None:
         """Refuse a tensor that would take more memory than its bytes in the file, as one with a stride of 0 does."""
         if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
-            raise TesseraError("a tensor in it has more elements than its storage", where=str(self.file))
+            raise TesseraError(
+                "a tensor in it has more elements than its storage",
+                where=str(self.file),
+                code="checkpoint.damaged-torch-file",
+            )
 
     def extent(self) -> Extent | None:
         """Return where the tensor is; None if its elements are not in order."""
@@ -115,11 +119,18 @@ def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -
             entries = _entries(archive, path)
             pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
             if len(pickles) != 1:
-                raise TesseraError("it is not a file of torch.save: it has no data.pkl", where=str(path))
+                raise TesseraError(
+                    "it is not a file of torch.save: it has no data.pkl",
+                    where=str(path),
+                    code="checkpoint.not-torch-file",
+                )
             folder = pickles[0].removesuffix("data.pkl")
             if entries.get(folder + "byteorder") and archive.read(folder + "byteorder") != b"little":
                 raise TesseraError(
-                    "its bytes are in big-endian order", where=str(path), fix="save it again on x86 or ARM"
+                    "its bytes are in big-endian order",
+                    where=str(path),
+                    fix="save it again on x86 or ARM",
+                    code="checkpoint.big-endian-file",
                 )
             reader = _TorchReader(path, start, folder, entries, opened)
             return reader.build(describe(archive.read(pickles[0]), plain_names, str(path)))
@@ -141,6 +152,7 @@ def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -
             f"it is not a file of torch.save: {error}",
             where=str(path),
             fix="files of torch before 1.6 are not read: load and save them once with a newer torch",
+            code="checkpoint.not-torch-file",
         ) from None
 
 
@@ -149,10 +161,12 @@ def open_regular(path: Path) -> IO[bytes]:
     try:
         opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     except (OSError, ValueError) as error:
-        raise TesseraError(f"it cannot be opened: {first_line(error)}", where=str(path)) from None
+        raise TesseraError(
+            f"it cannot be opened: {first_line(error)}", where=str(path), code="checkpoint.unreadable-file"
+        ) from None
     if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
         opened.close()
-        raise TesseraError("it is not a regular file", where=str(path))
+        raise TesseraError("it is not a regular file", where=str(path), code="checkpoint.unreadable-file")
     return opened
 
 
@@ -160,15 +174,27 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     """Return the archive's entries by name after checking that they are uncompressed and inside the file."""
     listed = archive.infolist()
     if len(listed) > MOST_ENTRIES:
-        raise TesseraError(f"it has {len(listed):,} entries; at most {MOST_ENTRIES:,} are read", where=str(path))
+        raise TesseraError(
+            f"it has {len(listed):,} entries; at most {MOST_ENTRIES:,} are read",
+            where=str(path),
+            code="checkpoint.torch-file-too-large",
+        )
     entries = {entry.filename: entry for entry in listed}
     if len(entries) != len(listed):
-        raise TesseraError("two entries of it have one name", where=str(path))
+        raise TesseraError("two entries of it have one name", where=str(path), code="checkpoint.damaged-torch-file")
     for entry in listed:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise TesseraError(f"{entry.filename!r} in it is compressed; torch.save never does that", where=str(path))
+            raise TesseraError(
+                f"{entry.filename!r} in it is compressed; torch.save never does that",
+                where=str(path),
+                code="checkpoint.unusual-torch-file",
+            )
         if entry.flag_bits & 1 or entry.external_attr & 0x10:  # torch would read the latter as zeros
-            raise TesseraError(f"{entry.filename!r} in it is encrypted, or marked as a folder", where=str(path))
+            raise TesseraError(
+                f"{entry.filename!r} in it is encrypted, or marked as a folder",
+                where=str(path),
+                code="checkpoint.unusual-torch-file",
+            )
     return entries
 
 
@@ -216,7 +242,11 @@ class _TorchReader:
 
     def build(self, described: Any, depth: int = 0) -> Any:
         if depth > 200:
-            raise TesseraError("its content is nested more than 200 levels deep", where=str(self.path))
+            raise TesseraError(
+                "its content is nested more than 200 levels deep",
+                where=str(self.path),
+                code="checkpoint.pickle-too-deep",
+            )
         if isinstance(described, (Described, list, tuple, dict)):
             if id(described) not in self.built:
                 self.built[id(described)] = None  # a container that contains itself
@@ -271,13 +301,25 @@ class _TorchReader:
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             sound = False
         if not sound:
-            raise TesseraError("a tensor in it is described in a way that torch does not", where=str(self.path))
+            raise TesseraError(
+                "a tensor in it is described in a way that torch does not",
+                where=str(self.path),
+                code="checkpoint.damaged-torch-file",
+            )
         begin, length = self.storage(key)
         if elements * width != length or self.kinds.setdefault(key, class_name) != class_name:
-            raise TesseraError(f"its storage {key!r} is not as large, or of the type, as is said", where=str(self.path))
+            raise TesseraError(
+                f"its storage {key!r} is not as large, or of the type, as is said",
+                where=str(self.path),
+                code="checkpoint.damaged-torch-file",
+            )
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         if 0 not in shape and last * dtype.itemsize > length:
-            raise TesseraError(f"a tensor in it reaches beyond its storage {key!r}", where=str(self.path))
+            raise TesseraError(
+                f"a tensor in it reaches beyond its storage {key!r}",
+                where=str(self.path),
+                code="checkpoint.damaged-torch-file",
+            )
         return StoredTensor(self.path, begin, length, dtype, tuple(shape), tuple(stride), offset)
 
     def storage(self, key: str) -> tuple[int, int]:
@@ -285,14 +327,24 @@ class _TorchReader:
         if key not in self.storages:
             entry = self.entries.get(f"{self.folder}data/{key}")
             if entry is None:
-                raise TesseraError(f"its storage {key!r} is missing", where=str(self.path))
+                raise TesseraError(
+                    f"its storage {key!r} is missing", where=str(self.path), code="checkpoint.damaged-torch-file"
+                )
             self.opened.seek(self.start + entry.header_offset)
             header = self.opened.read(30)
             if len(header) != 30 or header[:4] != b"PK\x03\x04":
-                raise TesseraError(f"the header of its storage {key!r} is damaged", where=str(self.path))
+                raise TesseraError(
+                    f"the header of its storage {key!r} is damaged",
+                    where=str(self.path),
+                    code="checkpoint.damaged-torch-file",
+                )
             name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             begin = self.start + entry.header_offset + 30 + name + extra
             if begin + entry.file_size > os.fstat(self.opened.fileno()).st_size:
-                raise TesseraError(f"its storage {key!r} ends behind the end of the file", where=str(self.path))
+                raise TesseraError(
+                    f"its storage {key!r} ends behind the end of the file",
+                    where=str(self.path),
+                    code="checkpoint.damaged-torch-file",
+                )
             self.storages[key] = begin, entry.file_size
         return self.storages[key]

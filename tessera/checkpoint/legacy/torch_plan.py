@@ -162,7 +162,11 @@ class PickleWriter:
     def _tensor(self, plan: PlannedTensor) -> bytes:
         """Describe a tensor that has a storage of its own."""
         if plan.dtype not in STORAGES:
-            raise TesseraError(f"{plan.dtype} has no form that all versions of torch read", fix="convert to bfloat16")
+            raise TesseraError(
+                f"{plan.dtype} has no form that all versions of torch read",
+                fix="convert to bfloat16",
+                code="weights.dtype-not-in-torch-files",
+            )
         key = str(len(self.plans))
         self.plans.append(plan)
         stride = tuple(math.prod(max(size, 1) for size in plan.shape[axis + 1 :]) for axis in range(len(plan.shape)))
