@@ -18,7 +18,7 @@ from torch import Tensor
 from tessera.checkpoint.files import CODES, DTYPES, box_slices, data_positions, open_safetensors, stored_shape
 from tessera.checkpoint.quantized import QuantizedWeight, find_quantized
 from tessera.errors import TesseraError, few_names
-from tessera.weights.file_plan import Extent, PlannedTensor, map_elements
+from tessera.weights.file_plan import map_elements
 from tessera.weights.layouts import CONFIG_FILE, ROOT, folder_layout
 
 _STATE_BYTES = 1 << 16
@@ -79,13 +79,6 @@ class FolderTensors:
             last = name, weight.dequantize([self._mapped(part) for part in weight.parts]).to(self._dtype)
             self._last = last
         return last[1][box_slices(offsets, sizes)]
-
-    def extent(self, name: str) -> Extent | None:
-        """Return where a stored tensor is, also a part of a quantized one; None for types that torch does not have."""
-        if name not in self._places:
-            return None
-        path, position, kind, shape = self._places[name]
-        return Extent(path, position, PlannedTensor(DTYPES[kind], shape)) if kind in DTYPES else None
 
     def _mapped(self, name: str, all_soon: bool = False) -> Tensor:
         """Return a stored tensor as mapped pages, which are freed with it: pages of a mapped file would stay."""

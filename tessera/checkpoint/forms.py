@@ -21,7 +21,7 @@ from tessera.checkpoint.files import CODES, DTYPES
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.weights import TensorSource, check_copies, check_stored_kind, fill, plan_reading, shapes_fit
 from tessera.errors import TesseraError
-from tessera.weights.file_plan import Extent, PlannedTensor
+from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.layouts import ROOT
 from tessera.weights.map import WeightMap, native_rows
 from tessera.weights.rows import TensorRows
@@ -61,10 +61,6 @@ class StoredForm(ABC):
         """Return one tensor as parts that are not joined before they are used."""
         return TensorRows.of(self.read(name))
 
-    def extents(self, name: str) -> Sequence[Extent | None]:
-        """Return where the slices of a stored tensor are, one for each rank that has a part; None: not in order."""
-        return (None,)
-
     def check_copies(self, weight_map: WeightMap) -> None:
         """Raise if config.json ties two tables and the folder stores both with different numbers.
 
@@ -98,9 +94,6 @@ class SafetensorsForm(StoredForm):
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         return self._folder.read(name, offsets, sizes)
-
-    def extents(self, name: str) -> Sequence[Extent | None]:
-        return (self._folder.extent(name),)
 
 
 @dataclass(frozen=True)
@@ -177,17 +170,6 @@ class NativeTensors:
         for name, plan in self.plans.items():
             stored = self._sources[name].foreign[0]
             check_stored_kind(stored, CODES.get(plan.dtype, str(plan.dtype)), tensors[name].dtype, self.where)
-
-    def read_ahead(self, names: Sequence[str]) -> None:
-        """Ask the system to read the sources of native tensors soon."""
-        for foreign in dict.fromkeys(foreign for name in names for foreign in self._sources[name].foreign):
-            for extent in self._stored.extents(foreign):
-                if extent is not None:
-                    extent.read_ahead()
-
-    def extents(self, foreign: str) -> Sequence[Extent | None]:
-        """Return where the slices of a stored tensor are, by its name in the form."""
-        return self._stored.extents(foreign)
 
     def groups(self, weight_map: WeightMap) -> list[TensorGroup]:
         """Return the groups in which another form is written: tensors that share anything stored, here or there."""

@@ -1,13 +1,11 @@
 """Write weights in another form: the only writer of folders, for conversions and for exports of a model in memory.
 
 A group of native tensors is read from the source, translated to the target form, and written to its places.
-Each chunk is read again behind its write, while it is in a processor's cache, and must be the same bit for bit. The
-reader of the target form must find the tensors at these places, and for one group of each kind (the layers of a model
-are of one kind) make the source of them again. The folder appears by one rename. A process that is killed publishes
-nothing, and the same command starts again.
+Each chunk is read again behind its write, while it is in a processor's cache, and must be the same bit for bit. For one
+group of each kind (the layers of a model are of one kind) the reader of the target form must make the source again. The
+folder appears by one rename. A process that is killed publishes nothing, and the same command starts again.
 
-Sources are mapped, and rows in another order are views of them, so most bytes are copied once: by the write. The disk
-reads ahead, and begins to write at once.
+Sources are mapped, and rows in another order are views of them, so most bytes are copied once: by the write.
 """
 
 from __future__ import annotations
@@ -36,12 +34,11 @@ from tessera.runtime.crc32 import crc32
 from tessera.runtime.libc import begin_write_back, same_bytes
 from tessera.runtime.process import open_files, usable_cpus
 from tessera.runtime.progress import WorkProgress, human_bytes
-from tessera.weights.file_plan import Extent, FilePlan, FolderPlan, Place, PlannedTensor
+from tessera.weights.file_plan import FilePlan, FolderPlan, Place
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import Bytes, TensorRows
 
 _IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
-_AHEAD = 256 << 20  # bytes of later tensors that the disk is asked to read
 _MAX_JOBS = 8
 _EXTRA_JOBS = 2  # threads beside one for each processor: some wait for the disk
 _WORTH_A_REQUEST = 1 << 20  # bytes that the disk is asked to write at once; fewer are gathered until the end
@@ -166,19 +163,13 @@ class _Writer:
 
     def _write_groups(self, jobs: int, written: NativeTensors) -> None:
         native, running = self._job.native, dict[Future[None], int]()
-        ahead, requested = 0, 0  # the next group that the disk was not asked for, and the bytes before it
         with WorkProgress("writing weights", sum(self._sizes)) as progress, ThreadPoolExecutor(jobs) as pool:
             try:
-                begun = 0
                 for number, size in [*enumerate(self._sizes), (-1, 0)]:
                     while running and (number < 0 or len(running) >= jobs or sum(running.values()) + size > _IN_FLIGHT):
                         for done in wait(running, return_when=FIRST_COMPLETED).done:
                             progress.count(running.pop(done))
                             done.result()
-                    begun += size
-                    while ahead < len(self._sizes) and requested < begun + _AHEAD:
-                        native.read_ahead(self._groups[ahead].names)
-                        ahead, requested = ahead + 1, requested + self._sizes[ahead]
                     if number >= 0:
                         group = self._groups[number]
                         tensors = native.read_group(group.names) if native.in_order else None
@@ -192,32 +183,14 @@ class _Writer:
         tensors = self._job.weight_map.to_foreign_rows(native)
         self._job.fault(f"write {group.names[0]}")
         for name, rows in tensors.items():
-            self._check_places(name, rows, group, written)
+            if (rows.dtype, rows.shape) != (group.foreign[name].dtype, group.foreign[name].shape):
+                raise TesseraError(
+                    f"the sources of {name} are stored in different types",
+                    where=self._job.native.where,
+                    code="weights.mixed-dtypes",
+                )
             self._files.put(name, rows)
         self._prove(group, native, written)
-
-    def _check_places(self, name: str, rows: TensorRows, group: TensorGroup, written: NativeTensors) -> None:
-        """Raise unless the reader of the target form looks for a tensor where it is written."""
-        if (rows.dtype, rows.shape) != (group.foreign[name].dtype, group.foreign[name].shape):
-            raise TesseraError(
-                f"the sources of {name} are stored in different types",
-                where=self._job.native.where,
-                code="weights.mixed-dtypes",
-            )
-        assert rows.dtype is not None
-        plan, staging = self._job.plan, self._staging
-        parts = [PlannedTensor(rows.dtype, part.shape) for part in plan.divide(name, rows)]
-        planned = {
-            (place.slice, Extent(staging / place.file, place.offset, parts[place.slice])) for place in plan.places[name]
-        }
-        extents = written.extents(name)
-        if not extents or not planned.issuperset(enumerate(extents)):
-            raise TesseraError(
-                f"{name} is not looked for where it is written",
-                where=str(staging),
-                fix="report this: it is a fault",
-                code="output.misplaced-tensor",
-            )
 
     def _prove(self, group: TensorGroup, native: Mapping[str, TensorRows], written: NativeTensors) -> None:
         """Make the source of the first group of each kind again from the written files, and raise if it differs."""

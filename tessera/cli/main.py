@@ -139,7 +139,7 @@ def convert(
         str,
         typer.Option(
             "--to",
-            help="hf, original (its makers'), mm (Megatron-style shards), dcp or dcp-safetensors; with --adapters: "
+            help="hf, original (its makers'), mm (Megatron-style shards) or dcp; with --adapters: "
             "peft, diffusers, comfyui or kohya",
         ),
     ] = "hf",

@@ -13,7 +13,7 @@ from torch import nn
 
 from tessera.checkpoint.files import Fault, no_fault
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, native_shapes
-from tessera.checkpoint.legacy.dcp import plan_dcp, plan_dcp_safetensors
+from tessera.checkpoint.legacy.dcp import plan_dcp
 from tessera.checkpoint.legacy.forms import DcpFolder, MegatronFolder
 from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
 from tessera.checkpoint.publish import made_from
@@ -36,7 +36,7 @@ from tessera.weights.layouts import folder_layout
 from tessera.weights.map import WeightMap
 from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 
-Form = Literal["hf", "original", "mm", "dcp", "dcp-safetensors"]
+Form = Literal["hf", "original", "mm", "dcp"]
 
 
 def check_apart(target: Path, *sources: str | Path | None) -> None:
@@ -137,7 +137,7 @@ def _plan_shards(
     tensors = {name: plan for group in native.groups(table) for name, plan in group.foreign.items()}
     if shards is not None and job.to == "mm":
         return plan_megatron(shards, job.layout, tensors, str(job.target))
-    return (plan_dcp if job.to == "dcp" else plan_dcp_safetensors)(tensors, job.prefix)
+    return plan_dcp(tensors, job.prefix)
 
 
 def _types(module: nn.Module, float32: tuple[str, ...], dtype: torch.dtype) -> dict[str, torch.dtype]:

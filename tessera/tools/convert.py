@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from tessera.checkpoint.legacy.dcp import METADATA, is_dcp_safetensors
+from tessera.checkpoint.legacy.dcp import METADATA
 from tessera.checkpoint.legacy.forms import weights_folder
 from tessera.checkpoint.legacy.megatron import FILE as SHARD_FILE
 from tessera.checkpoint.legacy.megatron import LATEST, is_megatron_folder
@@ -54,9 +54,9 @@ def convert(
 
     `to`: "hf", "original" (the form of `like`, or of the original checkpoint that it began from), "mm"
     (Megatron-style shards, divided by `layout`: tp, ep, and lists of layers for vit and llm; or as a run by
-    `recipe` would divide the model), "dcp", or "dcp-safetensors" (torch's DCP over safetensors). `like`: the folder
-    with the configuration and the side files, for forms that have none. `source_layout`: what
-    the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
+    `recipe` would divide the model), or "dcp" (torch.distributed.checkpoint). `like`: the folder with the configuration
+    and the side files, for forms that have none. `source_layout`: what the layout of shards to read must be, if it is
+    to be checked. `prefix`: stands before the names in a DCP folder.
     `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
     decoder are written in eight bits, as vLLM serves them. `jobs`: threads that convert between folders; by default two
     more than processors, and at most 8.
@@ -112,8 +112,6 @@ def _form_of(source: Path) -> Form | None:
         return "mm"
     if (source / METADATA).is_file():
         return "dcp"
-    if is_dcp_safetensors(source):
-        return "dcp-safetensors"
     if source.is_file() and source.name == SHARD_FILE:
         raise TesseraError(f"this is one file of several: {source}", fix=f"name the folder that holds {LATEST}")
     try:
@@ -122,7 +120,7 @@ def _form_of(source: Path) -> Form | None:
         if not error.allowed:
             raise
         above = next((str(one) for one in source.absolute().parents[:2] if is_megatron_folder(one)), None)
-        more = [f"Megatron-style shards ({LATEST})", f"a torch DCP folder ({METADATA}, or shard-*.safetensors)"]
+        more = [f"Megatron-style shards ({LATEST})", f"a torch DCP folder ({METADATA})"]
         raise TesseraError(
             error.what, where=error.where, allowed=[*error.allowed, *more], fix=above and f"name {above}"
         ) from None
@@ -136,7 +134,7 @@ def _check_used(form: Form | None, to: Form, like: Path | None, prefix: str, pro
         raise TesseraError(f"no {CONFIG_FILE} in {like}", where="--like", fix="name a Hugging Face folder")
     if like is not None and form == "hf" and to != "original":
         raise TesseraError("a Hugging Face folder names its model itself", where="--like", fix="leave it out")
-    if prefix and not {form, to} & {"dcp", "dcp-safetensors"}:
+    if prefix and "dcp" not in (form, to):
         raise TesseraError("no DCP folder is read or written", where="--prefix", fix="leave it out")
     if prove == "always" and to not in ("hf", "original"):
         raise TesseraError(

@@ -6,7 +6,6 @@ threads, into files that readers can open from the beginning (`checkpoint.writer
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -83,20 +82,6 @@ class FolderPlan:
             for name, places in self.places.items()
         }
         return replace(self, files=files, places=moved)
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Locate a tensor, or a slice of one, in a file: in order, and without gaps."""
-
-    file: Path
-    offset: int
-    plan: PlannedTensor
-
-    def read_ahead(self) -> None:
-        """Ask the system to read it soon, and do not wait for it."""
-        with contextlib.suppress(OSError), self.file.open("rb") as opened:  # the reader reports what is wrong
-            os.posix_fadvise(opened.fileno(), self.offset, self.plan.nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all_soon: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.legacy.dcp import METADATA, is_dcp_safetensors
+from tessera.checkpoint.legacy.dcp import METADATA
 from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.config.run_config import NAME_PATTERN, ModelSection
 from tessera.errors import TesseraError, nearest
@@ -251,7 +251,7 @@ def is_foreign_checkpoint(folder: Path) -> bool:
     """Return whether a folder holds weights of a job: shards by rank under release/ or iter_*/, or DCP."""
     if (folder / "config.json").is_file() or (folder / "config.yaml").is_file():
         return False
-    if (folder / METADATA).is_file() or is_dcp_safetensors(folder):
+    if (folder / METADATA).is_file():
         return True
     return (folder / LATEST).is_file() or any(folder.glob("*/mp_rank_*"))
 

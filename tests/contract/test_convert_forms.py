@@ -11,23 +11,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 import yaml
-from safetensors.torch import save_file
 from test_megatron_forms import hub_weights
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from typer.testing import CliRunner
 
 import tessera
-from tessera.checkpoint.legacy.dcp import is_dcp_safetensors, plan_dcp_safetensors, read_dcp, read_dcp_safetensors
+from tessera.checkpoint.legacy.dcp import read_dcp
 from tessera.checkpoint.legacy.megatron import MegatronLayout, read_megatron
-from tessera.checkpoint.writer import PlannedFolder
 from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.tools.shard_layout import layout_of_recipe
-from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.megatron_form import MegatronForm, megatron_form_of
-from tessera.weights.rows import TensorRows
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -59,28 +54,7 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         assert torch.equal(actual[name], tensor), name
 
 
-# ---------------------------------------------------------------------------------------------- dcp over safetensors
-
-
-def test_torch_reads_dcp_over_safetensors_and_it_goes_back(folder: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "dcp"), "--to", "dcp-safetensors"])
-    assert done.exit_code == 0, done.output
-    expected = hub_weights(folder)
-    loaded = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    stock.load(loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path / "dcp")))
-    same(loaded, expected)
-    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder, prove="never")
-    same(hub_weights(tmp_path / "back"), expected)
-
-
-def test_what_torch_wrote_is_read(folder: Path, tmp_path: Path) -> None:
-    expected = hub_weights(folder)
-    stock.save(expected, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "dcp"), save_distributed=True))
-    assert is_dcp_safetensors(tmp_path / "dcp")
-    tessera.convert(tmp_path / "dcp", tmp_path / "back", like=folder, prove="never")
-    same(hub_weights(tmp_path / "back"), expected)
-    shutil.copy(folder / "config.json", tmp_path / "dcp")  # then nothing else has to be named
-    tessera.convert(tmp_path / "dcp", tmp_path / "mm", to="mm")
+# ---------------------------------------------------------------------------------------------- dcp
 
 
 def test_the_folder_of_a_job_that_keeps_dcp_is_read(folder: Path, tmp_path: Path) -> None:
@@ -102,58 +76,8 @@ def test_the_folder_of_a_job_that_keeps_dcp_is_read(folder: Path, tmp_path: Path
 def test_a_folder_of_nothing_names_all_forms(tmp_path: Path) -> None:
     with pytest.raises(TesseraError, match="no model here") as raised:
         tessera.convert(tmp_path, tmp_path / "no", to="dcp")
-    for word in ("config.json", "adapter_config.json", "config.yaml", "Megatron-style", ".metadata", "shard-*"):
+    for word in ("config.json", "adapter_config.json", "config.yaml", "Megatron-style", ".metadata"):
         assert word in str(raised.value)
-
-
-def test_tensors_over_several_files_are_joined_and_large_folders_split(tmp_path: Path) -> None:
-    whole = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.tensor(3, dtype=torch.int64), "c": torch.ones(0, 2)}
-    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in whole.items()}
-    with PlannedFolder(tmp_path / "split", plan_dcp_safetensors(plans, file_bytes=100)) as files:
-        for name, tensor in whole.items():
-            files.put(name, TensorRows.of(tensor))
-    names = sorted(path.name for path in (tmp_path / "split").iterdir())
-    assert names == [f"shard-00001-model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    same({name: tensor.read() for name, tensor in read_dcp_safetensors(tmp_path / "split").items()}, whole)
-    boxes = {(0, 0): (2, 6), (2, 0): (2, 2), (2, 2): (2, 4)}
-    for number, (at, size) in enumerate(boxes.items()):
-        part(tmp_path / f"shard-{number}.safetensors", whole["a"][at[0] : at[0] + size[0], at[1] :][:, : size[1]], at)
-    same({"a": read_dcp_safetensors(tmp_path)["a"].read()}, {"a": whole["a"]})
-    loaded = {"a": torch.zeros(4, 6)}
-    stock.load(loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path)))  # what we take for torch's form is
-    same(loaded, {"a": whole["a"]})
-
-
-def part(path: Path, tensor: torch.Tensor, offsets: Any, note: str | None = None) -> None:
-    places = json.dumps({"a": {"saved_offsets": offsets}}) if note is None else note
-    save_file({"a": tensor.contiguous()}, path, metadata={"DCP_SHARDING_INFO": places})
-
-
-@pytest.mark.parametrize(
-    ("offsets", "note", "said"),
-    [
-        ((2, 0), None, "do not cover the tensor"),
-        ((0, 0), None, "do not cover the tensor"),
-        ((-4, 0), None, "offset of its part of 'a'"),
-        ((1 << 62, 0), None, "offset of its part of 'a'"),
-        ((4,), None, "offset of its part of 'a'"),
-        (None, None, "offset of its part of 'a'"),
-        (None, "[]", "no offsets of parts"),
-        (None, "{", "no offsets of parts"),
-    ],
-)
-def test_parts_that_make_no_tensor_are_refused(tmp_path: Path, offsets: Any, note: str | None, said: str) -> None:
-    part(tmp_path / "shard-1.safetensors", torch.ones(4, 2), (0, 0))
-    part(tmp_path / "shard-2.safetensors", torch.ones(4, 2), offsets, note)
-    with pytest.raises(TesseraError, match=said):
-        read_dcp_safetensors(tmp_path)
-
-
-def test_parts_of_different_types_are_refused(tmp_path: Path) -> None:
-    part(tmp_path / "shard-1.safetensors", torch.ones(4, 2), (0, 0))
-    part(tmp_path / "shard-2.safetensors", torch.ones(4, 2).half(), (4, 0))
-    with pytest.raises(TesseraError, match="F16"):
-        read_dcp_safetensors(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- runs
@@ -269,7 +193,7 @@ def test_recipes_that_shards_cannot_follow_are_refused(folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--to", "dcp-safetensor"], "dcp-safetensors"),
+        (["--to", "dpc"], "dcp"),
         (["--to", "hf", "--recipe", "r.yaml"], "only Megatron-style"),
         (["--to", "mm", "--recipe", "missing.yaml"], "missing.yaml"),
         (["--to", "dcp", "--dtype", "float32"], "keeps its type"),

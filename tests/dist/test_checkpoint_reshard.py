@@ -13,24 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint import stored
 from tessera.checkpoint.files import RecordedFile, read_box
 from tessera.checkpoint.hf import load_folder, save_folder
-from tessera.checkpoint.legacy.dcp import is_dcp_safetensors, plan_dcp_safetensors, read_dcp_safetensors
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
 from tessera.checkpoint.weights import TensorSource, fill
-from tessera.checkpoint.writer import PlannedFolder
 from tessera.errors import TesseraError
-from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import Concat, Identity, Rule, WeightMap
-from tessera.weights.rows import TensorRows
 from tests.dist.spawn import RankError, run_ranks
 
 
@@ -280,48 +275,3 @@ def fail_on_one(rank: int, world: int) -> None:
 def test_the_helper_shows_the_error_of_a_rank() -> None:
     with pytest.raises(RankError, match=r"rank 1 failed(.|\n)*a word of rank one"):
         run_ranks(fail_on_one, 2, timeout=60)
-
-
-def sharded_weights(world: int) -> dict[str, Tensor]:
-    """Sizes that the ranks do not divide, along both dimensions, one that is whole everywhere and a scalar."""
-    mesh = init_device_mesh("cpu", (world,))
-    tables = {"rows": torch.arange(35.0).reshape(7, 5), "columns": torch.arange(15).reshape(3, 5).bfloat16()}
-    placed: dict[str, Tensor] = {
-        name: distribute_tensor(table, mesh, [Shard(dim)]) for dim, (name, table) in enumerate(tables.items())
-    }
-    return {**placed, "whole": distribute_tensor(torch.arange(4), mesh, [Replicate()]), "scalar": torch.tensor(2.5)}
-
-
-def save_over_safetensors(rank: int, world: int, folder: Path) -> None:
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    torch.distributed.checkpoint.save(sharded_weights(world), storage_writer=writer)
-
-
-def read_over_safetensors(rank: int, world: int, folder: Path) -> list[bool]:
-    """Whether every rank's shards come back, read by torch into this layout."""
-    expected = sharded_weights(world)
-    read = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    torch.distributed.checkpoint.load(read, storage_reader=HuggingFaceStorageReader(str(folder)))
-    return [torch.equal(local(read[name]), local(tensor)) for name, tensor in expected.items()]
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def test_checkpoints_of_torch_over_safetensors_are_read_and_written(tmp_path: Path) -> None:
-    run_ranks(save_over_safetensors, 2, tmp_path / "theirs")
-    assert len(list((tmp_path / "theirs").glob("shard-*.safetensors"))) == 2
-    assert is_dcp_safetensors(tmp_path / "theirs")
-    read = {name: tensor.read() for name, tensor in read_dcp_safetensors(tmp_path / "theirs").items()}
-    assert torch.equal(read["rows"], torch.arange(35.0).reshape(7, 5))
-    assert torch.equal(read["columns"], torch.arange(15).reshape(3, 5).bfloat16())
-    assert torch.equal(read["whole"], torch.arange(4))
-    assert read["scalar"].item() == 2.5
-    box = read_dcp_safetensors(tmp_path / "theirs")["rows"].read([3, 1], [2, 3])  # over the border of two files
-    assert torch.equal(box, read["rows"][3:5, 1:4])
-    plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in read.items()}
-    with PlannedFolder(tmp_path / "ours", plan_dcp_safetensors(plans)) as files:
-        for name, tensor in read.items():
-            files.put(name, TensorRows.of(tensor))
-    assert run_ranks(read_over_safetensors, 2, tmp_path / "ours") == [[True] * 4] * 2

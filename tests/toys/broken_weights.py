@@ -23,7 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 
-KINDS = ("safetensors", "torch", "safetensors", "dcp metadata", "dcp safetensors", "torch", "safetensors", "dcp part")
+KINDS = ("safetensors", "torch", "safetensors", "dcp metadata", "dcp part", "torch", "safetensors", "dcp part")
 NUMBERS = (0, 1, 2, 7, -1, 255, 1 << 16, 1 << 31, (1 << 31) - 1, 1 << 32, 1 << 40, 1 << 60, (1 << 63) - 1, 1 << 63)
 NUMBERS = (*NUMBERS, (1 << 64) - 1, 1 << 64, -(1 << 63), 10**30)
 WORDS = ("F32", "F64", "F16", "BF16", "I8", "U8", "BOOL", "F8_E4M3", "F4", "C64", "U16", "f32", "", "F" * 99, None, 4)
@@ -57,8 +57,6 @@ def broken(number: int, seed: int, folder: Path) -> str:
     chance, kind = Random(seed * 1_000_003 + number), KINDS[number % len(KINDS)]
     if kind == "safetensors":
         (folder / "model.safetensors").write_bytes(broken_safetensors(chance))
-    elif kind == "dcp safetensors":
-        (folder / "shard-00001-model-00001-of-00001.safetensors").write_bytes(broken_places(chance))
     elif kind == "torch":
         (folder / "model.pt").write_bytes(broken_archive(chance, torch_files()[number // 2 % 3]))
     else:
@@ -72,8 +70,8 @@ def broken(number: int, seed: int, folder: Path) -> str:
 # ---------------------------------------------------------------------------------------------- safetensors
 
 
-def broken_safetensors(chance: Random, metadata: dict[str, str] | None = None) -> bytes:
-    data = save(tensors(), metadata or {"format": "pt"})
+def broken_safetensors(chance: Random) -> bytes:
+    data = save(tensors(), {"format": "pt"})
     size = struct.unpack("<Q", data[:8])[0]
     pairs = list(json.loads(data[8 : 8 + size]).items())
     for _ in range(chance.choice((1, 1, 2, 3))):
@@ -81,35 +79,6 @@ def broken_safetensors(chance: Random, metadata: dict[str, str] | None = None) -
     text = "{" + ",".join(f"{json.dumps(name)}:{json.dumps(entry)}" for name, entry in pairs) + "}"
     header, body = text.encode("utf-8", "surrogatepass"), data[8 + size :]
     return chance.choice(_FRAMES)(chance, header, body)
-
-
-def broken_places(chance: Random) -> bytes:
-    """Parts of tensors over safetensors, as torch writes them, whose places are wrong; or a broken header."""
-    places: dict[str, Any] = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors().items()}
-    if chance.random() < 0.3:
-        return broken_safetensors(chance, {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0"})
-    name, entry = chance.choice(list(places.items()))
-    offsets = entry["saved_offsets"]
-    wrong: list[Any] = [
-        None,
-        "0",
-        {},
-        [],
-        [*offsets, 0],
-        [chance.choice(NUMBERS) for _ in offsets],
-        [0.0] * len(offsets),
-    ]
-    entry["saved_offsets"] = chance.choice([*wrong, [[0]], [True for _ in offsets], offsets])
-    others: list[Any] = [
-        {**places, "strange": {}},
-        {n: e for n, e in places.items() if n != name},
-        [],
-        None,
-        {name: []},
-    ]
-    text = json.dumps(places if chance.random() < 0.8 else chance.choice(others))
-    text = chance.choice((text, text, text, text[:-1], "[" * 50_000, ""))
-    return save(tensors(), {"DCP_SHARDING_INFO": text, "DCP_VERSION": "1.0"})
 
 
 def _entry(chance: Random, pairs: list[Any]) -> Any:

@@ -2,18 +2,11 @@
 
 Such a folder has a pickled `.metadata` and `.distcp` files, in which every part of a tensor is a separate file of
 `torch.save`. The metadata is read by `pickles.describe`, the parts by `torch_files`.
-
-Over safetensors (torch's `HuggingFaceStorageWriter`), a file such as `shard-00001-model-00001-of-00002.safetensors`
-holds parts of tensors under the names of the tensors. Its header has the offsets of each part; the parts cover the
-tensor. Nothing is pickled there.
 """
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,23 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.files import DTYPES, Entry, open_safetensors, storage_order, stored_shape
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, describe
 from tessera.checkpoint.legacy.torch_files import MOST_AXES, StoredTensor, open_regular, read_torch_archive
 from tessera.checkpoint.legacy.torch_plan import ALIGNMENT, PickleWriter, plan_torch_file
-from tessera.checkpoint.parts import KeyedPart, SplitTensor, TensorInParts, TensorPart, check_cover
-from tessera.checkpoint.writer import plan_safetensors
+from tessera.checkpoint.parts import TensorInParts, TensorPart, check_cover
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import check_inside
 from tessera.runtime.torch_internals import DCP_LAYOUT, DCP_MEMORY_FORMAT, DCP_STORAGE_INFO, DCP_STORAGE_PREFIX
 from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
-from tessera.weights.layouts import CONFIG_FILE
 
 METADATA = ".metadata"
-_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-_VERSION = {"DCP_VERSION": "1.0"}
-_OF_A_RANK = "shard-*.safetensors"
-FILE_BYTES = 5_000_000_000
 _PACKAGE = "torch.distributed.checkpoint"
 _NAMES = frozenset(
     (
@@ -186,81 +172,6 @@ def _natural(number: Any) -> int:
     return number
 
 
-# ---------------------------------------------------------------------------------------------- over safetensors
-
-
-def is_dcp_safetensors(folder: Path) -> bool:
-    """Return whether a folder holds parts of tensors with their places.
-
-    Torch writes places also to a Hugging Face folder that one rank wrote, whose tensors are unsharded.
-    """
-    if (folder / METADATA).is_file() or not folder.is_dir():
-        return False
-    pattern = _OF_A_RANK if (folder / CONFIG_FILE).is_file() else "*.safetensors"
-    for path in sorted(folder.glob(pattern))[:1]:
-        with suppress(TesseraError), open_safetensors(path) as file:  # its reader reports what is wrong
-            return _PLACES in (file.metadata() or {})
-    return False
-
-
-def read_dcp_safetensors(folder: Path) -> dict[str, SplitTensor]:
-    """Return the tensors of a folder by name."""
-    parts: dict[str, list[KeyedPart]] = defaultdict(list)
-    kinds: dict[str, str] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        check_inside(path, folder)
-        with open_safetensors(path) as file:
-            places = _places(file, path)
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                sizes, kind = stored_shape(file, name), file.get_slice(name).get_dtype()
-                parts[name].append(KeyedPart(_offsets(places, name, len(sizes), path), sizes, path, name))
-                if kind not in DTYPES or kinds.setdefault(name, kind) != kind:
-                    raise TesseraError(
-                        f"{name} is stored as {kind} here: not read, or not so elsewhere",
-                        where=str(path),
-                        code="checkpoint.dcp-part-dtype",
-                    )
-    tensors: dict[str, SplitTensor] = {}
-    for name, of_tensor in parts.items():
-        if len({len(part.sizes) for part in of_tensor}) > 1:
-            raise TesseraError(
-                f"the parts of {name} have different numbers of axes",
-                where=str(folder),
-                code="checkpoint.dcp-part-differs",
-            )
-        ends = zip(*([o + s for o, s in zip(part.offsets, part.sizes, strict=True)] for part in of_tensor), strict=True)
-        shape = tuple(max(axis) for axis in ends)
-        check_cover(name, shape, [(part.offsets, part.sizes) for part in of_tensor], str(folder))
-        tensors[name] = SplitTensor(DTYPES[kinds[name]], shape, tuple(of_tensor))
-    return tensors
-
-
-def _places(file: Any, path: Path) -> Mapping[str, Any]:
-    text = (file.metadata() or {}).get(_PLACES)
-    try:
-        places = json.loads(text) if text is not None else None
-    except (ValueError, RecursionError):
-        places = None
-    if not isinstance(places, dict):
-        raise TesseraError(
-            f"its header has no offsets of parts of tensors ({_PLACES})",
-            where=str(path),
-            code="checkpoint.dcp-offsets-missing",
-        )
-    return places
-
-
-def _offsets(places: Mapping[str, Any], name: str, axes: int, path: Path) -> tuple[int, ...]:
-    entry = places.get(name)
-    offsets = entry.get(_OFFSETS) if isinstance(entry, dict) else None
-    sound = isinstance(offsets, list) and len(offsets) == axes <= MOST_AXES
-    if not sound or any(type(n) is not int or not 0 <= n < 1 << 60 for n in offsets or ()):
-        raise TesseraError(
-            f"its header has no offset of its part of {name!r}", where=str(path), code="checkpoint.dcp-offsets-missing"
-        )
-    return tuple(offsets or ())
-
-
 # ---------------------------------------------------------------------------------------------- writing
 
 
@@ -308,21 +219,3 @@ def _metadata(plans: Mapping[str, PlannedTensor], file: str, spans: list[tuple[i
         stored[index] = Described(Name(*DCP_STORAGE_INFO), (), where, new=True)
     state = {"state_dict_metadata": tensors, "planner_data": {name: (name,) for name in plans}, "storage_data": stored}
     return instance("Metadata", state | {"storage_meta": None, "version": "1.0.0"})
-
-
-def plan_dcp_safetensors(
-    plans: Mapping[str, PlannedTensor], prefix: str = "", file_bytes: int = FILE_BYTES
-) -> FolderPlan:
-    """Plan a folder that torch's `HuggingFaceStorageReader` loads, as a single rank would write it.
-
-    `prefix` stands before the names in it.
-    """
-    shards: list[list[Entry]] = [[]]
-    for entry in storage_order([Entry(prefix + name, plan.dtype, plan.shape) for name, plan in plans.items()]):
-        if shards[-1] and sum(other.nbytes for other in shards[-1]) + entry.nbytes > file_bytes:
-            shards.append([])
-        shards[-1].append(entry)
-    files = {f"shard-00001-model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
-    begin = {file: {entry.key: {_OFFSETS: [0] * len(entry.shape)} for entry in shard} for file, shard in files.items()}
-    plan = plan_safetensors(files, {file: {_PLACES: json.dumps(places)} | _VERSION for file, places in begin.items()})
-    return FolderPlan(plan.files, {name: plan.places[prefix + name] for name in plans})

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
-from tessera.checkpoint.files import box_slices, data_positions
+from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import NativeTensors, StoredForm
-from tessera.checkpoint.legacy.dcp import METADATA, DcpTensor, is_dcp_safetensors, read_dcp, read_dcp_safetensors
+from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
 from tessera.checkpoint.legacy.megatron import (
     MegatronLayout,
     MegatronTensor,
@@ -27,12 +27,11 @@ from tessera.checkpoint.legacy.megatron import (
     newest_iteration,
     read_megatron,
 )
-from tessera.checkpoint.parts import KeyedPart
 from tessera.checkpoint.weights import check_copy
 from tessera.errors import TesseraError, nearest
 from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
-from tessera.weights.file_plan import Extent, PlannedTensor
+from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap
 from tessera.weights.megatron_form import MegatronForm
 from tessera.weights.rows import TensorRows
@@ -66,22 +65,15 @@ class MegatronFolder(StoredForm):
     def read_rows(self, name: str) -> TensorRows:
         return self._tensors[name].read_rows()
 
-    def extents(self, name: str) -> Sequence[Extent | None]:
-        return [part.extent() for part in self._tensors[name].slices]
-
 
 class DcpFolder(StoredForm):
-    """Read a folder of torch.distributed.checkpoint, over its own files or over safetensors.
-
-    `prefix` is removed from names; others are left out.
-    """
+    """Read a folder of torch.distributed.checkpoint. Tensors whose names do not begin with `prefix` are left out."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         self.where = str(folder)
         check_dcp(folder)
-        stored = read_dcp(folder) if (folder / METADATA).is_file() else read_dcp_safetensors(folder)
+        stored = read_dcp(folder)
         self._tensors = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
-        self._positions: dict[Path, Mapping[str, int]] = {}  # of tensors in safetensors files
         if not self._tensors:
             raise TesseraError(
                 f"no tensor's name begins with {prefix!r}",
@@ -95,17 +87,6 @@ class DcpFolder(StoredForm):
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         return self._tensors[name].read(offsets, sizes)
-
-    def extents(self, name: str) -> Sequence[Extent | None]:
-        tensor = self._tensors[name]
-        if isinstance(tensor, DcpTensor):
-            return [tensor.stored_part(part).extent() for part in tensor.parts]
-        return [self._extent(part, tensor.dtype) for part in tensor.parts]
-
-    def _extent(self, part: KeyedPart, dtype: torch.dtype) -> Extent:
-        if part.file not in self._positions:
-            self._positions[part.file] = data_positions(part.file)
-        return Extent(part.file, self._positions[part.file][part.key], PlannedTensor(dtype, part.sizes))
 
 
 # ---------------------------------------------------------------------------------------------- jobs with FSDP2
@@ -240,7 +221,7 @@ def check_dcp(folder: Path, other: str = "") -> None:
         raise TesseraError(
             "there is no such folder", where=str(folder), nearest=near, fix=fix, code="checkpoint.folder-missing"
         )
-    if not (folder / METADATA).is_file() and not is_dcp_safetensors(folder):
+    if not (folder / METADATA).is_file():
         raise TesseraError(
             f"here is {'neither ' + other + ' nor' if other else 'not'} a torch DCP folder ({METADATA})",
             where=str(folder),

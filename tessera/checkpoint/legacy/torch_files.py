@@ -22,7 +22,7 @@ from torch import Tensor
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Keys, Name, PersistentId, describe
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.torch_internals import SAVED_PARAMETER, SAVED_TENSOR, SAVED_TENSOR_WITH_DTYPE
-from tessera.weights.file_plan import Extent, PlannedTensor, map_elements
+from tessera.weights.file_plan import map_elements
 
 MOST_ENTRIES = 1_000_000
 MOST_AXES = 64
@@ -85,12 +85,6 @@ class StoredTensor:
                 where=str(self.file),
                 code="checkpoint.damaged-torch-file",
             )
-
-    def extent(self) -> Extent | None:
-        """Return where the tensor is; None if its elements are not in order."""
-        in_order = torch.empty(self.shape, device="meta").stride() == self.stride or 0 in self.shape
-        position = self.storage_offset + self.offset * self.dtype.itemsize
-        return Extent(self.file, position, PlannedTensor(self.dtype, self.shape)) if in_order else None
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Return the tensor, or a box of it: mapped pages if its elements are in order, otherwise a copy."""
