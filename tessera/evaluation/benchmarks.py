@@ -119,7 +119,11 @@ def read_rows(path: Path) -> Iterator[BenchmarkRow]:
             reader = csv.DictReader(file, delimiter="\t")
             missing = {"index", "question", "image", "answer"} - set(reader.fieldnames or ())
             if missing:
-                raise TesseraError(f"the table has no column {', '.join(sorted(missing))}", where=str(path))
+                raise TesseraError(
+                    f"the table has no column {', '.join(sorted(missing))}",
+                    where=str(path),
+                    code="evaluation.unknown-columns",
+                )
             for row in reader:
                 images[row["index"]] = row["image"] if len(row["image"]) > 64 else images.get(row["image"], "")
                 yield BenchmarkRow(
@@ -130,7 +134,7 @@ def read_rows(path: Path) -> Iterator[BenchmarkRow]:
                     _answers(row["answer"]),
                 )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TesseraError(f"cannot be read: {error}", where=str(path)) from None
+        raise TesseraError(f"cannot be read: {error}", where=str(path), code="evaluation.unreadable-table") from None
 
 
 def _images(text: str, where: str) -> Iterator[bytes]:
@@ -140,7 +144,7 @@ def _images(text: str, where: str) -> Iterator[bytes]:
         try:
             yield base64.b64decode(first or second, validate=True)
         except (binascii.Error, ValueError):
-            raise TesseraError("the image is not in base64", where=where) from None
+            raise TesseraError("the image is not in base64", where=where, code="evaluation.image-not-base64") from None
 
 
 def _answers(text: str) -> list[str]:
@@ -157,7 +161,13 @@ def benchmark_of(name: str, where: str) -> Benchmark:
     """Return the benchmark of a name: that of a table, in any case."""
     if name.lower() not in BENCHMARKS:
         near = nearest(name.lower(), BENCHMARKS)
-        raise TesseraError(f"no benchmark is called {name!r}", where=where, allowed=BENCHMARKS, nearest=near)
+        raise TesseraError(
+            f"no benchmark is called {name!r}",
+            where=where,
+            allowed=BENCHMARKS,
+            nearest=near,
+            code="evaluation.unknown-benchmark",
+        )
     return BENCHMARKS[name.lower()]
 
 
@@ -179,5 +189,5 @@ def score_table(
         score = benchmark.score(chosen, row.expected)
         records.append({"index": row.index, "answer": answer, "expected": row.expected, "score": score})
     if not records:
-        raise TesseraError("the table has no rows", where=str(table))
+        raise TesseraError("the table has no rows", where=str(table), code="evaluation.empty-table")
     return records

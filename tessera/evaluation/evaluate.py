@@ -83,7 +83,11 @@ def evaluate(
                 rows.append(question.marked(answer))
             progress.count(len(group))
     if not rows:
-        raise TesseraError("no held-out sample could be used", where=", ".join(str(s.path) for s in sources))
+        raise TesseraError(
+            "no held-out sample could be used",
+            where=", ".join(str(s.path) for s in sources),
+            code="evaluation.no-usable-sample",
+        )
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
         write_jsonl(folder / "answers.jsonl", with_copies(folder, rows))
         try:
@@ -98,7 +102,7 @@ def _benchmark(
 ) -> Score:
     benchmark = benchmark_of(table.stem, "--data")
     if not table.is_file():
-        raise TesseraError(f"no such table: {table}", where="--data")
+        raise TesseraError(f"no such table: {table}", where="--data", code="evaluation.no-table")
     loaded, processor = load(folder, device=device, trust=trust)
     answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens=max_new_tokens)
     return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
@@ -114,7 +118,12 @@ def held_out_sources(
     else:
         sections = []
     if not sections:
-        raise TesseraError(f"{folder} names no held-out data", where="--data", fix="give --data FILE")
+        raise TesseraError(
+            f"{folder} names no held-out data",
+            where="--data",
+            fix="give --data FILE",
+            code="evaluation.no-held-out-data",
+        )
     sections = [local_source(section, "eval", "--data") for section in sections]
     return [open_source(s.model_copy(update={"max_samples": max_samples or s.max_samples})) for s in sections]
 

@@ -30,12 +30,18 @@ def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointMan
         return []
     where = "checkpoint.keep_best" if keep is not None else "train.early_stop"
     if not has_eval:
-        raise TesseraError("there is no held-out set to measure", where=where, fix="name one in data.eval")
+        raise TesseraError(
+            "there is no held-out set to measure",
+            where=where,
+            fix="name one in data.eval",
+            code="recipe.no-held-out-data",
+        )
     if not config.train.eval_interval and not config.train.generate_every:
         raise TesseraError(
             "the held-out set is measured at the end alone, where there is nothing to choose from",
             where=where,
             fix="set how often to measure it, such as train.eval_every=1epoch or train.eval_every=200",
+            code="recipe.held-out-never-measured",
         )
     return callbacks
 

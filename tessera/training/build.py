@@ -227,6 +227,7 @@ def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
             "this family needs a tokenizer",
             where="model.tokenizer",
             fix="set model.tokenizer (or model.path) to a folder with tokenizer.json",
+            code="tokenizer.not-named",
         )
     options = {"train_on": tuple(config.data.train_on), **config.data.processor}
     processor = setup.spec.processor(setup.config, folder, **options)
@@ -270,6 +271,7 @@ def build_rows(
             where="data.kind",
             fix="return an object of a class derived from tessera.core.row_source.RowSource; a torch Dataset or "
             "DataLoader is given with data.kind=custom",
+            code="data.no-row-source",
         )
     return rows
 
@@ -296,6 +298,7 @@ def _same_on_all_ranks(
                 f"rank 0 (on {host})",
                 where=key,
                 fix="give every rank the same files, or a folder that all of them share",
+                code="data.differs-between-ranks",
             )
     return box[0]
 
@@ -317,12 +320,14 @@ def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> Run
             f"data of kind {config.data.kind} comes in rows already",
             where="train.samples_per_step",
             fix=f"count rows: train.global_batch={samples}, where each item is one",
+            code="recipe.samples-of-ready-rows",
         )
     if plan.pipeline is not None and rows != config.train.global_batch:
         raise TesseraError(
             f"the samples of a step take {rows} rows, and the pipeline is planned for {config.train.global_batch}",
             where="train.global_batch",
             fix=f"train.global_batch={rows}",
+            code="layout.rows-differ-from-pipeline",
         )
     return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
 
@@ -343,6 +348,7 @@ def run_length(config: RunConfig, source: RowSource | None) -> RunLength:
             fix="count in steps, or set data.stream=false"
             if config.data.stream
             else "count in steps, or give the data set a __len__",
+            code="data.unknown-length",
         )
     rows_per_epoch = rows if rows < ENDLESS else None
     length = RunLength.of(train.steps, train.epochs, train.global_batch, rows_per_epoch, train.samples_per_step)

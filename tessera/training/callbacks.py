@@ -137,6 +137,7 @@ def named_callbacks(section: TrainSection) -> list[Callback]:
                 f"{named.name} returned a {type(callback).__name__}, which is no callback",
                 where=where,
                 fix="derive the class from tessera.core.callback.Callback",
+                code="recipe.no-callback",
             )
         callbacks.append(callback)
     return callbacks

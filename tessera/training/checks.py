@@ -109,6 +109,7 @@ class Coverage(Callback):
                 what,
                 where="model.freeze",
                 fix="freeze them (model.freeze), let the model use them, or set guard.coverage=warn",
+                code="model.parameters-without-gradient",
             )
         if is_main:
             log.warning("%s", what)

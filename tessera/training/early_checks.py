@@ -60,4 +60,5 @@ def check_evaluated(config: RunConfig) -> None:
             f"train.eval_every={config.train.eval_every} has no effect: there is no held-out data",
             where="train.eval_every",
             fix="name held-out samples in data.eval, or leave train.eval_every out",
+            code="recipe.no-held-out-data",
         )

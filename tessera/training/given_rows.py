@@ -105,6 +105,7 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], name: str) -> None:
         nearest=", ".join(near.values()) or None,
         fix=f"rename the column: table.rename(columns={renamed}) in pandas; docs/how-to/bring-your-own-data.md has "
         "the forms of rows",
+        code="data.unknown-columns",
     )
 
 
@@ -168,6 +169,7 @@ class GivenRows:
                     f"the run did not begin with rows in memory for {split}",
                     where=str(folder),
                     fix="leave the rows out: the run knows its data",
+                    code="data.rows-not-in-run",
                 )
             media = _Media(path.parent, _are_outside(rows), write=False)
             check_regular(path)
@@ -177,6 +179,7 @@ class GivenRows:
                     where=str(path),
                     fix="leave the rows out: the run folder keeps its own. For other rows, begin another run with "
                     "model.path set to this one",
+                    code="data.rows-differ-from-run",
                 )
 
 
@@ -194,7 +197,9 @@ class _Media:
             image = image if image.mode in _PNG_MODES else to_rgb(image)  # as an image of a file is read
             content = image.tobytes()
         except (OSError, ValueError) as error:
-            raise TesseraError(f"this image cannot be read: {error}", where=where) from None
+            raise TesseraError(
+                f"this image cannot be read: {error}", where=where, code="media.unreadable-image"
+            ) from None
         palette = image.getpalette() if image.mode == "P" else None
         clear = image.info.get("transparency")
         # By its pixels: the bytes of a PNG depend on the version of the library that writes it.
@@ -219,7 +224,9 @@ def _are_outside(rows: Sequence[Mapping[str, Any]]) -> bool:
     try:
         return _name_files(rows)
     except RecursionError:
-        raise TesseraError("rows are nested too deeply, or hold themselves", where="dataset=...") from None
+        raise TesseraError(
+            "rows are nested too deeply, or hold themselves", where="dataset=...", code="data.nested-too-deeply"
+        ) from None
 
 
 def _name_files(value: Any, key: str = "") -> bool:
@@ -244,14 +251,23 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
     for number in range(len(rows)):
         row, where = rows[number], f"{name}[{number}]"
         if not isinstance(row, Mapping):
-            raise TesseraError(f"this row is a {type(row).__name__}", where=where, allowed=['{"messages": [...]}'])
+            raise TesseraError(
+                f"this row is a {type(row).__name__}",
+                where=where,
+                allowed=['{"messages": [...]}'],
+                code="data.row-no-mapping",
+            )
         record = {"id": f"{split}-{number}", **_plain(row, "", where, media)}
         try:
             yield json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         except UnicodeEncodeError:
-            raise TesseraError("text is not valid Unicode (half of a surrogate pair)", where=where) from None
+            raise TesseraError(
+                "text is not valid Unicode (half of a surrogate pair)", where=where, code="data.invalid-unicode"
+            ) from None
         except ValueError as error:  # a number of thousands of digits
-            raise TesseraError(f"this row cannot be kept: {first_line(error)}", where=where) from None
+            raise TesseraError(
+                f"this row cannot be kept: {first_line(error)}", where=where, code="data.row-not-storable"
+            ) from None
 
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
@@ -272,7 +288,7 @@ def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
         value = int(value) if isinstance(value, np.integer) else float(value)
     if value is None or isinstance(value, (str, bool, int, float)):
         if isinstance(value, float) and value - value != 0:
-            raise TesseraError(f"{value} is no number that a row can keep", where=where)
+            raise TesseraError(f"{value} is no number that a row can keep", where=where, code="data.number-not-finite")
         return value
     raise TesseraError(
         f"a row cannot keep a {type(value).__name__}",
@@ -280,6 +296,7 @@ def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
         allowed=["text, numbers, lists and mappings", "images as paths, bytes or PIL images"],
         fix="leave it out (`table.drop(columns=...)`) or make it a text; items of other types are given by a torch "
         "Dataset, which is read as it is; see docs/how-to/bring-your-own-data.md",
+        code="data.value-not-storable",
     )
 
 

@@ -74,12 +74,14 @@ class GenerationEval(Callback):
                 "this model does not generate answers to conversations",
                 where="train.generate_every",
                 fix="set train.generate_every=0; train.eval_every measures held-out loss",
+                code="model.no-generated-answers",
             )
         if not config.data.eval:
             raise TesseraError(
                 "there is no held-out data to generate answers for",
                 where="train.generate_every",
                 fix="name some in data.eval",
+                code="recipe.no-held-out-data",
             )
         self.every = config.train.generate_every
         self.max_new_tokens = config.train.generate_tokens
@@ -90,7 +92,9 @@ class GenerationEval(Callback):
         usable = (record for record in records if isinstance(record, Question))
         self.questions = list(islice(usable, config.train.generate_samples))
         if not self.questions:
-            raise TesseraError("no held-out sample is a question with an answer", where="data.eval")
+            raise TesseraError(
+                "no held-out sample is a question with an answer", where="data.eval", code="data.no-questions"
+            )
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         if result.step % self.every == 0 or result.step == trainer.length.steps:
@@ -136,6 +140,7 @@ def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh,
             "ranks that share a sequence do not generate: prompts, which grow by a token at a time, are not split",
             where="train.generate_every",
             fix="set train.generate_every=0, or parallel.cp=1",
+            code="layout.generation-with-cp",
         )
     if spec.generate is not None:
         return OwnGeneration(module, spec.generate)

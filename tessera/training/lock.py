@@ -112,12 +112,14 @@ class FolderLock:
                 f"{folder} is in use: another process has just begun to write to it",
                 where=str(folder),
                 fix="wait until it has ended, or choose another name",
+                code="run.folder-in-use",
             )
         return FolderInUse(
             f"{folder} is in use: process {owner.pid} on {owner.host} is running in it",
             where=str(self._path),
             fix=f"wait until it has ended, or stop it there (kill {owner.pid}: it saves and ends); name=NEW starts "
             f"another run. If that machine is gone and its file server keeps the lock, remove {self._path}",
+            code="run.folder-in-use",
         )
 
     def _close(self) -> None:

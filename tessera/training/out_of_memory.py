@@ -70,6 +70,7 @@ class MemoryAdvice:
             f"Peak {memory.peak / 2**30:.1f} of {memory.total / 2**30:.1f} GiB; {first_line(_cause(error))[:200]}",
             where=f"rank {trainer.world.rank}, {phase}" + (f", samples {ids}" if at is not None and ids else ""),
             fix=f"{key} ({why}); docs/how-to/fit-it-into-memory.md has the others. `tessera resume RUN {key}` goes on",
+            code="memory.device-full",
         )
 
     def key(self, phase: str) -> tuple[str, str]:

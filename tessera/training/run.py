@@ -114,6 +114,7 @@ def train(
             where="dataset=...",
             allowed=[f"data.kind={kind}" for kind in KINDS],
             fix="name the data in the recipe, or give a torch Dataset",
+            code="data.kind-not-in-memory",
         )
     if eval_dataset is None:
         check_evaluated(config)
@@ -179,6 +180,7 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
             "a run that is resumed stays in its folder",
             where=fixed[0],
             fix=f"leave it out, or move the folder and resume it there: mv {folder} ELSEWHERE",
+            code="run.out-at-resume",
         )
     saved["name"] = "run"  # the folder may have been renamed to a name that no recipe may have
     code = named_code(load_config(saved))
@@ -213,6 +215,7 @@ def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
         f"{', '.join(damaged)} changed since the run began: it would go on with other tokens",
         where=str(copy),
         fix=f"put the files back; if the change is meant, remove {copy / SEAL}",
+        code="run.processor-files-changed",
     )
 
 
@@ -277,7 +280,9 @@ def open_run(
             raise
         # The watchdog does not run yet, so this rank does not know which partner is gone.
         raise dist.RankFailure(
-            f"another rank is gone: {first_line(error)}", fix="look at the messages of the other ranks"
+            f"another rank is gone: {first_line(error)}",
+            fix="look at the messages of the other ranks",
+            code="run.rank-lost",
         ) from error
     finally:
         folder.close()

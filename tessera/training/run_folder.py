@@ -78,6 +78,7 @@ def _unwritable(folder: Path, error: OSError) -> TesseraError:
         f"{folder} cannot be written to: {reason}" + ("" if at is None or gone else f" ({at})"),
         where="out, name",
         fix="free disk space, check the permissions of the folder, or choose another with out=FOLDER",
+        code="run.folder-not-writable",
     )
 
 
@@ -205,6 +206,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
             f"{folder} already holds a run with checkpoints",
             where="out, name",
             fix=f"`tessera resume {folder}` goes on with it; name=NEW starts another; --overwrite replaces it",
+            code="run.exists",
         )
     here, target = Path.cwd().resolve(), folder.resolve()
     if target == here or target in here.parents:
@@ -212,12 +214,14 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
             f"{folder} is the working folder, or holds it: it is not replaced",
             where="--overwrite",
             fix="start from another folder, or choose another name",
+            code="run.working-folder",
         )
     if not _is_run(folder):
         raise TesseraError(
             f"{folder} holds other things than a run of Tessera: it is not replaced",
             where="--overwrite",
             fix=f"choose another name, or remove the folder yourself (a run has a file {RUN_FILE})",
+            code="run.foreign-folder",
         )
 
 

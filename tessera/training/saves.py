@@ -123,6 +123,7 @@ def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) 
             "the data order would change in the middle",
             where="train.seed",
             fix=f"set train.seed={before['seed']}",
+            code="run.seed-changed",
         )
     if before.get("data") and not set(str(before["data"]).split("/")) & set(str(now["data"]).split("/")):
         log.logger().warning(

@@ -65,7 +65,9 @@ class Objects:
         for name, (value, fits, what) in wanted.items():
             if value is not None and not fits:
                 kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-                raise TesseraError(f"{name} is {kind}", where=f"{name}=...", allowed=[what])
+                raise TesseraError(
+                    f"{name} is {kind}", where=f"{name}=...", allowed=[what], code="run.wrong-object-type"
+                )
 
     def settings(self) -> dict[str, Any]:
         """Return the recipe keys that follow from the objects."""
@@ -90,6 +92,7 @@ class Objects:
                 f"the run began with objects that a folder cannot keep: {', '.join(missing)}",
                 where="tessera.resume",
                 fix=f"give them again: tessera.resume(folder, {words})",
+                code="run.object-missing",
             )
 
 
@@ -209,12 +212,14 @@ def _add_adapters(
             f"quantized weights are unsharded on every rank, and parallel.tp={tp} would split them",
             where="model.lora.quantize",
             fix="parallel.tp=1: a quantized layer is small, and data ranks or a pipeline share the work",
+            code="layout.quantized-with-tp",
         )
     if lora.dora and tp > 1:
         raise TesseraError(
             f"dora needs the norms of full rows, and parallel.tp={tp} splits them",
             where="model.lora.dora",
             fix="parallel.tp=1, or plain adapters: model.lora.dora=false",
+            code="layout.dora-with-tp",
         )
     if spec.gives(REWARDS) and HEAD_PATH not in lora.modules_to_save:  # its head begins at random
         lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})
@@ -275,6 +280,7 @@ def _frozen_setup(
             f"the component {name} of the task would be trained, and only the model is",
             where="train.task",
             fix=f"Task.components: Component(trained=False, ...) for {name}",
+            code="task.trained-component",
         )
     module = build_on_meta(replace(spec, main=component), model_config)
     if component.stage != "split":
@@ -284,6 +290,7 @@ def _frozen_setup(
             f"the objective compares with a second copy of the model ({name}), which is not split over pipeline stages",
             where="parallel.pp",
             fix="train adapters (model.lora: {}), which need no second copy, or shard the model: parallel.pp=1",
+            code="layout.reference-with-pp",
         )
     precision = resolve_precision(config)
     stored = "bfloat16" if precision.compute == "bfloat16" else precision.weights  # it needs no master weights

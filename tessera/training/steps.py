@@ -107,4 +107,5 @@ def _check_step(microbatches: object, source: StepSource) -> None:
         f"next_step of {type(source).__name__} returned {returned}",
         where="the step source",
         fix="return a list of one or more tessera.core.batch.Batch, as many on every rank",
+        code="data.no-batches",
     )

@@ -197,6 +197,7 @@ def check_trackers(section: LogSection) -> None:
                 f"the tracker {tracker.name} needs the package {kind.package}, which is not installed",
                 where=f"log.trackers.{number}",
                 fix=f"pip install {kind.pip}, or leave the tracker out",
+                code="environment.tracker-not-installed",
             )
 
 

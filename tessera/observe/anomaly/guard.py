@@ -119,6 +119,7 @@ class Guard(OptimizerStep):
             where=str(trainer.config.folder / RECORD),
             fix="that file names module and samples of each step: look at the data (`tessera data doctor`) and at "
             "features made beforehand, then train again",
+            code="run.nothing-trained",
         )
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
@@ -342,19 +343,22 @@ class Guard(OptimizerStep):
             bad_step.line,
             where="guard.policy=stop",
             fix=f"`tessera resume {trainer.config.folder}` goes on behind this step; guard.policy=clip does not stop",
+            code="run.bad-step",
         )
 
     def _too_many(self, trainer: TrainerHandle, bad_step: BadStep) -> GuardStop:
         what = f"{self._not_finite} steps in a row were not finite (guard.limit={self.settings.limit}); the last: "
         if self._divergence.diverging or (bad_step.cause is not None and bad_step.cause.every_sample):
             # Saving this state would remove a checkpoint of a better one.
+            code = "run.diverged"
             fix = f"the run has diverged, or all data is bad: lower optim.lr (now {trainer.config.optim.lr:g}), begin "
             fix += f"from an earlier checkpoint, and look at the inputs; {trainer.config.folder / RECORD} has each step"
         else:
             if trainer.config.checkpoint.at_end:
                 trainer.save()
+            code = "run.not-finite"
             fix = f"{trainer.config.folder / RECORD} names module and samples of each: correct the data or the model"
-        return GuardStop(what + bad_step.line, where="guard.limit", fix=fix)
+        return GuardStop(what + bad_step.line, where="guard.limit", fix=fix, code=code)
 
     def _on_damage(self, trainer: RewindHandle, bad_step: BadStep) -> StepOutcome:
         self._stop_if_asked_for_damage(trainer, bad_step)
@@ -372,17 +376,20 @@ class Guard(OptimizerStep):
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
         """Stop where going back does not help: damage from before the run, or damage that returns."""
-        fix = ""
+        fix = code = ""
         if any(name in self._never_finite for one in bad_step.damage for name in (one.name, f"{MODEL}{one.name}")):
+            code = "weights.not-finite"
             fix = "these numbers were not finite when the run began: look at the folder or checkpoint they came from"
         elif bad_step.step in self._rewound or max(self._returns.values(), default=0) >= BACK_TO_ONE_STATE:
+            code = "run.damage-returns"
             fix = "it came again after going back, so it is no flipped bit: something writes into the weights, or the "
             fix += "device computes wrongly"
         elif self.settings.policy == "stop":
+            code = "run.weights-damaged"
             fix = f"`tessera resume {trainer.config.folder}` goes on from the last checkpoint"
         if fix:
             self._record(trainer, bad_step, "stopped")
-            raise GuardStop(bad_step.line, where=f"guard.policy={self.settings.policy}", fix=fix)
+            raise GuardStop(bad_step.line, where=f"guard.policy={self.settings.policy}", fix=fix, code=code)
 
     def _go_back_without_samples(self, trainer: RewindHandle, bad_step: BadStep) -> bool:
         """Go back once for a step, where the data can leave the bad samples out: else the step would repeat."""

@@ -45,6 +45,7 @@ class StepProfiler(Callback):
                 where="profile.ranks",
                 allowed=[str(rank) for rank in range(min(trainer.world.size, 8))],
                 fix="set profile.ranks=[0]",
+                code="recipe.rank-not-in-run",
             )
         self._begin_if_due(trainer)
 

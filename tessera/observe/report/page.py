@@ -39,7 +39,9 @@ def report(run: str | Path, *, out: str | Path | None = None) -> Path:
     """Write the report of a run, and return its file: `RUN/report.html` unless `out` names another."""
     path = Path(run) / REPORT if out is None else Path(out)
     if path.is_dir():
-        raise TesseraError(f"{path} is a folder", where="--out", fix=f"name a file: {path / REPORT}")
+        raise TesseraError(
+            f"{path} is a folder", where="--out", fix=f"name a file: {path / REPORT}", code="output.is-folder"
+        )
     try:
         if out is None:
             return write_report(run)
@@ -50,6 +52,7 @@ def report(run: str | Path, *, out: str | Path | None = None) -> Path:
             f"{path} cannot be written: {error.strerror}",
             where=str(run) if out is None else "--out",
             fix="name a file in another folder: --out report.html",
+            code="output.not-writable",
         ) from None
     return path
 

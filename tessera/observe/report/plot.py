@@ -39,7 +39,11 @@ def plot_run(folder: Path, names: tuple[str, ...]) -> Plot:
     for name in names:
         if name not in recorded:
             raise TesseraError(
-                f"the run recorded no {name!r}", where="plot", allowed=recorded, nearest=nearest(name, recorded)
+                f"the run recorded no {name!r}",
+                where="plot",
+                allowed=recorded,
+                nearest=nearest(name, recorded),
+                code="run.number-not-recorded",
             )
     return Plot(run.name, [chart_of(run, name) for name in names])
 
