@@ -165,7 +165,7 @@ class LogSection(Section):
 
 
 class ProfileSection(Section):
-    """Record where the time and the memory of a few steps go, by module and by kind of work, in RUN/profile."""
+    """Record time and memory of a few steps with torch's profiler, in RUN/profile."""
 
     steps: tuple[Steps, Steps] | None = Field(None, description="first and last step to record, such as [10, 12]")
     memory: bool = Field(True, description="also record every allocation")

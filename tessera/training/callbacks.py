@@ -20,7 +20,7 @@ from tessera.errors import TesseraError
 from tessera.inference.load import parts_folder
 from tessera.lora.select import is_factor
 from tessera.observe.anomaly.guard import Guard
-from tessera.observe.profile.profiler import StepProfiler
+from tessera.observe.profiler import StepProfiler
 from tessera.observe.report.live import LiveReport, Report
 from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.parallel.mesh import Mesh

@@ -1,1 +1,0 @@
-"""Profile a few steps: their time by module and by kind of work, and their memory."""
