@@ -72,6 +72,7 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {"copy_every": "checkpoint.every (the run goes back to a checkpoint)"}
     policy: Literal["clip", "skip", "rollback", "stop", "off"] = Field(
         "clip",
         description="on a spike: clip its update further; drop it, a few times at most; go back to the last good state "
@@ -88,9 +89,6 @@ class GuardSection(Section):
     window: int = Field(200, gt=0, description="steps that tell what is usual")
     warmup: int = Field(
         50, gt=1, description="steps before anything is called a spike, besides those of optim.schedule.warmup"
-    )
-    copy_every: int = Field(
-        0, ge=0, description="steps between copies in host memory to go back to; 0: go back to the last checkpoint"
     )
     blame: Literal["auto", "always", "never"] = Field(
         "auto",

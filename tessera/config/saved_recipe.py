@@ -8,6 +8,9 @@ from typing import Any
 
 from tessera.config.reader import read_mapping
 
+# Keys that sections once had, with the values that they had by default: a saved recipe has every key.
+_REMOVED: Mapping[str, Mapping[str, Any]] = {"guard": {"copy_every": 0}}
+
 
 def read_saved(path: Path) -> dict[str, Any]:
     """Return the configuration in a file of a run, in the keys of today.
@@ -22,9 +25,10 @@ def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     saved = dict(data)
     if isinstance(saved.get("data"), Mapping):
         saved["data"] = _data_of_today(saved["data"])
+    notes = _without_removed_keys(saved)
     section = saved.get("checkpoint")
     if not isinstance(section, Mapping) or "minutes" not in section:
-        return saved, []
+        return saved, notes
     checkpoint = {key: value for key, value in section.items() if key != "minutes"}
     minutes, steps = section["minutes"], section.get("every") or 0
     if minutes is None and steps == 0:
@@ -33,10 +37,24 @@ def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         checkpoint["every"] = f"{minutes}min"
     saved["checkpoint"] = checkpoint
     if minutes is None:
-        return saved, []
+        return saved, notes
     how = f"is read as checkpoint.every: {checkpoint['every']}" if minutes and not steps else "is left out"
     beside = f", because checkpoint.every: {steps} says how often to save" if minutes and steps else ""
-    return saved, [f"checkpoint.minutes: {minutes} of this run's config.yaml {how}{beside}"]
+    return saved, [*notes, f"checkpoint.minutes: {minutes} of this run's config.yaml {how}{beside}"]
+
+
+def _without_removed_keys(saved: dict[str, Any]) -> list[str]:
+    """Remove keys from `saved` that no longer exist; return a line for each that had another value than the default."""
+    notes = []
+    for name, removed in _REMOVED.items():
+        section = saved.get(name)
+        if isinstance(section, Mapping):
+            saved[name] = {key: value for key, value in section.items() if key not in removed}
+            changed = [key for key in removed if key in section and section[key] != removed[key]]
+            notes += [
+                f"{name}.{key} of this run's config.yaml is left out: the key no longer exists" for key in changed
+            ]
+    return notes
 
 
 def _data_of_today(section: Mapping[str, Any]) -> dict[str, Any]:

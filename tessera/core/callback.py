@@ -78,10 +78,6 @@ class TrainerHandle(Protocol):
         """Return weights and optimizer state of this rank, by their names in a checkpoint."""
         ...
 
-    def side_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of callbacks, by their names in a checkpoint."""
-        ...
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state besides tensors, as a checkpoint keeps it."""
         ...
@@ -209,8 +205,6 @@ StepOutcome = Literal["applied", "dropped", "rewound"]
 
 class OptimizerStep(Callback):
     """Apply the update of every step. The subclass in `observe.anomaly` checks the step first, and may drop it."""
-
-    lr_factor = 1.0  # times the learning rate that the schedule gives
 
     def update(
         self, trainer: RewindHandle, loss: Tensor, grad_norm: Tensor, microbatches: Sequence[Batch]

@@ -163,8 +163,7 @@ class Trainer:
         self.phase = "clipping gradients"
         grad_norm = self._clip_gradients()
         self.phase = "updating weights"
-        factor = lr_factor(self.config.optim.schedule, self.step, self.length.steps) * self.optimizer_step.lr_factor
-        lr = set_learning_rate(self.optimizer, factor)
+        lr = set_learning_rate(self.optimizer, lr_factor(self.config.optim.schedule, self.step, self.length.steps))
         loss = out.loss()
         scalars = {"loss": loss, "grad_norm": grad_norm, **out.metrics()}
         if self.engine.loss_scale is not None:

@@ -14,7 +14,7 @@ from tessera.checkpoint.manager import CheckpointManager
 from tessera.core.batch import Batch
 from tessera.core.task import Losses, LossTerm, Task
 from tessera.observe.anomaly.activation_trace import trace_step
-from tessera.observe.anomaly.attribution import dominant, first_bad, first_outlier
+from tessera.observe.anomaly.attribution import dominant, first_bad
 from tessera.observe.anomaly.check import (
     IN_A_ROW,
     LASTING,
@@ -326,14 +326,6 @@ def test_all_is_well_when_it_is() -> None:
     trace = trace_step(module, SimpleEngine(module), Sum(), batches(1.0, 2.0))
     assert first_bad(trace.records) is None
     assert trace.grad_sq(0) > 0
-
-
-def test_a_module_that_stands_out_is_named() -> None:
-    module = Net(nn.Identity())
-    trace = trace_step(module, SimpleEngine(module), Sum(), batches(1.0, 1000.0))
-    of = lambda number: [e for e in trace.records if e.microbatch == number]  # noqa: E731
-    assert first_outlier(of(1), of(0)) == "first"
-    assert first_outlier(of(0), of(1)) is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,33 +61,6 @@ def test_a_loss_that_rose_and_stays_does_not_starve_the_run(
     assert "skipped" not in actions(run)[3:]
     losses = [row["loss"] for row in run.metrics if row["kind"] == "train"]
     assert losses[-1] < 0.9 * losses[BAD]  # it learns again
-
-
-@pytest.mark.slow
-def test_rollback_goes_back_from_a_lasting_rise_once_and_slower(data: Path, tmp_path: Path) -> None:
-    settings = recipe(data, tmp_path, policy="rollback", grad_spike=None, blame="never")
-    run = tessera.train(settings, callbacks=[Shake(times=2)])
-    back = [event for event in events(run.folder) if event["action"] == "went back"]
-    assert [event["back_to"] for event in back] == [20]
-    assert "0.5 times optim.lr" in back[0]["note"]
-    assert train_steps(run) == list(range(1, STEPS + 1))
-    assert actions(run)[-1] == "clipped"  # the second time the new level is accepted
-    rates = {row["step"]: row["lr"] for row in run.metrics if row["kind"] == "train"}
-    usual = settings["optim"]["lr"] * 0.5 * (1 + math.cos(math.pi * BAD / STEPS))
-    assert rates[BAD + 1] == pytest.approx(0.5 * usual)
-    assert run.checkpoint is not None
-    state = json.loads((run.checkpoint / "state.json").read_text())["callbacks"]["Guard"]
-    assert (state["lr_share"], state["slowed_at"]) == (0.5, settings["optim"]["lr"])
-
-
-def test_a_lower_learning_rate_outlives_a_resume_and_going_back_but_not_another_rate() -> None:
-    guard = Guard(GuardSection())
-    guard.lr_factor, guard._slowed_at = 0.5, 1e-3
-    guard.load_state_dict({})  # back to a state from before
-    assert guard.lr_factor == 0.5
-    again = Guard(GuardSection())
-    again.load_state_dict(guard.state_dict())
-    assert (again.lr_factor, again._slowed_at) == (0.5, 1e-3)
 
 
 @pytest.mark.slow

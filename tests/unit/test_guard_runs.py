@@ -104,13 +104,13 @@ def test_absurd_labels_are_a_spike_of_the_loss(
     data: Path, tmp_path: Path, clean: tessera.Run, victims: tuple[str, str]
 ) -> None:
     faults = {"absurd_labels": [victims[1]]}
-    run = tessera.train(recipe(data, tmp_path, faults, policy="rollback", copy_every=4))
+    run = tessera.train(recipe(data, tmp_path, faults, policy="rollback"))
     (event,) = events(run.folder)
     assert event["step"] == BAD
     assert event["kind"] == "loss spike"
     assert event["module"] == "the loss"
     assert event["samples"] == [victims[1]]
-    assert event["back_to"] == 24
+    assert event["back_to"] == 20
     assert held_out(run) == pytest.approx(held_out(clean), rel=0.02)
 
 

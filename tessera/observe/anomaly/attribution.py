@@ -8,7 +8,7 @@ ranks and do not show which rank spoilt them. Records of ranks that read the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,6 @@ from tessera.runtime.modules import clean_name
 
 RECORD = "guard.jsonl"
 MOST = 0.8  # of the excess: the samples that make up this share of it are the cause
-OUTLIER = 10.0  # an output larger than for other samples by this factor is an outlier
 
 
 class GuardStop(TesseraError):
@@ -98,31 +97,6 @@ class Attribution:
 
 
 @dataclass(frozen=True)
-class ProbeReader:
-    """Read the data of this rank again, sample by sample where the step source can leave samples out."""
-
-    source: StepSource
-    data_rank: int = 0  # position on the data axis: ranks that share it read the same rows
-    microbatches: int = 1  # that one step of the engine needs
-
-    def probes(self, observed: _Observation) -> list[_Probe]:
-        rows = tuple(row for row, _ in observed.rows)
-        if self.source.can_leave_out:
-            ids = tuple(dict.fromkeys(observed.ids))
-            return [_Probe(rows, (id,), tuple(other for other in ids if other != id)) for id in ids]
-        if not self.source.can_read_again:
-            return []
-        probes, start = [], 0
-        for row, count in observed.rows:
-            probes.append(_Probe((row,), observed.ids[start : start + count], ()))
-            start += count
-        return probes
-
-    def read(self, probe: _Probe) -> Batch:
-        return self.source.read_again(probe.rows, probe.others)
-
-
-@dataclass(frozen=True)
 class _Probe:
     """Describe a part of a micro-batch to run apart: its rows, with some of their samples."""
 
@@ -170,25 +144,26 @@ class Attributor:
     task: Task
     device: torch.device
     microbatches: Sequence[Batch]
-    reader: ProbeReader
+    source: StepSource  # reads samples of the step again, where it can
+    data_rank: int  # position on the data axis: ranks that share it read the same rows
+    engine_microbatches: int  # that one step of the engine needs
     seed: Callable[[], None]  # sets the random generators to where the step began
     most_probes: int
 
     def attribute(self, kind: AnomalyKind, usual_loss: float) -> Attribution:
         with _buffers_kept(self.module):
             trace = self._trace(self.microbatches)
-            module = self._bad_module(trace) if kind == "not finite" else None
+            module = "the loss" if kind == "loss spike" else "the gradients"
+            if kind == "not finite":
+                module = self._bad_module(trace)
             self.module.zero_grad(set_to_none=True)
             observed = self._join({n: _Observation.of(trace, n, batch) for n, batch in enumerate(self.microbatches)})
-            suspects = [
-                key for key, bad in zip(observed, _bad(list(observed.values()), kind, usual_loss), strict=True) if bad
-            ]
-            probed = self._probe_samples({key: observed[key] for key in suspects}, kind, usual_loss)
-            every_sample = kind == "not finite" and _is_every_sample(observed.values(), probed)
-        if module is None:
-            guilty, others = probed.split_records(trace, suspects, self.reader.data_rank)
-            module = _first_outlier_of_ranks(first_outlier(guilty, others))
-        return Attribution(module, () if every_sample else probed.samples, probed.ambiguous, every_sample)
+            suspects = {key: observed[key] for key in _bad(observed, kind, usual_loss)}
+            samples, ambiguous = self._probe_samples(suspects, kind, usual_loss)
+        names = {name for observation in observed.values() for name in observation.ids}
+        # Each of several samples shows the fault when it is run alone.
+        every_sample = kind == "not finite" and len(names) > 1 and not ambiguous and names == set(samples)
+        return Attribution(module, () if every_sample else samples, ambiguous, every_sample)
 
     def _trace(self, microbatches: Sequence[Batch]) -> ActivationTrace:
         self.seed()
@@ -203,87 +178,69 @@ class Attributor:
         damage = find_damage(gradients, {})
         return f"gradient of {damage[0].name}" if damage else "the loss"
 
-    def _probe_samples(self, suspects: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: float) -> _Probed:
-        """Run the samples of suspect micro-batches one by one."""
-        plan: dict[int, list[_Probe]] = {}
-        unprobed: list[str] = []  # samples that need no probe, or cannot be probed
+    def _probes(self, observed: _Observation) -> list[_Probe]:
+        """Return the parts of a micro-batch to run apart: its samples, where they can be left out, else its rows."""
+        rows = tuple(row for row, _ in observed.rows)
+        if self.source.can_leave_out:
+            ids = tuple(dict.fromkeys(observed.ids))
+            return [_Probe(rows, (id,), tuple(other for other in ids if other != id)) for id in ids]
+        if not self.source.can_read_again:
+            return []
+        probes, start = [], 0
+        for row, count in observed.rows:
+            probes.append(_Probe((row,), observed.ids[start : start + count], ()))
+            start += count
+        return probes
+
+    def _probe_samples(
+        self, suspects: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: float
+    ) -> tuple[tuple[str, ...], bool]:
+        """Run the samples of suspect micro-batches apart. Return the guilty ones, and whether some are guiltless."""
+        plan: dict[int, list[_Probe]] = {}  # by data rank
+        samples: list[str] = []
         ambiguous = False
         for (data_rank, _), observation in suspects.items():
-            probes = self.reader.probes(observation)
+            probes = self._probes(observation)
             if len(probes) < 2 or len(probes) + len(plan.get(data_rank, ())) > self.most_probes:
-                unprobed += observation.ids
+                samples += observation.ids  # they need no probe, or cannot be probed
                 ambiguous |= len(observation.ids) > 1
             else:
                 plan.setdefault(data_rank, []).extend(probes)
-        traces = self._run(plan)
-        mine = {n: _Observation.of(one, 0, self.microbatches[0]) for n, one in traces.items()}
-        observed = self._join(mine)
-        bad = _bad(list(observed.values()), kind, usual_loss)
-        guilty = [key for key, one in zip(observed, bad, strict=True) if one]
-        samples = [*unprobed, *(name for data_rank, n in guilty for name in plan[data_rank][n].ids)]
+        guilty = _bad(self._join(self._run(plan)), kind, usual_loss)
+        samples += [name for data_rank, number in guilty for name in plan[data_rank][number].ids]
         if plan and not guilty and kind == "not finite":  # the fault only shows with several of them
             samples += [name for probes in plan.values() for probe in probes for name in probe.ids]
             ambiguous = True
-        here = {number for data_rank, number in guilty if data_rank == self.reader.data_rank}
-        return _Probed(tuple(dict.fromkeys(samples)), ambiguous, traces, here)
+        return tuple(dict.fromkeys(samples)), ambiguous
 
-    def _run(self, plan: Mapping[int, Sequence[_Probe]]) -> dict[int, ActivationTrace]:
+    def _run(self, plan: Mapping[int, Sequence[_Probe]]) -> dict[int, _Observation]:
         """Run the probes of this rank. All ranks run equally often; one without a probe runs its first micro-batch."""
-        mine = plan.get(self.reader.data_rank, [])
-        traces: dict[int, ActivationTrace] = {}
+        mine = plan.get(self.data_rank, [])
+        observed: dict[int, _Observation] = {}
         for number in range(max((len(probes) for probes in plan.values()), default=0)):
-            has_probe = number < len(mine)
-            batch = self.reader.read(mine[number]).to(self.device) if has_probe else self.microbatches[0]
-            trace = self._trace([batch] * self.reader.microbatches)
+            batch = self.microbatches[0]
+            if number < len(mine):
+                batch = self.source.read_again(mine[number].rows, mine[number].others).to(self.device)
+            trace = self._trace([batch] * self.engine_microbatches)
             self.module.zero_grad(set_to_none=True)
-            if has_probe:
-                traces[number] = trace
-        return traces
+            if number < len(mine):
+                observed[number] = _Observation.of(trace, 0, batch)
+        return observed
 
     def _join(self, mine: Mapping[int, _Observation]) -> dict[_Key, _Observation]:
         joined: dict[_Key, _Observation] = {}
-        for data_rank, observations in Ranks.current().on_all(lambda: (self.reader.data_rank, mine)):
+        for data_rank, observations in Ranks.current().on_all(lambda: (self.data_rank, mine)):
             for number, observation in observations.items():
                 joined[data_rank, number] = joined.get((data_rank, number), _Observation()).joined(observation)
         return dict(sorted(joined.items()))
 
 
-@dataclass(frozen=True)
-class _Probed:
-    samples: tuple[str, ...]
-    ambiguous: bool
-    traces: Mapping[int, ActivationTrace]  # of this rank's probes
-    guilty: set[int]  # numbers of the probes that show the fault
-
-    def split_records(
-        self, step: ActivationTrace, suspects: Sequence[_Key], data_rank: int
-    ) -> tuple[Sequence[TensorRecord], Sequence[TensorRecord]]:
-        """Return what this rank recorded of the guilty samples, and of all others."""
-        batches = {number for at, number in suspects if at == data_rank}
-        others = [e for e in step.records if e.microbatch not in batches]
-        others += [e for n, one in self.traces.items() if n not in self.guilty for e in one.records]
-        guilty = [e for n in sorted(self.guilty) for e in self.traces[n].records]
-        if not self.traces:
-            guilty = [e for e in step.records if e.microbatch in batches]
-        return guilty, others
-
-
-def _is_every_sample(observed: Iterable[_Observation], probed: _Probed) -> bool:
-    """Return whether there are at least two samples, and each of them shows the fault when it is run alone."""
-    names = {name for one in observed for name in one.ids}
-    return len(names) > 1 and not probed.ambiguous and names == set(probed.samples)
-
-
-def _bad(observed: Sequence[_Observation], kind: AnomalyKind, usual_loss: float) -> list[bool]:
+def _bad(observed: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: float) -> list[_Key]:
     if kind == "not finite":
-        return [not one.finite for one in observed]
-    chosen = dominant([one.loss - usual_loss * one.count if kind == "loss spike" else one.grad_sq for one in observed])
-    return [number in chosen for number in range(len(observed))]
-
-
-def _first_outlier_of_ranks(module: str | None) -> str:
-    modules = [one for one in Ranks.current().on_all(lambda: module) if one is not None]
-    return f"forward of {modules[0]} (far larger numbers than for other samples)" if modules else "the loss"
+        return [key for key, one in observed.items() if not one.finite]
+    excess = [one.loss - usual_loss * one.count if kind == "loss spike" else one.grad_sq for one in observed.values()]
+    keys = list(observed)
+    return [keys[number] for number in dominant(excess)]
 
 
 @contextmanager
@@ -318,18 +275,6 @@ def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
             if makers:  # the innermost module with a finite gradient of its output and a bad one of its input
                 return 2, f"backward of {max(makers, key=lambda name: name.count('.'))}"
             return 3, f"backward, in what follows {record.module}"
-    return None
-
-
-def first_outlier(guilty: Sequence[TensorRecord], others: Sequence[TensorRecord]) -> str | None:
-    """Return the first module whose outputs are much larger for the guilty samples than for all others."""
-    usual: dict[str, float] = {}
-    for record in others:
-        if record.moment == "forward" and record.finite:
-            usual[record.module] = max(usual.get(record.module, 0.0), record.largest)
-    for record in guilty:
-        if record.moment == "forward" and record.largest > OUTLIER * usual.get(record.module, math.inf):
-            return record.module
     return None
 
 

@@ -19,7 +19,7 @@ from tessera.checkpoint.state import MODEL
 from tessera.config.run_config import GuardSection
 from tessera.core.batch import Batch
 from tessera.core.callback import OptimizerStep, RewindHandle, StepOutcome, StepResult, TrainerHandle
-from tessera.observe.anomaly.attribution import RECORD, Attribution, Attributor, BadStep, GuardStop, ProbeReader
+from tessera.observe.anomaly.attribution import RECORD, Attribution, Attributor, BadStep, GuardStop
 from tessera.observe.anomaly.check import (
     IN_A_ROW,
     LASTING,
@@ -29,7 +29,7 @@ from tessera.observe.anomaly.check import (
     StepLimits,
     checked_update,
 )
-from tessera.observe.anomaly.state import Damage, Rollback, find_damage, largest
+from tessera.observe.anomaly.state import Damage, find_damage, largest, restart
 from tessera.runtime import rng
 from tessera.runtime.files import JsonLines, read_jsonl
 from tessera.runtime.gradients import LossScale
@@ -39,7 +39,6 @@ log = logging.getLogger("tessera")
 DROPS = 3  # spikes whose updates may be dropped within a window: a run is never starved of updates
 BACK_TO_ONE_STATE = 3  # times that damaged weights may bring the run back to one and the same state
 INVESTIGATIONS = 10  # within a window: each may take as long as `guard.probes` steps
-SLOWER = 0.5  # of the learning rate, after going back from a loss that rose and stayed
 
 
 class Guard(OptimizerStep):
@@ -58,7 +57,6 @@ class Guard(OptimizerStep):
         self._loss_scale = loss_scale
         self.settings = settings
         self._data_rank, self._microbatches = data_rank, microbatches
-        self.lr_factor = 1.0
         self.left_out: dict[str, str] = {}  # samples that are left out, with the reason
         self._clip_norm = math.inf if clip_norm is None else clip_norm
         self._warmup = warmup
@@ -72,12 +70,11 @@ class Guard(OptimizerStep):
         self._investigated: list[int] = []  # recent steps that were run again
         self._rewound: set[int] = set()  # steps from which the run went back
         self._returns: dict[int, int] = {}  # rollbacks for damage, by the step they led to
-        self._slowed_at = 0.0  # the learning rate that `lr_factor` multiplies
         self._passed: set[int] = set()  # steps at which this run stopped before it was resumed
         self._normal: dict[str, float] = {}  # largest number of each parameter at the last sound check
         self._moved = 0.0  # sum of the learning rates since then
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
-        self._rollback = Rollback()
+        self._first_buffers: dict[str, Tensor] = {}  # the initialisation of weights does not fill them
         self._counts: dict[str, int] = {}  # of events, by action
 
     # ------------------------------------------------------------------------------------------ callback
@@ -90,21 +87,11 @@ class Guard(OptimizerStep):
         self._never_finite = {one.name: one for one in find_damage(trainer.tensors(), {})}
         self._measure(trainer)
         weights = self._weights(trainer)
-        self._rollback.remember_buffers({n: t for n, t in _of_model(trainer).items() if n not in weights})
+        buffers = {name: tensor for name, tensor in _of_model(trainer).items() if name not in weights}
+        self._first_buffers = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         path = trainer.config.folder / RECORD
         rows = Ranks.current().on_rank0(lambda: list(read_jsonl(path)))
         self._passed = {row["step"] for row in rows if row.get("action") == "stopped"}
-        if self._slowed_at not in (0.0, trainer.config.optim.lr):
-            self.lr_factor = 1.0  # the learning rate was changed when the run was resumed
-        if self.lr_factor < 1 and trainer.world.is_main:
-            log.info("guard: the learning rate is %g times optim.lr since the run went back", self.lr_factor)
-
-    def on_step_begin(self, trainer: TrainerHandle) -> None:
-        every = self.settings.copy_every
-        if self.settings.policy == "off" or not every or trainer.step % every:
-            return
-        if not (self._spikes or self._not_finite or self._divergence.lost):  # only of a state before the first alarm
-            self._rollback.take_copy(trainer)
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         self._updates += result.applied
@@ -140,12 +127,10 @@ class Guard(OptimizerStep):
             "spikes": self._spikes,
             "updates": self._updates,
             "dropped": list(self._dropped),
-            "lr_share": self.lr_factor,
-            "slowed_at": self._slowed_at,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the statistics. Samples left out and a lowered learning rate stay, also when training goes back."""
+        """Restore the statistics. Samples that are left out stay so, also when training goes back."""
         self.left_out = {**state.get("left_out", {}), **self.left_out}
         self._loss.restore(state.get("loss", {}))
         self._norm.restore(state.get("norm", {}))
@@ -154,9 +139,8 @@ class Guard(OptimizerStep):
         self._updates = int(state.get("updates", bool(state)))  # an older state lacks it: it counts as trained
         self._not_finite = 0  # a run that is resumed may have as many again
         self._dropped = list(state.get("dropped", []))
-        if self.lr_factor == 1.0:
-            self.lr_factor = float(state.get("lr_share", 1.0))
-            self._slowed_at = float(state.get("slowed_at", 0.0))
+        if state.get("lr_share", 1.0) < 1.0:  # a run of an earlier version, after a divergence
+            log.warning("guard: the run had trained at %g times optim.lr; set optim.lr to that", state["lr_share"])
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -185,11 +169,10 @@ class Guard(OptimizerStep):
         self._spikes = 0
         if diverged:
             return self._on_divergence(trainer, check)
-        # Regularly, and before each copy and checkpoint: the run may go back to them, so they have to be sound.
+        # Regularly, and before each checkpoint: the run may go back to it, so it has to be sound.
         step, rows = trainer.step + 1, trainer.rows_drawn + trainer.length.rows_per_step
         saves = trainer.length.due(trainer.config.checkpoint.interval, step, rows)
-        often = (self.settings.window, self.settings.copy_every)
-        if saves or any(every and step % every == 0 for every in often):
+        if saves or step % self.settings.window == 0:
             return self._check_weights(trainer, check)
         return "applied"
 
@@ -214,8 +197,6 @@ class Guard(OptimizerStep):
             return self._on_damage(trainer, bad_step)
         self._stop_if_asked(trainer, bad_step)
         if self._not_finite > self.settings.limit:
-            if self._go_back_slower(trainer, bad_step, bad_step.step - self._not_finite + 1):
-                return "rewound"
             self._record(trainer, bad_step, "stopped")
             raise self._too_many(trainer, bad_step)
         if self._go_back_without_samples(trainer, bad_step):
@@ -232,8 +213,6 @@ class Guard(OptimizerStep):
         if self._go_back_without_samples(trainer, bad_step):
             return "rewound"
         if self._spikes >= IN_A_ROW:
-            if self._go_back_slower(trainer, bad_step, bad_step.step - IN_A_ROW + 1):
-                return "rewound"
             self._loss.accept_new_level()
             self._norm.accept_new_level()
             self._spikes = 0
@@ -256,8 +235,6 @@ class Guard(OptimizerStep):
         )
         bad_step = BadStep(trainer.step + 1, "diverged", check.loss, check.grad_norm, note=note)
         self._stop_if_asked(trainer, bad_step)
-        if self._go_back_slower(trainer, bad_step, bad_step.step - LASTING + 1):
-            return "rewound"
         self._record(trainer, bad_step, "reported")
         return "applied"
 
@@ -311,7 +288,9 @@ class Guard(OptimizerStep):
             trainer.task,
             trainer.world.device,
             microbatches,
-            ProbeReader(trainer.steps, self._data_rank, self._microbatches),
+            trainer.steps,
+            self._data_rank,
+            self._microbatches,
             seed=lambda: rng.seed_process(settings.seed, "step", trainer.step, trainer.world.rank),
             most_probes=self.settings.probes,
         )
@@ -368,11 +347,16 @@ class Guard(OptimizerStep):
         self._continue_after_rollback(trainer, bad_step)
         return "rewound"
 
-    def _go_back(self, trainer: RewindHandle, before: int | None = None) -> bool:
-        """Go back to the newest sound state. With `before`, to one of fewer steps; return False if there is none."""
+    def _go_back(self, trainer: RewindHandle) -> None:
+        """Go back to the newest sound checkpoint, else to the beginning."""
         with trainer.paused("going back to a good state"):
             trainer.optimizer.zero_grad(set_to_none=True)
-            return self._rollback.go(trainer, lambda: not self._damage(trainer), before)
+            before: int | None = None
+            while trainer.resume(before):
+                if not self._damage(trainer):
+                    return
+                before = trainer.step  # it was saved after the damage
+            restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
         """Stop where going back does not help: damage from before the run, or damage that returns."""
@@ -414,16 +398,6 @@ class Guard(OptimizerStep):
             return False
         self.left_out.update(samples)
         trainer.steps.leave_out(samples)
-        return True
-
-    def _go_back_slower(self, trainer: RewindHandle, bad_step: BadStep, first: int) -> bool:
-        """Go back to a state before step `first`, where it began, and on with a lower learning rate; once in a run."""
-        if self.settings.policy != "rollback" or self.lr_factor < 1 or not self._go_back(trainer, first):
-            return False
-        self.lr_factor, self._slowed_at = SLOWER, trainer.config.optim.lr
-        note = f"the learning rate is {SLOWER:g} times optim.lr from now on"
-        note = f"{bad_step.note}; {note}" if bad_step.note else note
-        self._continue_after_rollback(trainer, replace(bad_step, note=note))
         return True
 
     def _continue_after_rollback(self, trainer: RewindHandle, bad_step: BadStep) -> None:

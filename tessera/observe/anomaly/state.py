@@ -1,22 +1,20 @@
-"""Find damage in the state of a run, keep a copy of the state in host memory, and take the run back to a good state.
+"""Find damage in the state of a run, and bring a run back to its beginning.
 
-A bit that flips in memory makes one number of a weight huge, or not finite. A run goes back to the copy, to a
-checkpoint, or to its beginning.
+A bit that flips in memory makes one number of a weight huge, or not finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessera.checkpoint.collective import Ranks
-from tessera.core.callback import RewindHandle, TrainerHandle
-from tessera.runtime import device as devices
+from tessera.checkpoint.state import MODEL
+from tessera.core.callback import RewindHandle
 from tessera.runtime.modules import local_shard
 
 GROWTH = 100.0  # between two checks the largest number of a tensor does not grow by this factor
@@ -74,85 +72,13 @@ def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float], move
     return list(worst.values())
 
 
-class StateCopy:
-    """Keep this rank's shards of all tensors in host memory, allocated once, and pinned where that is faster."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pin = devices.supports(device, "pinned_memory")
-        self._parts: dict[str, Tensor] = {}
-        self.step = -1
-        self.state: Mapping[str, Any] = {}
-
-    @torch.no_grad()
-    def take(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        for name, tensor in tensors.items():
-            part = local_shard(tensor).detach()
-            if name not in self._parts:
-                self._parts[name] = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._pin)
-            self._parts[name].copy_(part)
-        self.step, self.state = step, state
-
-    @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            local_shard(tensor).detach().copy_(self._parts[name])
-
-
-class Rollback:
-    """Bring a run back to an earlier state."""
-
-    def __init__(self) -> None:
-        self._copy: StateCopy | None = None
-        self._first_buffers: dict[str, Tensor] = {}
-
-    def remember_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Keep the buffers, which the initialisation of weights does not fill."""
-        self._first_buffers = {name: tensor.detach().clone() for name, tensor in buffers.items()}
-
-    def take_copy(self, trainer: TrainerHandle) -> None:
-        if self._copy is None:
-            self._copy = StateCopy(trainer.world.device)
-        if self._copy.step != trainer.step:
-            self._copy.take(trainer.step, {**trainer.tensors(), **trainer.side_tensors()}, trainer.state_dict())
-
-    def go(self, trainer: RewindHandle, sound: Callable[[], bool], before: int | None = None) -> bool:
-        """Fill the trainer with the newest sound state, else with the initial weights.
-
-        `before`: only with a state of fewer steps, and not with the initial weights. Return False, with nothing
-        changed, where there is none.
-        """
-        had = self._copy
-        if self._from_copy(trainer, sound, before) or self._from_checkpoint(trainer, sound, before):
-            return True
-        if before is None or self._copy is not had:  # a copy that was not sound has replaced the weights
-            self._from_the_beginning(trainer)
-            return True
-        return False
-
-    def _from_copy(self, trainer: RewindHandle, sound: Callable[[], bool], before: int | None) -> bool:
-        copy = self._copy
-        if copy is None or copy.step < 0 or (before is not None and copy.step >= before):
-            return False
-        copy.restore({**trainer.tensors(), **trainer.side_tensors()})
-        if not sound():
-            self._copy = None
-            return False
-        trainer.restore_state(copy.step, copy.state)
-        return True
-
-    def _from_checkpoint(self, trainer: RewindHandle, sound: Callable[[], bool], before: int | None) -> bool:
-        while trainer.resume(before):
-            if sound():
-                return True
-            before = trainer.step  # it was saved after the damage
-        return False
-
-    @torch.no_grad()
-    def _from_the_beginning(self, trainer: RewindHandle) -> None:
-        for name, tensor in trainer.tensors().items():
-            if name in self._first_buffers:
-                local_shard(tensor).copy_(local_shard(self._first_buffers[name]))
-            elif not name.startswith("model."):
-                local_shard(tensor).zero_()
-        trainer.begin()
-        trainer.restore_state(0, {"rows_drawn": 0, "callbacks": {}})
+@torch.no_grad()
+def restart(trainer: RewindHandle, first_buffers: Mapping[str, Tensor]) -> None:
+    """Bring a run back to its beginning. `first_buffers`: the buffers as they were then."""
+    for name, tensor in trainer.tensors().items():
+        if name in first_buffers:
+            local_shard(tensor).copy_(local_shard(first_buffers[name]))
+        elif not name.startswith(MODEL):
+            local_shard(tensor).zero_()
+    trainer.begin()
+    trainer.restore_state(0, {"rows_drawn": 0, "callbacks": {}})
