@@ -54,6 +54,7 @@ def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
         allowed=sorted(types),
         nearest=nearest(model_type, types),
         fix=_advice(with_code),
+        code="model.unknown-model-type",
     )
 
 
@@ -70,6 +71,7 @@ def for_family(spec: ModelSpec) -> Iterator[None]:
             f"these adapters are for {' or '.join(others)}, and the model is {spec.name}",
             where=error.where,
             fix="give them to the model that they were trained with",
+            code="adapter.other-family",
         ) from None
 
 
@@ -173,6 +175,7 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
                 f"{section.path} is a run of the family {spec.name}, not of {section.family}",
                 where="model.family",
                 fix="leave out model.family; the run has one of its own",
+                code="model.family-of-run",
             )
         return spec, _with_changes(spec, config, section.config)
     # A run's own copy of its recipe has the family and every field: it does not need the folder it started from.
@@ -204,7 +207,7 @@ def _or_by_the_library(spec: ModelSpec, model_type: str) -> Iterator[None]:
         if model_type not in spec.hf_types or not _in_library(model_type):
             raise
         fix = f"model.family={FOREIGN} runs the library's own class of this folder"
-        raise TesseraError(error.what, where=error.where, allowed=error.allowed, fix=fix) from None
+        raise TesseraError(error.what, where=error.where, allowed=error.allowed, fix=fix, code=error.code) from None
 
 
 def _preset_and_path() -> TesseraError:
@@ -212,6 +215,7 @@ def _preset_and_path() -> TesseraError:
         "model.preset and model.path both say what the model is",
         where="model",
         fix="leave out model.preset; the folder has a configuration of its own",
+        code="model.preset-and-path",
     )
 
 
@@ -223,7 +227,10 @@ def build_on_meta(spec: ModelSpec, config: Any) -> nn.Module:
     except (RuntimeError, OverflowError, MemoryError) as error:
         message = f"a model of these sizes cannot be built: {first_line(error)}"
         raise TesseraError(
-            message, where=f"model.config ({spec.name})", fix="check the numbers in config.json"
+            message,
+            where=f"model.config ({spec.name})",
+            fix="check the numbers in config.json",
+            code="model.sizes-cannot-build",
         ) from error
 
 
@@ -234,6 +241,7 @@ def _preset(spec: ModelSpec, name: str) -> Mapping[str, Any]:
             where="model.preset",
             allowed=sorted(spec.presets),
             nearest=nearest(name, spec.presets),
+            code="model.unknown-preset",
         )
     return spec.presets[name]
 

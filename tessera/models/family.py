@@ -50,7 +50,12 @@ class LanguageConfig(Section):
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
         kind = str(data.get("model_type"))
         if kind not in cls.formats:
-            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=cls.formats)
+            raise TesseraError(
+                f"model_type {kind!r} is another family",
+                where="config.json",
+                allowed=cls.formats,
+                code="model.other-model-type",
+            )
         where = f"config.json ({kind})"
         text = cls.formats[kind][0].read(data, where, dynamic=True)
         return build(cls, {"text": text, "tie_word_embeddings": bool(data.get("tie_word_embeddings"))}, where)

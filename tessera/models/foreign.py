@@ -27,7 +27,11 @@ def import_class(path: str, base: type[C], where: str) -> type[C]:
     others = vars(sys.modules[path.partition(":")[0]]).items()
     classes = [other for other, value in others if isinstance(value, type) and issubclass(value, base)]
     raise TesseraError(
-        f"{path} is not a subclass of {base.__name__}", where=where, allowed=classes, nearest=nearest(name, classes)
+        f"{path} is not a subclass of {base.__name__}",
+        where=where,
+        allowed=classes,
+        nearest=nearest(name, classes),
+        code="model.class-not-subclass",
     )
 
 
@@ -85,5 +89,6 @@ class Arguments:
                     nearest=nearest(name, self.names),
                     fix="give the tensors of a batch the names of forward's parameters, "
                     "or call its first parameter `batch` to get the batch itself",
+                    code="data.not-an-argument",
                 )
         return tensors

@@ -149,6 +149,7 @@ class TextDecoder(nn.Module):
                     f"this pipeline stage has no layer {index}, whose hidden states the task reads",
                     where="train.task",
                     fix=f"read those of layers 0 to {len(self.layers) - 1}; with parallel.pp, of the last stage alone",
+                    code="task.layer-on-other-stage",
                 )
         states: dict[int, Tensor] = {}
         angles = self.shape.rope.angles(positions)

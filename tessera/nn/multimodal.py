@@ -222,6 +222,7 @@ def _place(x: Tensor, embeddings: Tensor, batch: Batch, stream: Stream) -> Tenso
             f"{embeddings.shape[0]}",
             where=f"batch tensors {stream.slots} and {stream.tensors[0]}",
             fix="processor and model must agree on patch size and merge size",
+            code="data.stream-slots-mismatch",
         )
     # Behind an embedding an encoder may have more, which is added to the outputs of the first layers.
     missing = embeddings.shape[1] - x.shape[1]

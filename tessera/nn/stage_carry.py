@@ -23,6 +23,7 @@ def pack_carry(x: Tensor, *conditions: Tensor) -> Tensor:
             f"{x.shape[0]} tokens",
             where="parallel.pp",
             fix="raise data.length, or leave out the pipeline: small images beside long captions gain nothing",
+            code="layout.carry-overflow",
         )
     return F.pad(rows, (0, 0, 0, spare))
 

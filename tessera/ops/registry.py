@@ -63,4 +63,5 @@ class DispatchedOp:
             f"implementation {wanted!r} of {self.name} ({variant}, {dtype}, {device.type}) {why}",
             allowed=[AUTO, *able],
             nearest=nearest(wanted, able) if named is None else None,
+            code="device.implementation-unusable",
         )

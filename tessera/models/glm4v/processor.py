@@ -163,4 +163,5 @@ def _refuse_others(folder: Path, processor: str) -> None:
                 where=str(folder / name),
                 allowed=[processor],
                 fix="train it with the tokenizer and preprocessor files of GLM-4.1V, or use model.family=transformers",
+                code="tokenizer.unknown-conversation",
             )

@@ -112,6 +112,7 @@ class InternVLConfig(Section):
                 f"image_seq_length = {length}, a tile makes {config.vision.tile_tokens} tokens",
                 where=WHERE,
                 fix="(image_size / patch_size x downsample_ratio)^2 is what it must be",
+                code="model.image-tokens-differ",
             )
         return config
 
@@ -167,7 +168,9 @@ def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
     theta = text.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
     factor = rope.get("factor", 1.0)
     if not isinstance(factor, int | float):
-        raise TesseraError(f"the factor of dynamic rope is a number, not {factor!r}", where=WHERE)
+        raise TesseraError(
+            f"the factor of dynamic rope is a number, not {factor!r}", where=WHERE, code="model.invalid-value"
+        )
     return {**plain, "rope_theta": theta}, float(factor)
 
 
@@ -178,6 +181,7 @@ def _merge(ratio: Any) -> int:
             f"downsample_ratio = {ratio}: not a whole number of patches along each side becomes one token",
             where=WHERE,
             allowed=[1, 0.5, 0.25],
+            code="model.invalid-value",
         )
     return merge
 
@@ -187,7 +191,9 @@ def _vision_fields(vision: Mapping[str, Any], merge: int) -> dict[str, Any]:
     for name in ("image_size", "patch_size"):
         if isinstance(fields.get(name), (list, tuple)):
             if len(set(fields[name])) != 1:
-                raise TesseraError(f"vision_config.{name} = {fields[name]} is no square", where=WHERE)
+                raise TesseraError(
+                    f"vision_config.{name} = {fields[name]} is no square", where=WHERE, code="model.invalid-value"
+                )
             fields[name] = fields[name][0]
     return {**fields, "spatial_merge_size": merge}
 

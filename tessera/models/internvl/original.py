@@ -74,7 +74,12 @@ _RENAMED = {
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = data.get(name)
     if not isinstance(section, Mapping):
-        raise TesseraError(f"no {name} in it", where=WHERE, fix="fetch the folder again, or take the one ending in -hf")
+        raise TesseraError(
+            f"no {name} in it",
+            where=WHERE,
+            fix="fetch the folder again, or take the one ending in -hf",
+            code="model.section-missing",
+        )
     return section
 
 
@@ -121,7 +126,11 @@ def tile_settings(folder: Path) -> dict[str, Any]:
     )
     least, most = data.get("min_dynamic_patch", 1), data.get("max_dynamic_patch", 6)
     if type(least) is not int or type(most) is not int or not 0 < least <= most:
-        raise TesseraError(f"min_dynamic_patch = {least}, max_dynamic_patch = {most}: no numbers of tiles", where=WHERE)
+        raise TesseraError(
+            f"min_dynamic_patch = {least}, max_dynamic_patch = {most}: no numbers of tiles",
+            where=WHERE,
+            code="model.invalid-value",
+        )
     return {"min_patches": least if cut else 1, "max_patches": most if cut else 1}
 
 

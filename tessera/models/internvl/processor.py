@@ -137,6 +137,7 @@ class InternVLProcessor(VisionProcessor):
                 f"a sample of {length} tokens, the model is computed alike up to {self.max_length}",
                 where="model.config.dynamic_rope_factor",
                 fix="leave such samples out, or set it to null to have positions as they are at any length",
+                code="data.sample-beyond-rope",
             )
         return np.arange(length)
 
@@ -270,12 +271,20 @@ def read_tiles(
         single = {"size": vision.image_size, "crop_size": vision.image_size, "do_center_crop": True}
         wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
         if wrong:
-            raise TesseraError(f"{wrong[0]} = {image_file[wrong[0]]!r} is not that of a tile", where=str(folder))
+            raise TesseraError(
+                f"{wrong[0]} = {image_file[wrong[0]]!r} is not that of a tile",
+                where=str(folder),
+                code="media.preprocessor-mismatch",
+            )
         image_file = {key: value for key, value in image_file.items() if key not in single} | tile_settings(folder)
     fewest = least or image_file.get("min_patches") or 1
     largest = most or image_file.get("max_patches") or max(12, fewest)
     if fewest > largest:
-        raise TesseraError(f"min_tiles ({fewest}) is more than max_tiles ({largest})", where="data.processor")
+        raise TesseraError(
+            f"min_tiles ({fewest}) is more than max_tiles ({largest})",
+            where="data.processor",
+            code="media.bounds-crossed",
+        )
     image = _tiles(image_file, vision, folder / IMAGE_FILE)
     video = _tiles(video_file or image_file, vision, folder / VIDEO_FILE)
     return replace(image, least=fewest, most=largest), replace(video, least=1, most=1)

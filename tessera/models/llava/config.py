@@ -161,7 +161,12 @@ class LlavaConfig(Section):
     def from_hf(cls, data: Mapping[str, Any]) -> LlavaConfig:
         kind = str(data.get("model_type"))
         if kind not in _NO_VISION:
-            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=_NO_VISION)
+            raise TesseraError(
+                f"model_type {kind!r} is another family",
+                where="config.json",
+                allowed=_NO_VISION,
+                code="model.other-model-type",
+            )
         where = f"config.json ({kind})"
         tiled = kind == TILED_TYPE
         text = dict(data.get("text_config") or {})
@@ -223,7 +228,10 @@ def _read_text(text: Mapping[str, Any], default: str, where: str) -> dict[str, A
     kind = str(text.get("model_type", default))
     if kind not in LANGUAGE_FORMATS:
         raise UnsupportedValueError(
-            f"text_config.model_type {kind!r} is not supported", where=where, allowed=LANGUAGE_FORMATS
+            f"text_config.model_type {kind!r} is not supported",
+            where=where,
+            allowed=LANGUAGE_FORMATS,
+            code="model.unsupported-value",
         )
     return LANGUAGE_FORMATS[kind].read(text, f"{where}: text_config")
 
@@ -232,16 +240,25 @@ def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = _TOWERS.get(str(vision.get("model_type")))
     if kind is None:
         raise UnsupportedValueError(
-            f"vision_config.model_type {vision.get('model_type')!r} is not supported", where=where, allowed=_TOWERS
+            f"vision_config.model_type {vision.get('model_type')!r} is not supported",
+            where=where,
+            allowed=_TOWERS,
+            code="model.unsupported-value",
         )
     if kind == "siglip" and vision.get("vision_use_head", True):
         raise TesseraError(
             "vision_config.vision_use_head is on: the folder has weights of a head that does not affect the output",
             where=where,
             fix="set vision_use_head to false, as the published LLaVA folders do, and leave vision_tower.*.head.* out",
+            code="model.unused-vision-head",
         )
     if vision.get("attention_dropout"):
-        raise UnsupportedValueError("vision_config.attention_dropout is not supported", where=where, allowed=[0.0])
+        raise UnsupportedValueError(
+            "vision_config.attention_dropout is not supported",
+            where=where,
+            allowed=[0.0],
+            code="model.unsupported-value",
+        )
     fields = {name: vision[name] for name in LlavaVisionConfig.model_fields if vision.get(name) is not None}
     return {**_VISION_DEFAULTS[kind], **fields, "kind": kind}
 
@@ -258,7 +275,10 @@ def _one_layer(layer: Any, where: str) -> int:
         (layer,) = layer
     if not isinstance(layer, int):
         raise UnsupportedValueError(
-            f"vision_feature_layer = {layer!r} is not supported", where=where, allowed=["one layer"]
+            f"vision_feature_layer = {layer!r} is not supported",
+            where=where,
+            allowed=["one layer"],
+            code="model.unsupported-value",
         )
     return layer
 
@@ -267,6 +287,9 @@ def _most(ratio: Any, where: str) -> int:
     match = re.fullmatch(_ANYRES + r"(\d+)", str(ratio))
     if match is None:
         raise UnsupportedValueError(
-            f"vision_aspect_ratio = {ratio!r} is not supported", where=where, allowed=[f"{_ANYRES}9"]
+            f"vision_aspect_ratio = {ratio!r} is not supported",
+            where=where,
+            allowed=[f"{_ANYRES}9"],
+            code="model.unsupported-value",
         )
     return int(match.group(1))

@@ -224,6 +224,7 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
             f"size {size} (crop: {data.get('crop_size') if crops else None}) does not give images of "
             f"{vision.image_size}x{vision.image_size}, which the model needs",
             where=str(path),
+            code="media.preprocessor-mismatch",
         )
     fit: Fit = "crop" if shortest else "stretch"
     return SquareImages(vision.image_size, patches, vision.class_token, fit, shortest, pad=bool(data.get("do_pad")))
@@ -235,12 +236,19 @@ def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
     pinpoints = data.get("image_grid_pinpoints")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:
         raise TesseraError(
-            "image_grid_pinpoints are others than the model's", where=str(path), fix="set them as in config.json"
+            "image_grid_pinpoints are others than the model's",
+            where=str(path),
+            fix="set them as in config.json",
+            code="media.preprocessor-mismatch",
         )
     size = data.get("size") or {}
     side = size if isinstance(size, int) else size.get("height") or size.get("shortest_edge")
     if side not in (None, config.vision.image_size):
-        raise TesseraError(f"size {size}, the model needs {config.vision.image_size}", where=str(path))
+        raise TesseraError(
+            f"size {size}, the model needs {config.vision.image_size}",
+            where=str(path),
+            code="media.preprocessor-mismatch",
+        )
 
 
 def write_files(folder: Path, config: LlavaConfig, squares: SquareImages, sampling: VideoSampling) -> None:

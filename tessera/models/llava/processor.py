@@ -217,4 +217,5 @@ def _template(encoder: ChatEncoder, config: LlavaConfig, folder: Path) -> ChatTe
         where=str(folder / "tokenizer.json"),
         allowed=[" ".join(one.special) for one in (chatml, VICUNA)],
         fix="use the tokenizer of an instruction-tuned model",
+        code="tokenizer.no-control-words",
     )

@@ -72,6 +72,7 @@ def _class_of(config: ModuleConfig) -> type[nn.Module]:
             "family `module` needs the class to train",
             where=f"{WHERE}.class",
             fix="set model.config.class to an import path, such as my_package.my_module:MyClass",
+            code="model.class-missing",
         )
     kind = import_class(config.class_path, nn.Module, f"{WHERE}.class")
     check_arguments(kind, config.arguments, kind.__name__, f"{WHERE}.arguments")

@@ -329,12 +329,14 @@ def check_special_tokens(
                 f"{word} is {token} for the tokenizer and {ids[word]} for the model",
                 where=str(folder / "tokenizer.json"),
                 fix="use the tokenizer that belongs to the model, or set the ids in model.config",
+                code="tokenizer.token-id-mismatch",
             )
     if encoder.size > vocabulary:
         raise TesseraError(
             f"the tokenizer has {encoder.size} words, the model only {vocabulary}",
             where=str(folder / "tokenizer.json"),
             fix="raise text.vocab_size in model.config",
+            code="tokenizer.vocabulary-too-large",
         )
 
 

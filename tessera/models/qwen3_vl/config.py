@@ -105,5 +105,6 @@ class Qwen3VLConfig(QwenVLConfig):
                 f"in a {self.model_type} the weights of a token's experts add up to one",
                 where="model.config.text.experts.norm_topk_prob",
                 fix="leave it as it is in the family, or do without an export",
+                code="model.not-exportable",
             )
         return super().to_hf()

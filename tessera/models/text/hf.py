@@ -84,7 +84,12 @@ class HFTextFormat:
             fields["experts"] = experts
         for name, value in self.fixed.items():
             if fields.get(name, value) != value:
-                raise UnsupportedValueError(f"{name} = {fields[name]!r} is not supported", where=where, allowed=[value])
+                raise UnsupportedValueError(
+                    f"{name} = {fields[name]!r} is not supported",
+                    where=where,
+                    allowed=[value],
+                    code="model.unsupported-value",
+                )
         return {**fields, **self.fixed}
 
     def _read_experts(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,12 +117,14 @@ class HFTextFormat:
                     f"a {self.model_type} has {name} = {value}, this model {getattr(text, name)}",
                     where=f"{where}.{name}",
                     fix="leave it as it is in the family, or do without an export",
+                    code="model.not-exportable",
                 )
         if "head_dim" in self.omitted_fields and text.head_size * text.num_attention_heads != text.hidden_size:
             raise TesseraError(
                 f"transformers has no {self.model_type} whose heads ({text.num_attention_heads} x {text.head_size}) do "
                 f"not fill hidden_size ({text.hidden_size})",
                 where=f"{where}.head_dim",
+                code="model.not-exportable",
             )
         plain = text.model_dump(mode="json")
         fields = {name: plain[name] for name in _SAME if name not in self.omitted_fields and name != "head_dim"}
@@ -221,7 +228,9 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: Any, where: str) -> di
     if kind in ("default", "mrope"):
         return None
     if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= rope.keys():
-        raise TesseraError("a llama3 rope needs low_freq_factor and high_freq_factor", where=where)
+        raise TesseraError(
+            "a llama3 rope needs low_freq_factor and high_freq_factor", where=where, code="model.rope-fields-missing"
+        )
     names = [name for name in RopeScaling.model_fields if rope.get(name) is not None]
     defaults = {"original_max_position_embeddings": max_positions} if kind in ("llama3", "yarn") else {}
     scaling = {**defaults, **{name: rope[name] for name in names}, "rope_type": kind}
@@ -268,4 +277,6 @@ def check_supported(checks: Sequence[Check], where: str) -> None:
     """Raise an error for the first value that would change the computation in a way we do not support."""
     for name, value, allowed in checks:
         if value not in allowed:
-            raise UnsupportedValueError(f"{name} = {value!r} is not supported", where=where, allowed=allowed)
+            raise UnsupportedValueError(
+                f"{name} = {value!r} is not supported", where=where, allowed=allowed, code="model.unsupported-value"
+            )

@@ -46,6 +46,7 @@ class TextProcessor(ConversationProcessor):
                 where=str(folder / "tokenizer.json"),
                 allowed=[" ".join(one.special_words()) for one in templates],
                 fix="use the tokenizer of an instruction-tuned model",
+                code="tokenizer.no-control-words",
             )
         template = with_system(template, chosen, folder)
         check_special_tokens(encoder, template, {}, vocabulary, folder)
@@ -60,5 +61,6 @@ class TextProcessor(ConversationProcessor):
                 f"a sample of {length} tokens: with dynamic rope the model is computed alike up to {self.max_length}",
                 fix="shorten the sample, use yarn, which has one rule for all lengths, or model.family=transformers, "
                 "which scales the positions of each sample by its own length",
+                code="data.sample-beyond-rope",
             )
         return np.arange(length)

@@ -47,6 +47,7 @@ def _built(family: str, build: Callable[[Any], nn.Module]) -> Callable[[Any], nn
                 f"models of the family {family} have no text decoder that a reward could be read from",
                 where="train.task",
                 fix="take a language or vision-language family",
+                code="model.no-text-decoder",
             )
         module.head = nn.Linear(module.text.shape.hidden, 1, bias=False)
         module.heads = {REWARDS: "head"}
@@ -111,6 +112,7 @@ def as_classifier(described: Mapping[str, Any], where: str = "config.json") -> d
             f"this reward model has no Hugging Face folder: {reason}",
             where=where,
             fix="use it from the run's folder (tessera.load); --adapters writes those of a run that has some",
+            code="model.reward-not-exportable",
         )
     name = str(described["architectures"][0])
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -134,5 +136,6 @@ def is_classifier(described: Mapping[str, Any]) -> bool:
             where="config.json (num_labels)",
             allowed=[1],
             fix="leave out model.family: then the class of transformers is trained itself (train.task=returns_loss)",
+            code="model.several-classes",
         )
     return labels is not None

@@ -108,7 +108,10 @@ class Library:
             else:
                 outputs = tokenizer([text], add_special_tokens=self._adds(text), return_tensors="pt")
         if len(tokenizer.seen) != 1 or outputs[IDS][0].tolist() != tokenizer.seen[0].ids:
-            raise TesseraError(f"{type(self.processor).__name__} changes tokens after they were encoded")
+            raise TesseraError(
+                f"{type(self.processor).__name__} changes tokens after they were encoded",
+                code="tokenizer.processor-changes-tokens",
+            )
         encoding = tokenizer.seen[0]
         check_length(len(encoding.ids), self.longest)
         flags = torch.tensor(encoding.trained(), dtype=torch.bool)
@@ -155,6 +158,7 @@ class Library:
                     f"{name} of {type(self.processor).__name__} has {value.dim()} dimensions: such a class is not "
                     "trained on conversations yet",
                     fix="make batches by a data kind of your own (data.kind)",
+                    code="model.input-dimensions",
                 )
             inputs[name] = value
         return inputs
@@ -247,6 +251,7 @@ class Library:
                 raise TesseraError(
                     f"{type(self.processor).__name__} gives other tokens in a batch than for one sample",
                     where=f"sample {item.id}",
+                    code="tokenizer.processor-changes-tokens",
                 )
         of_tokens = self._token_inputs(outputs)
         return {

@@ -63,7 +63,11 @@ def continue_prompts(
     if not rows or not max_new_tokens:
         return chosen.tokens
     if not module.can_generate():
-        raise TesseraError(f"{type(module).__name__} does not generate", fix="use a class for causal language models")
+        raise TesseraError(
+            f"{type(module).__name__} does not generate",
+            fix="use a class for causal language models",
+            code="generation.class-cannot-generate",
+        )
 
     limit = longest_sample(module)
     if limit is not None:  # the answer ends where the table of positions does
@@ -87,7 +91,10 @@ def continue_prompts(
     if not chosen.called:  # a class with a `generate` of its own may not call it
         if not greedy:
             raise TesseraError(
-                f"{type(module).__name__}.generate chooses tokens by itself", where="temperature", allowed=[0]
+                f"{type(module).__name__}.generate chooses tokens by itself",
+                where="temperature",
+                allowed=[0],
+                code="generation.own-sampling",
             )
         for step in out[:, batch["input_ids"].shape[1] :].unbind(1):
             chosen.add(step)

@@ -53,6 +53,7 @@ class ClassHub:
             where=WHERE,
             allowed=[*self.classes, "a class of transformers", "an import path like my_package.my_module:MyClass"],
             nearest=nearest(name, names),
+            code="model.unknown-class",
         )
 
     def choose(self, hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:
@@ -73,12 +74,14 @@ class ClassHub:
                     where=WHERE,
                     fix="use a folder in the form of transformers' own class (often published with -hf in its name), "
                     "or install the class and name its import path: package.module:ClassName",
+                    code="model.code-in-folder",
                 )
             return self.find(named[0])
         raise TesseraError(
             f"config.json (model_type {model_type!r}) does not say which class it is for",
             where=WHERE,
             fix="set model.config.class, for example to AutoModelForCausalLM",
+            code="model.class-not-named",
         )
 
 
@@ -92,7 +95,9 @@ def _from_auto(name: str, hf: Mapping[str, Any]) -> type[PreTrainedModel] | None
     try:
         kind = mapping[library.CONFIG_MAPPING[str(hf.get("model_type"))]]
     except KeyError:
-        raise TesseraError(f"{name} has no class for model_type {hf.get('model_type')!r}", where=WHERE) from None
+        raise TesseraError(
+            f"{name} has no class for model_type {hf.get('model_type')!r}", where=WHERE, code="model.no-class-for-type"
+        ) from None
     chosen: type[PreTrainedModel] = kind[0] if isinstance(kind, tuple) else kind
     return chosen
 
@@ -105,6 +110,7 @@ def _library() -> Any:
             "this family runs classes of the transformers library, which is not installed",
             where="model.family=transformers",
             fix="pip install 'tessera-mm[hf]'",
+            code="environment.transformers-missing",
         ) from None
     return transformers
 

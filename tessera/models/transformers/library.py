@@ -99,6 +99,7 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any], image_back
             where="data.processor.image_backend",
             allowed=["pil"],
             fix=_INSTALL_TORCHVISION,
+            code="environment.torchvision-missing",
         )
     if folder is None or not any(folder.glob("tokenizer*")):
         raise TesseraError(
@@ -106,6 +107,7 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any], image_back
             where="model.path or model.tokenizer",
             fix="put the tokenizer and processor files of the model beside its weights, or name their folder as "
             "model.tokenizer; a data kind of your own (data.kind) makes batches without them",
+            code="tokenizer.files-missing",
         )
     if (folder / "tokenizer.json").is_file():
         load_tokenizer(folder)  # refuses files that no one can have meant
@@ -117,6 +119,7 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any], image_back
             f"the processor of this folder needs a package that is missing: {first_line(error)}",
             where=str(folder),
             fix=_INSTALL_TORCHVISION if needs_torchvision else "install it, or name another folder as model.tokenizer",
+            code="environment.processor-needs-package",
         ) from None
     except Exception as error:  # whatever a file that is not as expected leads to
         code = _code_in(folder)
@@ -126,12 +129,14 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any], image_back
                 where=str(folder),
                 fix="use a folder in the form of transformers' own class (often published with -hf in its name), "
                 "or a data kind of your own (data.kind)",
+                code="tokenizer.code-in-folder",
             ) from None
         raise TesseraError(
             f"transformers cannot load the processor of this folder: {first_line(error)}",
             where=str(folder),
             fix="compare its files with those that the model's makers publish: tokenizer.json, "
             "tokenizer_config.json, preprocessor_config.json or processor_config.json",
+            code="tokenizer.processor-unreadable",
         ) from error
 
 
@@ -160,7 +165,7 @@ def library_errors(what: str) -> Iterator[None]:
     except TesseraError:
         raise
     except Exception as error:
-        raise TesseraError(f"{what}: {first_line(error)}") from None
+        raise TesseraError(f"{what}: {first_line(error)}", code="data.processor-refuses") from None
 
 
 def with_parts(processor: Any, **parts: Any) -> Any:

@@ -117,6 +117,7 @@ class MarkedTokenizer:
                 f"{type(self._tokenizer).__name__} does not say which characters its tokens stand for",
                 where="tokenizer.json",
                 fix="use a folder with a tokenizer.json",
+                code="tokenizer.no-offsets",
             )
         self.seen = [
             Encoding(text, spans, list(encoding.ids), list(encoding.offsets))

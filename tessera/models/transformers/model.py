@@ -86,9 +86,12 @@ class TransformersBuilder:
                     where="model.config.attention",
                     allowed=["eager"],
                     fix="model.config.attention=eager",
+                    code="model.no-sdpa-attention",
                 ) from None
             raise TesseraError(
-                f"{kind.__name__} cannot be built from this configuration: {error}", where="model.config.hf"
+                f"{kind.__name__} cannot be built from this configuration: {error}",
+                where="model.config.hf",
+                code="model.class-cannot-build",
             ) from error
         return model
 

@@ -101,4 +101,5 @@ def check_length(length: int, limit: int | None, where: str | None = None) -> No
             f"{length} tokens, and the class has positions for {limit}: its table of positions ends there",
             where=where,
             fix=f"shorten samples and prompts to {limit} tokens, or use a model with rotary positions",
+            code="data.sample-beyond-positions",
         )

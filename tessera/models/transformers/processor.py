@@ -151,6 +151,7 @@ class ClassProcessor:
                 f"{name} is an encoder-decoder: such classes are not trained on conversations",
                 where="data.kind=chat",
                 fix="make batches by a data kind of your own (data.kind)",
+                code="model.encoder-decoder",
             )
 
     @cached_property
@@ -245,6 +246,7 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
                 raise TesseraError(
                     f"classes of transformers are trained on images and videos here, not on {part.kind}",
                     fix="leave such samples out, or make batches by a data kind of your own",
+                    code="data.unsupported-part",
                 )
             medium = next(remaining)
             frames = [to_rgb(medium)] if part.kind == "image" else [Image.fromarray(frame) for frame in medium]

@@ -49,11 +49,15 @@ def render(
     if "text" in reply:
         return reply["text"]
     if "error" in reply:
-        raise TesseraError(f"the folder's chat template refuses this conversation: {reply['error'].splitlines()[0]}")
+        raise TesseraError(
+            f"the folder's chat template refuses this conversation: {reply['error'].splitlines()[0]}",
+            code="tokenizer.template-refuses",
+        )
     raise TemplateLimit(
         f"the folder's chat template {reply['limit']} for one conversation",
         where=where,
         fix="use the chat template that the model's makers publish",
+        code="tokenizer.template-limit",
     )
 
 

@@ -51,6 +51,7 @@ class Turns:
                 where="chat_template.jinja",
                 fix="put a chat_template.jinja beside the tokenizer: the model's makers may publish one for its "
                 "instruction-tuned form; for a model without one, write how you want conversations written",
+                code="tokenizer.no-chat-template",
             )
         return template
 
@@ -101,7 +102,9 @@ class Turns:
         """Return text that nobody says: all of it is trained on, and it ends with the end of a text."""
         said = "".join(part.value for message in messages for part in message.parts if part.kind == "text")
         if any(part.kind != "text" for message in messages for part in message.parts):
-            raise TesseraError("plain text has no images", fix="write the sample as a conversation")
+            raise TesseraError(
+                "plain text has no images", fix="write the sample as a conversation", code="data.image-in-plain-text"
+            )
         return with_marks(said + (self.tokenizer.eos_token or ""), [(0, len(said + (self.tokenizer.eos_token or "")))])
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -120,9 +123,13 @@ class Turns:
                     raise TesseraError(
                         f"message {number + 1} ({message.role}) says {word[0]}, a control word of this tokenizer",
                         fix="write it otherwise: a model would read it as if the template had written it",
+                        code="data.control-word",
                     )
                 if has_marks(part.value):
-                    raise TesseraError(f"message {number + 1} has characters that are reserved for marks")
+                    raise TesseraError(
+                        f"message {number + 1} has characters that are reserved for marks",
+                        code="data.reserved-characters",
+                    )
 
     # ------------------------------------------------------------------------------------------ the template
 
@@ -166,7 +173,9 @@ class Turns:
 
     def _missing(self, messages: Sequence[Message], text: str) -> TesseraError | None:
         if _as_python(messages, text):
-            return TesseraError("the folder's chat template writes messages as Python lists")
+            return TesseraError(
+                "the folder's chat template writes messages as Python lists", code="tokenizer.template-writes-lists"
+            )
         at = 0
         for number, message in enumerate(messages):
             for part in message.parts:
@@ -176,13 +185,16 @@ class Turns:
                     return TesseraError(
                         f"the folder's chat template leaves out or changes message {number + 1} ({message.role})",
                         fix=MEND,
+                        code="tokenizer.template-changes-message",
                     )
                 at = start + len(words)
         images = sum(part.kind != "text" for message in messages for part in message.parts)
         word = getattr(self.processor, "image_token", None)
         if isinstance(word, str) and word and images != text.count(word):
             return TesseraError(
-                f"the folder's chat template writes {text.count(word)} images of {images}", fix="leave such samples out"
+                f"the folder's chat template writes {text.count(word)} images of {images}",
+                fix="leave such samples out",
+                code="tokenizer.template-image-count",
             )
         return None
 
@@ -199,6 +211,7 @@ class Turns:
                     f"{len(spans)} answers are enclosed by data.processor.response_start and response_end, and "
                     f"{len(turns)} turns are trained on",
                     fix="name the texts as the chat template writes them; `tessera data doctor --html` shows them",
+                    code="tokenizer.response-texts-mismatch",
                 )
             return spans
         if only_assistant and self._with_generation_marks is not None:
@@ -207,13 +220,16 @@ class Turns:
             if marked_spans is not None and _answers(plain, marked_spans, [messages[turn] for turn in turns]):
                 return marked_spans
             raise TesseraError(
-                f"the generation blocks of the folder's chat template do not enclose {len(turns)} answers", fix=MEND
+                f"the generation blocks of the folder's chat template do not enclose {len(turns)} answers",
+                fix=MEND,
+                code="tokenizer.generation-blocks-mismatch",
             )
         marked_spans = self._clean(self._render(self._chat(messages, form, turns)), plain)
         if marked_spans is None:
             raise TesseraError(
                 "the folder's chat template changes the words of its messages, so the answers in it are unknown",
                 fix=MEND,
+                code="tokenizer.template-changes-message",
             )
         return self._joined(messages, form, plain, turns, marked_spans)
 
@@ -234,7 +250,10 @@ class Turns:
         for turn in turns:
             parts = [next(remaining) for part in messages[turn].parts if part.kind == "text"]
             if not parts:
-                raise TesseraError(f"message {turn + 1} ({messages[turn].role}) is trained on and says nothing")
+                raise TesseraError(
+                    f"message {turn + 1} ({messages[turn].role}) is trained on and says nothing",
+                    code="data.empty-answer",
+                )
             end = parts[-1][1]
             spans.append((parts[0][0], end + self._end_length(messages, form, plain, turn, end)))
         return spans

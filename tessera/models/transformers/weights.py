@@ -47,6 +47,7 @@ def published_names(module: PreTrainedModel) -> WeightMap:
             "such files are not read or written yet",
             where="model.path, checkpoint.export",
             fix="start from fresh weights or from a checkpoint of Tessera, and leave checkpoint.export off",
+            code="weights.class-renames-weights",
         )
     ours = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     ours += [name for name, _ in module.named_buffers(remove_duplicate=False)]

@@ -108,7 +108,12 @@ class VisionLanguageConfig(Section):
         """From config.json: with the text's fields in `text_config`, or at the top level, as on the hub."""
         kind = str(data.get("model_type", next(iter(cls.formats))))
         if kind not in cls.formats:
-            raise TesseraError(f"model_type {kind!r} is another family", where="config.json", allowed=cls.formats)
+            raise TesseraError(
+                f"model_type {kind!r} is another family",
+                where="config.json",
+                allowed=cls.formats,
+                code="model.other-model-type",
+            )
         where, text_format = f"config.json ({kind})", cls.formats[kind][0]
         text = dict(data["text_config"] if isinstance(data.get("text_config"), Mapping) else data)
         vision = data.get("vision_config") or {}

@@ -75,6 +75,7 @@ class GridProcessor(VisionProcessor):
                 "images and video frames are normalised differently",
                 where=str(folder / VIDEO_FILE),
                 fix=f"use the same image_mean, image_std and rescale_factor there and in {IMAGE_FILE}",
+                code="media.image-video-norms-differ",
             )
         # Rule "ends" takes any number of frames: the last temporal patch is filled up with its last frame.
         multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size

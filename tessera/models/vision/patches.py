@@ -50,7 +50,8 @@ class Patches:
             return self._fit_clip(height, width, max(frames, self.temporal))
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise TesseraError(
-                f"an image of {width}x{height} is too narrow: one side is over {MAX_ASPECT} times the other"
+                f"an image of {width}x{height} is too narrow: one side is over {MAX_ASPECT} times the other",
+                code="media.image-too-narrow",
             )
         fit_h, fit_w = round(height / side) * side, round(width / side) * side
         if fit_h * fit_w > self.max_pixels:
@@ -70,7 +71,8 @@ class Patches:
             height, width = int(height * grow), int(width * grow)
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise TesseraError(
-                f"frames of {width}x{height} are too narrow: one side is over {MAX_ASPECT} times the other"
+                f"frames of {width}x{height} are too narrow: one side is over {MAX_ASPECT} times the other",
+                code="media.image-too-narrow",
             )
         fit_h, fit_w = round(height / side) * side, round(width / side) * side
         pixels = round(frames / self.temporal) * self.temporal * fit_h * fit_w

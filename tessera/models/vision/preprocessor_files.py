@@ -111,11 +111,15 @@ def read_norm(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
             or len(values) != 3
             or not all(isinstance(n, int | float) for n in values)
         ):
-            raise TesseraError(f"{key} = {values!r} must be a list of three numbers", where=str(path))
+            raise TesseraError(
+                f"{key} = {values!r} must be a list of three numbers", where=str(path), code="media.preprocessor-value"
+            )
         norm[name] = tuple(map(float, values))
     scale = data.get("rescale_factor")
     if scale is not None and not isinstance(scale, int | float):
-        raise TesseraError(f"rescale_factor = {scale!r} must be a number", where=str(path))
+        raise TesseraError(
+            f"rescale_factor = {scale!r} must be a number", where=str(path), code="media.preprocessor-value"
+        )
     return norm if scale is None else {**norm, "scale": float(scale)}
 
 
@@ -134,7 +138,9 @@ def check_fields(data: Mapping[str, Any], path: Path, **needed: Any) -> None:
     """Raise if a preprocessor file has another value than the model needs; fields that it leaves out are fine."""
     for key, value in {**needed, **_STEPS}.items():
         if data.get(key) is not None and data[key] != value:
-            raise TesseraError(f"{key} = {data[key]!r}, the model needs {value!r}", where=str(path))
+            raise TesseraError(
+                f"{key} = {data[key]!r}, the model needs {value!r}", where=str(path), code="media.preprocessor-mismatch"
+            )
 
 
 _STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC}
@@ -162,7 +168,9 @@ def _patches(
     most = bounds[1] or data.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
     if least > most:
         raise TesseraError(
-            f"{prefix}min_pixels ({least}) is more than {prefix}max_pixels ({most})", where="data.processor"
+            f"{prefix}min_pixels ({least}) is more than {prefix}max_pixels ({most})",
+            where="data.processor",
+            code="media.bounds-crossed",
         )
     return Patches(int(least), int(most), patch, merge, temporal, **read_norm(data, path))
 
