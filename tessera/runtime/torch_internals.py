@@ -1,7 +1,7 @@
 """Wrap every private symbol of torch and transformers that the library uses.
 
 No other file imports one (`tests/unit/test_house.py`), so a new release is examined here. Each entry states what it is
-for, the public alternative to move to, and the releases it holds for: torch 2.11 to 2.13 and transformers 5.17 to 5.22
+for, the public alternative to move to, and the releases it holds for: torch 2.11 to 2.15 and transformers 5.17 to 5.23
 unless it says otherwise. `tests/unit/test_torch_internals.py` fails when one of them goes away. Imports that are slow,
 or that only some runs need, happen inside the functions.
 """

@@ -137,7 +137,8 @@ def _words(text: str) -> str:
 def test_samples_that_share_a_row_do_not_see_each_other(name: str, class_case: Any) -> None:
     folder, data = class_case(name)
     processor = processor_of(folder)
-    assert processor.packs == (name != "paligemma"), "its prompts are read in both directions"
+    if name != "gemma3":  # its rows are packed or not, as the library's masks allow
+        assert processor.packs == (name != "paligemma"), "its prompts are read in both directions"
     items = encoded(processor, open_source(SourceSection(path=data)))
     texts = [item for item in items if not item.images]
     model = their_model(name, folder, torch.float64).train()
@@ -156,7 +157,7 @@ def test_samples_that_share_a_row_do_not_see_each_other(name: str, class_case: A
     limit = 1e4 * torch.finfo(torch.float64).eps * alone  # sums of thousands of terms; what another sees is 1e-4 of it
     assert abs(sum(total([[item]]) for item in items) - alone) <= limit
     assert (abs(total([items[:3], items[3:5], items[5:]]) - alone) <= limit) == processor.packs
-    if texts:  # a blank sample joins them, in the first row
+    if texts and processor.packs:  # a blank sample joins them, in the first row
         assert abs(total([texts]) - sum(total([[item]]) for item in texts)) <= limit
 
 
