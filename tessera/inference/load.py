@@ -37,7 +37,7 @@ from tessera.lora.load import fill_adapters, merge_into, part_of, settled, targe
 from tessera.lora.modules import add_adapters, find_adapters, trained_in_full, with_adapters
 from tessera.lora.peft import base_of, is_adapter_folder, read_config
 from tessera.lora.select import Adapter, is_factor
-from tessera.models import build_on_meta, for_family, fresh_names, resolve
+from tessera.models import build_on_meta, fresh_names, resolve
 from tessera.models.files.side_files import side_folder
 from tessera.models.foreign import Arguments, takes_batch
 from tessera.models.module import spec_of_object
@@ -178,8 +178,7 @@ def load(
     tensors = model_tensors(module)
     _fill_weights(folder, source, meta, tensors, trained, None if shards is None else Path(shards))
     for path_of_adapters, strength in merged.items():
-        with for_family(spec):
-            merge_into(path_of_adapters, strength, tensors, meta.names, meta.weights, part_of(section.path))
+        merge_into(path_of_adapters, strength, tensors, meta.names, meta.weights, part_of(section.path))
     options = {**source.options, **(processor or {})}
     prepare = None if spec.processor is None or files is None else spec.processor(meta.config, files, **options)
     if source.origin not in ("run", "checkpoint"):  # these were trained with the template that is written here
@@ -220,11 +219,10 @@ def chosen_adapters(
     """
     if section.lora is None:
         return {}, []
-    with for_family(spec):
-        part = part_of(section.path)
-        lora = settled(section.lora, list(model_tensors(module)), spec.main.weight_map(config), part)
-        adapters = find_adapters(lora, module, spec.main.plan(config), targets_origin(section.lora))
-        return adapters, trained_in_full(lora, module, adapters)
+    part = part_of(section.path)
+    lora = settled(section.lora, list(model_tensors(module)), spec.main.weight_map(config), part)
+    adapters = find_adapters(lora, module, spec.main.plan(config), targets_origin(section.lora))
+    return adapters, trained_in_full(lora, module, adapters)
 
 
 def _fill_weights(

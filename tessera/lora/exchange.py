@@ -25,7 +25,7 @@ from tessera.errors import TesseraError, few_names, nearest
 from tessera.lora.factors import Factors
 from tessera.lora.names import canonical, in_memory, modules_of
 from tessera.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter_folder, parse_config, ranks_and_alphas, read_config
-from tessera.lora.select import Adapter, UnknownLayersError
+from tessera.lora.select import Adapter
 from tessera.runtime.files import PICKLE_SUFFIXES, check_inside
 from tessera.weights.map import WeightMap
 
@@ -402,12 +402,10 @@ def match_names(
 def _unknown(layers: Sequence[str], stored: StoredAdapters, modules: Collection[str]) -> TesseraError:
     names = sorted(name.replace(".", "_") if stored.underscored else name for name in modules)
     near = nearest(layers[0], names)
-    error = UnknownLayersError(
+    return TesseraError(
         f"adapters for {few_names(layers, 5)}, which this model does not have",
         where=stored.where,
         nearest=near,
         fix="check that the adapters belong to this model",
         code="adapter.unknown-layers",
     )
-    error.layers = tuple(stored.sides)
-    return error

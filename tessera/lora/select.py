@@ -45,12 +45,6 @@ class Adapter:
 Adapters = Mapping[str, Adapter]  # path of a layer -> its adapter
 
 
-class UnknownLayersError(TesseraError):
-    """Report adapters for layers that a model does not have. `layers`: as their file names them, without a prefix."""
-
-    layers: tuple[str, ...] = ()
-
-
 def factor_names(path: str) -> tuple[str, str]:
     """Return the names of the two parameters of a layer's adapter."""
     return f"{path}{_TAILS[0]}", f"{path}{_TAILS[1]}"

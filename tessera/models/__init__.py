@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +20,9 @@ from tessera.config.trust import check_trusted, model_code
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError, first_line, foreign_values, nearest
-from tessera.lora.select import UnknownLayersError
 from tessera.models.text.hf import UnsupportedValueError
 from tessera.models.text.reward import HEAD, is_classifier, number_of_classes, with_reward_head
 from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout
-from tessera.weights.map import WeightMap
 
 FAMILIES: Registry[ModelSpec] = Registry(FAMILY_NAMES, Instance(ModelSpec))
 
@@ -56,54 +52,6 @@ def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
         fix=_advice(with_code),
         code="model.unknown-model-type",
     )
-
-
-@contextmanager
-def for_family(spec: ModelSpec) -> Iterator[None]:
-    """Name the family that adapters are for, if they turn out to be for another one."""
-    try:
-        yield
-    except UnknownLayersError as error:
-        others = families_with_layers(error.layers)
-        if not others or spec.name in others:
-            raise
-        raise TesseraError(
-            f"these adapters are for {' or '.join(others)}, and the model is {spec.name}",
-            where=error.where,
-            fix="give them to the model that they were trained with",
-            code="adapter.other-family",
-        ) from None
-
-
-def families_with_layers(layers: Collection[str]) -> list[str]:
-    """Return the families that make images or videos and have all these layers, in any of their forms.
-
-    Dots may be written as underscores.
-    """
-    families: list[str] = []
-    for name in FAMILIES.names():
-        spec = FAMILIES.get(name)
-        if spec.task != "diffusion" or "quickstart" not in spec.presets:
-            continue
-        hub = spec.main.weight_map(resolve(ModelSection(family=name, preset="quickstart"))[1])
-        tables = [] if hub is None else [hub, *hub.others.values()]
-        if any(all(_has_layer(table, layer) for layer in layers) for table in tables):
-            families.append(name)
-    return families
-
-
-def _has_layer(table: WeightMap, layer: str) -> bool:
-    dot = "." if "." in layer else "_"
-    templates = (name for rule in table.rules for name in rule.foreign_names())
-    return any(re.fullmatch(_layer_pattern(name, dot), layer) is not None for name in templates)
-
-
-@functools.lru_cache(maxsize=4096)
-def _layer_pattern(template: str, dot: str) -> str:
-    """Return the pattern of a layer's name from the template of its weight's name. `dot`: what stands for dots."""
-    name = template.removesuffix(".weight").removesuffix(".{kind}").replace(".", dot)
-    parts = re.split(r"\{\w+\}", name)
-    return "[^.]+".join(map(re.escape, parts))
 
 
 def is_original(spec: ModelSpec, folder: Path | None) -> bool:

@@ -25,7 +25,7 @@ from tessera.lora.export import check_forms
 from tessera.lora.load import part_of, settled, targets_origin
 from tessera.lora.modules import add_adapters, find_adapters, trained_in_full, with_adapters
 from tessera.lora.select import Adapters, spelled_out
-from tessera.models import build_on_meta, for_family, resolve
+from tessera.models import build_on_meta, resolve
 from tessera.models.files.exported_config import exported_config
 from tessera.models.module import spec_of_object
 from tessera.optim.optimizer import state_bytes
@@ -224,9 +224,8 @@ def _add_adapters(
     if spec.gives(REWARDS) and HEAD_PATH not in lora.modules_to_save:  # its head begins at random
         lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})
     weight_map, origin = spec.main.weight_map(model_config), targets_origin(lora)
-    with for_family(spec):
-        names = [name for name, _ in module.named_parameters()]
-        lora = settled(lora, names, weight_map, part_of(config.model.path))
+    names = [name for name, _ in module.named_parameters()]
+    lora = settled(lora, names, weight_map, part_of(config.model.path))
     check_forms(lora.forms, weight_map, not isinstance(spec, GenerationSpec), "model.lora.forms")
     adapters = find_adapters(lora, module, spec.main.plan(model_config), origin)
     add_adapters(module, adapters, lora.dropout, lora.quantize, trained_in_full(lora, module, adapters))

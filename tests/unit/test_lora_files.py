@@ -25,7 +25,7 @@ from tessera.lora.factors import Factors
 from tessera.lora.load import read_adapters
 from tessera.lora.modules import find_adapters
 from tessera.lora.select import Adapter, factor_names
-from tessera.models import FAMILIES, families_with_layers, for_family, resolve
+from tessera.models import FAMILIES, resolve
 
 EXACT = 1e-6  # relative: a product of two factors, whose scale is in one of them or beside both
 FAMILY_NAMES = [name for name in FAMILIES.names() if isinstance(FAMILIES.get(name), GenerationSpec)]
@@ -292,7 +292,7 @@ def test_a_file_of_both_experts_gives_each_its_own(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
-def test_wrong_names_are_told_with_the_nearest_and_another_family_by_its_name(tmp_path: Path) -> None:
+def test_wrong_names_are_told_with_the_nearest_and_adapters_of_another_family_are_refused(tmp_path: Path) -> None:
     case = Case("wan")
     with pytest.raises(TesseraError, match=r"(?s)blocks\.0\.self_attn\.qq.*did you mean: blocks\.0\.self_attn\.q"):
         case.read(wan_file(tmp_path / "a.safetensors", "blocks.0.self_attn.qq"))
@@ -301,13 +301,8 @@ def test_wrong_names_are_told_with_the_nearest_and_another_family_by_its_name(tm
     for family in WITH_MAKERS:
         if family != "wan":
             file = Case(family).write(tmp_path / family, "kohya")
-            with (
-                pytest.raises(TesseraError, match=rf"adapters are for .*{family}.*model is wan"),
-                for_family(case.spec),
-            ):
+            with pytest.raises(TesseraError, match="check that the adapters belong to this model"):
                 case.read(file)
-    assert families_with_layers(["double_blocks_0_img_attn_qkv"]) == ["flux", "hunyuan_video"]  # it may be either
-    assert families_with_layers(["double_blocks.0.img_attn_qkv"]) == ["hunyuan_video"]
 
 
 @pytest.mark.parametrize(
