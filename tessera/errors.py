@@ -103,4 +103,4 @@ def foreign_values(where: str) -> Iterator[None]:
         yield
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         message = f"a value in it is not of the kind that belongs there: {first_line(error)[:300]}"
-        raise TesseraError(message, where=where) from error
+        raise TesseraError(message, where=where, code="environment.wrong-value-in-file") from error

@@ -55,6 +55,7 @@ class BuiltIns:
             allowed=[*names, "or an import path like my_package.my_module or my_module:NAME"],
             nearest=None if instead else self.renamed.get(name) or nearest(name, names),
             fix=instead,
+            code="recipe.unknown-name",
         )
 
 

@@ -62,4 +62,5 @@ def _imported(point: EntryPoint) -> Any:
             f"{point.value} cannot be imported: {first_line(error)}",
             where=f"entry point {point.name} of the group {point.group}",
             fix=f"install the package of {point.module} again, or remove it",
+            code="environment.broken-extension",
         ) from error

@@ -81,6 +81,7 @@ def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
             f"not a name on {HUBS.get(hub, 'a hub')}: {text!r:.200}",
             where=where,
             fix=f"write {hub}://org/name, with @REVISION and /PATH behind it if you need them",
+            code="hub.not-a-name",
         )
     return HubId("ms" if hub == "ms" else "hf", kind, name[0], revision, inside)
 

@@ -21,7 +21,11 @@ _EXPERTS = "experts"  # what modules of stacked experts are called in every fami
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return the pattern as a regular expression over whole paths."""
     if not pattern or pattern != pattern.strip() or ".." in pattern or pattern[0] == "." or pattern[-1] == ".":
-        raise TesseraError(f"not a path pattern: {pattern!r}", fix="write dotted names, such as text.layers.{0-3}.attn")
+        raise TesseraError(
+            f"not a path pattern: {pattern!r}",
+            fix="write dotted names, such as text.layers.{0-3}.attn",
+            code="recipe.not-a-pattern",
+        )
     return re.compile(_expression(pattern))
 
 
@@ -34,12 +38,18 @@ def _expression(pattern: str) -> str:
             end = pattern.find("}", at)
             if end < 0 or "{" in pattern[at + 1 : end]:
                 raise TesseraError(
-                    f"brace not closed in pattern {pattern!r}", fix="groups look like {*}, {0-23} or {1,3}"
+                    f"brace not closed in pattern {pattern!r}",
+                    fix="groups look like {*}, {0-23} or {1,3}",
+                    code="recipe.not-a-pattern",
                 )
             out.append(_group(pattern[at + 1 : end], pattern))
             at = end
         elif char == "}":
-            raise TesseraError(f"brace not opened in pattern {pattern!r}", fix="groups look like {*}, {0-23} or {1,3}")
+            raise TesseraError(
+                f"brace not opened in pattern {pattern!r}",
+                fix="groups look like {*}, {0-23} or {1,3}",
+                code="recipe.not-a-pattern",
+            )
         elif char == "*":
             out.append("[^.]*")
         elif char == "?":
@@ -59,12 +69,16 @@ def _group(body: str, pattern: str) -> str:
         elif span:
             low, high = int(span[1]), int(span[2])
             if low > high or high - low > _MAX_RANGE:
-                raise TesseraError(f"range {item} in pattern {pattern!r} runs backwards or is too long")
+                raise TesseraError(
+                    f"range {item} in pattern {pattern!r} runs backwards or is too long", code="recipe.not-a-pattern"
+                )
             options.append("|".join(str(n) for n in range(high, low - 1, -1)))
         elif item and re.fullmatch(r"[\w\-]+", item):
             options.append(re.escape(item))
         else:
-            raise TesseraError(f"group {{{body}}} in pattern {pattern!r} is not {{*}}, a range or a list")
+            raise TesseraError(
+                f"group {{{body}}} in pattern {pattern!r} is not {{*}}, a range or a list", code="recipe.not-a-pattern"
+            )
     return f"(?:{'|'.join(options)})"
 
 
@@ -100,8 +114,14 @@ def nothing_matches(pattern: str, paths: Sequence[str], where: str) -> TesseraEr
             f"pattern {pattern!r} matches nothing: this model has no experts, its layers are dense",
             where=where,
             nearest=dense if there else nearest_path(dense, paths) if dense else None,
+            code="recipe.pattern-matches-nothing",
         )
-    return TesseraError(f"pattern {pattern!r} matches nothing", where=where, nearest=nearest_path(pattern, paths))
+    return TesseraError(
+        f"pattern {pattern!r} matches nothing",
+        where=where,
+        nearest=nearest_path(pattern, paths),
+        code="recipe.pattern-matches-nothing",
+    )
 
 
 def absent_members(pattern: str, paths: Iterable[str]) -> list[str]:
@@ -228,14 +248,25 @@ def first_matches(
     if none does. `within`: a template whose braces are replaced by each pattern."""
     patterns = [within.replace("{}", pattern) for pattern in written]
     if len(patterns) > _MAX_PATTERNS:
-        raise TesseraError(f"{len(patterns)} regular expressions", where=where, allowed=[f"{_MAX_PATTERNS} at most"])
+        raise TesseraError(
+            f"{len(patterns)} regular expressions",
+            where=where,
+            allowed=[f"{_MAX_PATTERNS} at most"],
+            code="recipe.too-many-expressions",
+        )
     for pattern in patterns:
         if len(pattern) > _MAX_CHARACTERS:
-            raise TesseraError(f"a regular expression of {len(pattern)} characters: {pattern[:60]}...", where=where)
+            raise TesseraError(
+                f"a regular expression of {len(pattern)} characters: {pattern[:60]}...",
+                where=where,
+                code="recipe.expression-too-long",
+            )
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise TesseraError(f"not a regular expression: {pattern!r}: {error}", where=where) from None
+            raise TesseraError(
+                f"not a regular expression: {pattern!r}: {error}", where=where, code="recipe.not-an-expression"
+            ) from None
     if all(map(_PLAIN.fullmatch, written)):
         compiled = [re.compile(pattern) for pattern in patterns]
         return {name: next((n for n, one in enumerate(compiled) if one.match(name)), None) for name in names}
@@ -253,8 +284,11 @@ def first_matches(
             f"regular expressions that take longer than {seconds:g} s to match",
             where=where,
             fix="write them without repetitions inside of repetitions, or name the modules one by one",
+            code="recipe.expression-too-slow",
         ) from None
     except (subprocess.CalledProcessError, OSError) as error:
-        raise TesseraError(f"the regular expressions could not be matched: {error}", where=where) from None
+        raise TesseraError(
+            f"the regular expressions could not be matched: {error}", where=where, code="recipe.expression-too-slow"
+        ) from None
     numbers: dict[str, int | None] = json.loads(done.stdout)
     return numbers

@@ -48,11 +48,13 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         problem, mark = (error.problem, error.problem_mark) if isinstance(error, yaml.MarkedYAMLError) else (None, None)
         position = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise TesseraError(f"not readable as YAML: {problem or error}", where=position) from None
+        raise TesseraError(
+            f"not readable as YAML: {problem or error}", where=position, code="recipe.not-yaml"
+        ) from None
     except (ValueError, KeyError, ArithmeticError) as error:  # a tag (!!float x) that its text does not fit
-        raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where) from None
+        raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where, code="recipe.not-yaml") from None
     except RecursionError:
-        raise TesseraError("nested too deeply to be a configuration", where=where) from None
+        raise TesseraError("nested too deeply to be a configuration", where=where, code="recipe.too-deep") from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -60,24 +62,37 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         exists = path.is_file()
     except OSError as error:  # a name that no file system takes
-        raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)[:200]) from None
+        raise TesseraError(
+            f"cannot be opened: {error.strerror}", where=str(path)[:200], code="recipe.cannot-open"
+        ) from None
     if not exists:
         beside = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         raise TesseraError(
             f"no such configuration file: {path}",
             allowed=beside or None,
             nearest=nearest(path.name, beside),
+            code="recipe.no-such-file",
         )
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise TesseraError(f"too large to be a configuration ({path.stat().st_size} bytes)", where=str(path))
+        raise TesseraError(
+            f"too large to be a configuration ({path.stat().st_size} bytes)",
+            where=str(path),
+            code="recipe.file-too-large",
+        )
     try:
         data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError:
-        raise TesseraError("not a text file", where=str(path), fix="a configuration is YAML or JSON in UTF-8") from None
+        raise TesseraError(
+            "not a text file", where=str(path), fix="a configuration is YAML or JSON in UTF-8", code="recipe.not-text"
+        ) from None
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise TesseraError(f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path))
+        raise TesseraError(
+            f"a configuration is a mapping, this is a {type(data).__name__}",
+            where=str(path),
+            code="recipe.not-a-mapping",
+        )
     return data
 
 
@@ -107,13 +122,19 @@ def _step_into(at: Any, part: str, path: str) -> Any:
     if child is None:
         child = at[part] = {}
     if not isinstance(child, (dict, list)):
-        raise TesseraError(f"{path} is a value, not a section", where=f"override of {path}")
+        raise TesseraError(
+            f"{path} is a value, not a section", where=f"override of {path}", code="recipe.not-a-section"
+        )
     return child
 
 
 def _list_index(items: list[Any], part: str, path: str) -> int:
     if not part.isdigit() or int(part) >= len(items):
-        raise TesseraError(f"{path}: no entry {part!r} in a list of {len(items)}", where=f"override {path}")
+        raise TesseraError(
+            f"{path}: no entry {part!r} in a list of {len(items)}",
+            where=f"override {path}",
+            code="recipe.no-list-entry",
+        )
     return int(part)
 
 
@@ -130,6 +151,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 where="command line",
                 nearest=foreign.key or None if foreign is not None else None,
                 fix="write key=value, for example optim.lr=1e-4" if foreign is None else foreign.sentence(text or None),
+                code="recipe.not-an-override",
             )
         out[key] = parse_yaml(text, f"command line, {key}") if text else None
     return out
@@ -156,10 +178,14 @@ def _explain(section: type[Section], error: ValidationError, where: str) -> Tess
         if not (_asks_for_text(reports) and any(other.startswith(f"{key}.") for other in problems))
     }
     if len(lines) > 1:
-        texts = [text for text, _, _ in lines.values()]
-        return TesseraError(f"{len(texts)} problems in the configuration:\n    " + "\n    ".join(texts), where=where)
-    text, allowed, near = next(iter(lines.values()))
-    return TesseraError(text, where=where, allowed=allowed, nearest=near)
+        texts = [text for text, *_ in lines.values()]
+        return TesseraError(
+            f"{len(texts)} problems in the configuration:\n    " + "\n    ".join(texts),
+            where=where,
+            code="recipe.several-problems",
+        )
+    text, allowed, near, code = next(iter(lines.values()))
+    return TesseraError(text, where=where, allowed=allowed, nearest=near, code=code)
 
 
 def _asks_for_text(reports: Sequence[tuple[list[Any], Any]]) -> bool:
@@ -168,29 +194,35 @@ def _asks_for_text(reports: Sequence[tuple[list[Any], Any]]) -> bool:
 
 def _line(
     section: type[Section], key: str, reports: Sequence[tuple[list[Any], Any]]
-) -> tuple[str, list[str] | None, str | None]:
-    """Return what is wrong with one key, what is allowed there, and the nearest of it."""
+) -> tuple[str, list[str] | None, str | None, str]:
+    """Return the message for one key, the allowed values, the nearest of them and the code of the error."""
     path, first = reports[0]
     if first["type"] == "extra_forbidden":
         at = _section_at(section, path[:-1])
         new = None if at is None else at.renamed.get(str(path[-1]))
         if new is not None:
-            return f"{key} is now called {new}", None, new
+            return f"{key} is now called {new}", None, new, "recipe.renamed-key"
         foreign = find_foreign(str(path[-1]))
         if foreign is not None and foreign.key != key:
-            return f"unknown key: {key}; {foreign.sentence(first.get('input'))}", None, foreign.key or None
+            return (
+                f"unknown key: {key}; {foreign.sentence(first.get('input'))}",
+                None,
+                foreign.key or None,
+                "recipe.unknown-key",
+            )
         keys = [] if at is None else sorted(_keys_of(at))
         misspelt = near_foreign(str(path[-1]), keys)
         if misspelt is not None and misspelt[1].key != key:
             name, foreign = misspelt
             text = f"unknown key: {key} (did you mean {name}?); {foreign.sentence(first.get('input'))}"
-            return text, None, foreign.key or None
+            return text, None, foreign.key or None, "recipe.unknown-key"
         near = nearest(str(path[-1]), keys)
         text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
-        return text, keys, None if near is None else ".".join([*map(str, path[:-1]), near])
+        near_path = None if near is None else ".".join([*map(str, path[:-1]), near])
+        return text, keys, near_path, "recipe.unknown-key"
     inner = _section_at(section, path) if len(reports) == 1 and first["type"] == "model_type" else None
     if inner is not None:
-        return _no_section(inner, key, first.get("input"))
+        return *_no_section(inner, key, first.get("input")), "recipe.not-a-section"
     words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
     said = list(dict.fromkeys(_said(one) for _, one in reports))
     if words and all(one["type"] == "literal_error" for _, one in reports):  # several kinds of words are one choice
@@ -203,7 +235,8 @@ def _line(
     if asks_for_list and isinstance(value, str) and value and _takes_list_of_texts(section, path):
         said[-1] += f"; write it as a list of one: {key}=[{_in_list(value)}]"
     allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
-    return f"{key}: {' or: '.join(said)}" if key else " or: ".join(said), allowed or None, near
+    text = f"{key}: {' or: '.join(said)}" if key else " or: ".join(said)
+    return text, allowed or None, near, "recipe.wrong-value"
 
 
 def _keys_of(section: type[Section]) -> list[str]:

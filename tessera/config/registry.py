@@ -69,6 +69,7 @@ class Registry(Generic[T]):
                     f"{module_name} has no attribute {attribute or named.attribute!r} to use as a {named.kind}",
                     where=named.key,
                     fix=f"define {attribute or named.attribute} in that module, or name it as {path}:NAME",
+                    code="recipe.no-attribute",
                 ) from None
         raise named.unknown(name)
 
@@ -77,7 +78,12 @@ def import_object(path: str, where: str) -> Any:
     """Return the object at the import path `package.module:name`, without calling it."""
     module_name, _, name = path.partition(":")
     if not IMPORT_PATH.fullmatch(path):
-        raise TesseraError(f"not an import path: {path!r}", where=where, fix="write package.module:name")
+        raise TesseraError(
+            f"not an import path: {path!r}",
+            where=where,
+            fix="write package.module:name",
+            code="recipe.not-an-import-path",
+        )
     refuse_standard_library(path, where)
     try:
         target: Any = importlib.import_module(module_name)
@@ -86,10 +92,16 @@ def import_object(path: str, where: str) -> Any:
             f"cannot import {module_name}: {first_line(error)}",
             where=where,
             fix="install it, or start from a folder that holds it, or set PYTHONPATH",
+            code="recipe.cannot-import",
         ) from None
     for part in name.split("."):
         if not hasattr(target, part):
-            raise TesseraError(f"{path} is not there: no {part!r}", where=where, nearest=nearest(part, vars(target)))
+            raise TesseraError(
+                f"{path} is not there: no {part!r}",
+                where=where,
+                nearest=nearest(part, vars(target)),
+                code="recipe.no-attribute",
+            )
         target = getattr(target, part)
     return target
 
@@ -103,6 +115,7 @@ def refuse_standard_library(path: str, where: str | None) -> None:
             where=where,
             fix="name a class or a function of your own package; one that is called like a module of Python needs "
             "another name",
+            code="recipe.part-of-python",
         )
 
 
@@ -155,6 +168,7 @@ class Maker:
             where=where,
             allowed=[*accepted, "a function that returns one"],
             fix="if it does make one, write a function of your own around it and say in its annotation what it returns",
+            code="recipe.wrong-class",
         )
 
 
@@ -170,6 +184,7 @@ class Instance:
                 f"{path} is a {type(target).__name__}, not a {self.kind.__name__}",
                 where=where,
                 fix=f"name a {self.kind.__name__}, as package.module:NAME",
+                code="recipe.wrong-class",
             )
 
 
@@ -180,7 +195,9 @@ def check_callable(target: Any, path: str, where: str | None) -> Any:
     refuse_standard_library(f"{module}:{getattr(called, '__qualname__', path)}", where)
     if not (inspect.isclass(called) or inspect.isfunction(called)):
         raise TesseraError(
-            f"{path} is a {type(called).__name__}, neither a class nor a function written in Python", where=where
+            f"{path} is a {type(called).__name__}, neither a class nor a function written in Python",
+            where=where,
+            code="recipe.not-callable",
         )
     return called
 
@@ -254,4 +271,5 @@ def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], na
             where=where,
             allowed=[str(parameter) for parameter in signature.parameters.values()],
             nearest=nearest(unknown, names) if unknown else None,
+            code="recipe.wrong-options",
         ) from None

@@ -104,7 +104,10 @@ class RunConfig(Section):
         read = extension("tessera.recipe_files", key)
         if read is None:
             raise TesseraError(
-                "no installed package reads this file", where=key, fix="write its settings into parallel and precision"
+                "no installed package reads this file",
+                where=key,
+                fix="write its settings into parallel and precision",
+                code="recipe.no-reader-installed",
             )
         return read(data)
 

@@ -184,4 +184,5 @@ def check_batch(global_batch: int, micro_batch: int, ranks: int) -> None:
         where="train",
         allowed=values,
         fix="take one of these, or let several ranks share a row: parallel.tp, parallel.cp or parallel.pp",
+        code="layout.batch-not-divisible",
     )

@@ -61,6 +61,7 @@ def no_run(folder: Path, lacks: str, fix: str = "name the folder that `tessera t
         allowed=[*beside[:MOST_RUNS], *(["..."] if len(beside) > MOST_RUNS else [])] if beside else None,
         nearest=nearest(str(folder), [str(run) for run in beside]),
         fix=fix,
+        code="run.not-a-run",
     )
 
 

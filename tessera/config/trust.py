@@ -73,6 +73,7 @@ def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
         where=str(folder),
         fix="if you know where it comes from and what this code does, say --trust (in Python trust=True); "
         "a recipe for `tessera train` names the code itself",
+        code="run.code-not-trusted",
     )
 
 

@@ -30,7 +30,9 @@ HubName = Annotated[str, Field(pattern=r"^(hf|ms)://", max_length=2048)]
 def plain_copy(tree: Any, where: str, at: str = "", depth: int = 0) -> Any:
     """Copy a configuration as plain dicts, lists and scalars; raise for what no key can hold."""
     if depth > MAX_DEPTH:
-        raise TesseraError("nested too deeply to be a configuration", where=f"{where}, {at[:80]}")
+        raise TesseraError(
+            "nested too deeply to be a configuration", where=f"{where}, {at[:80]}", code="recipe.too-deep"
+        )
     if isinstance(tree, Mapping):
         return {
             plain_copy(key, where, at) if isinstance(key, str) else str(key): plain_copy(
@@ -48,13 +50,21 @@ def plain_copy(tree: Any, where: str, at: str = "", depth: int = 0) -> Any:
                 f"{at}: a whole number of {tree.bit_length()} bits has no use here",
                 where=where,
                 allowed=[f"up to {LARGEST} (63 bits)"],
+                code="recipe.number-too-large",
             )
         return tree
     text = str(tree)
     if "\0" in text:
-        raise TesseraError(f"{at}: a NUL character in {text[:60]!r}", where=where, fix="leave the character out")
+        raise TesseraError(
+            f"{at}: a NUL character in {text[:60]!r}",
+            where=where,
+            fix="leave the character out",
+            code="recipe.nul-character",
+        )
     if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
-        raise TesseraError(f"{at}: not valid Unicode: {text[:60]!r}", where=where, fix="write it in UTF-8")
+        raise TesseraError(
+            f"{at}: not valid Unicode: {text[:60]!r}", where=where, fix="write it in UTF-8", code="recipe.not-unicode"
+        )
     return text
 
 

@@ -61,6 +61,7 @@ class CacheStep:
                     f"the cache has room for {len(row.blocks) * block_size} tokens of a row, and "
                     f"{row.cached + row.new} are needed",
                     fix="make the cache larger, or ask for fewer new tokens",
+                    code="generation.cache-full",
                 )
             assert row.new > 0, "a row without new tokens is no part of a call"
         width = max(width, *(len(row.blocks) for row in rows))

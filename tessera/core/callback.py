@@ -224,6 +224,7 @@ def check_callback_names(callbacks: Sequence[Callback]) -> None:
                 f"{callback!r} is no callback",
                 where="callbacks",
                 fix="give an object of a class derived from tessera.core.callback.Callback",
+                code="run.not-a-callback",
             )
     names = [callback.name for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     for name in names:
@@ -232,6 +233,7 @@ def check_callback_names(callbacks: Sequence[Callback]) -> None:
                 f"{names.count(name)} callbacks keep state in the checkpoint under the name {name}",
                 where="callbacks",
                 fix="give one of them another `name` (a property of its class)",
+                code="run.callback-name-twice",
             )
 
 

@@ -55,6 +55,7 @@ def projection(outputs: Mapping[str, Any], name: str) -> Projection:
             f"the model's output {name!r} is a {type(output).__name__}, and the task needs hidden states with a head",
             where="train.task",
             fix="return a Projection(hidden, head) under this name",
+            code="task.output-kind",
         )
     return output
 
@@ -74,5 +75,6 @@ def _output(outputs: Mapping[str, Any], name: str) -> Any:
             where="train.task",
             allowed=names,
             fix="a model returns its outputs by name: {name: tensor or Projection(hidden, head)}",
+            code="task.missing-output",
         )
     return outputs[name]

@@ -71,6 +71,7 @@ class RowSource(ABC):
                 f"making a batch of rows {list(rows)} failed: {next(iter(lost.values()))}",
                 where="data.kind",
                 fix="set data.workers=0 to see where",
+                code="data.batch-failed",
             )
         return self.batch(rows)
 

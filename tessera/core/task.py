@@ -185,6 +185,7 @@ def check_reads(task: Task, spec: ModelSpec, where: str, fix: str | None = None)
                 where=where,
                 allowed=spec.outputs,
                 fix=fix,
+                code="task.output-not-given",
             )
 
 
@@ -228,6 +229,7 @@ class LossTotals:
                 "no held-out sample could be used: there is nothing to compute a loss of",
                 where="data.eval",
                 fix="mend the data: `tessera data doctor --decode --recipe RECIPE` lists the faults",
+                code="evaluation.no-usable-sample",
             )
         return self.loss()
 

@@ -60,6 +60,7 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
                     f"{name} is no matrix, and muon updates matrices alone",
                     where=f"optim.groups.{number}.optimizer",
                     allowed=["adamw"],
+                    code="recipe.muon-not-matrix",
                 )
             if group.optimizer is not None:
                 (matrices.add if group.optimizer == "muon" else matrices.discard)(name)
@@ -95,7 +96,7 @@ def build_optimizer(
     """
     groups = parameter_groups(module, section, names)
     if not groups and not names:
-        raise TesseraError("no parameter is trained", where="model.freeze")
+        raise TesseraError("no parameter is trained", where="model.freeze", code="model.all-frozen")
     if not groups:  # a stage that is frozen as a whole: an optimizer over nothing
         groups = [{"params": [], "names": [], "lr": section.lr, "base_lr": section.lr}]
     names = [group.pop("names") for group in groups]
@@ -110,6 +111,7 @@ def build_optimizer(
                 "adafactor sums over ranks in its update, and with parallel.offload weights are in host memory",
                 where="optim.name",
                 fix="optim.name=adamw or lion, or parallel.offload=false: its state is small",
+                code="recipe.optimizer-offload",
             )
         optimizer = Adafactor(groups)
     else:
@@ -123,6 +125,7 @@ def build_optimizer(
                     "muon multiplies matrices, and with parallel.offload they are in host memory",
                     where="optim.name",
                     fix="optim.name=adamw, or parallel.offload=false",
+                    code="recipe.optimizer-offload",
                 )
             optimizer = Muon(groups, section.betas, section.eps, momentum=section.momentum, **how)
         else:
@@ -139,12 +142,14 @@ def _made_by_caller(make: Callable[[list[dict[str, Any]]], Optimizer], groups: l
             f"the function that was given as optimizer returned a {type(optimizer).__name__}",
             where="optimizer",
             fix="return a torch.optim.Optimizer over the parameter groups that it is called with",
+            code="recipe.optimizer-type",
         )
     if [g["params"] for g in optimizer.param_groups] != [g["params"] for g in groups]:
         raise TesseraError(
             "the optimizer has other parameter groups than the ones that it was called with",
             where="optimizer",
             fix="pass the groups on as they are; optim.groups in the recipe makes groups",
+            code="recipe.optimizer-groups",
         )
     for group, requested in zip(optimizer.param_groups, groups, strict=True):
         group["base_lr"] = requested["base_lr"]

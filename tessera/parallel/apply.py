@@ -112,6 +112,7 @@ def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: t
                 f"{type(module).__name__} shards itself and leaves {clean_name(name)} out: every rank would train "
                 "its own",
                 fix="end its sharding with torch's fully_shard of the module itself, with the keywords that it gets",
+                code="layout.parameter-not-sharded",
             )
 
 

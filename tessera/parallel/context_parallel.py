@@ -64,6 +64,7 @@ def plan_context(
                 where="parallel.cp",
                 allowed=[1],
                 fix="shard its weights instead: parallel.shard=auto (`attention` is in the plan of a family)",
+                code="layout.attention-not-declared",
             )
         if 0 < tokens < split.minimum:
             raise too_short(tokens, split.minimum)
@@ -79,6 +80,7 @@ def plan_context(
             "this model family does not declare the tensors of its main sequence, so it cannot be split",
             where="parallel.cp" if section.cp > 1 else "parallel.encoders",
             fix="a family of your own may fill `ModelPlan.streams`",
+            code="layout.stream-not-declared",
         )
     return ContextPlan(attention, BatchSharding(model_plan.main, split, encoders))
 
@@ -114,6 +116,7 @@ def _check_heads(
             where="parallel.ulysses",
             allowed=allowed,
             fix=f"parallel.ulysses={allowed[-1]}: the ranks left over form a ring" if allowed else "lower parallel.tp",
+            code="layout.ulysses-heads",
         )
 
 
@@ -149,6 +152,7 @@ def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) 
             where="parallel.ulysses",
             allowed=[cp],
             fix=f"parallel.ulysses={cp}: ranks that exchange heads see full sequences",
+            code="layout.ring-attention-kind",
         )
 
 

@@ -109,6 +109,7 @@ def global_counts(
                 f"{type(task).__name__}.counts returned {sorted(counts)} for one micro-batch and {names} for another",
                 where="train.task",
                 fix="return every count for every batch, 0 where there is nothing to count",
+                code="task.counts-differ",
             )
     return _summed_counts(names, per_batch if contributes else [], device, group)
 
@@ -139,6 +140,7 @@ def scaled_loss(losses: Losses, counts: dict[str, Tensor] | None, loss_scale: Lo
             where="train.task",
             allowed=["tessera.core.task.Losses"],
             fix="return Losses([LossTerm(name, sum, count)])",
+            code="task.losses-type",
         )
     parts = []
     for term in losses.terms:
@@ -154,6 +156,7 @@ def _count_of(name: str, counts: dict[str, Tensor]) -> Tensor:
             f"a loss term is divided by the count {name!r}, which `counts` of the task does not return",
             where="train.task",
             allowed=counts,
+            code="task.unknown-count",
         )
     return counts[name]
 
@@ -190,6 +193,7 @@ def reduce_losses(
                 f"the loss terms have several counts ({', '.join(names)}), and the task knows them only after forward",
                 where="train.task",
                 fix="return the counts from `counts(batch)`, before the model runs",
+                code="task.counts-too-late",
             )
         per_batch = [losses.counts for losses in microbatches if losses.counts is not None]
         counts = _summed_counts(names, per_batch, device, group)

@@ -64,6 +64,7 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
                 f"parallel.ep={section.ep} distributes experts, and the model has none",
                 where="parallel.ep",
                 allowed=[1],
+                code="layout.model-without-experts",
             )
         return None
     paths = select(model_plan.experts, tree, WHERE)
@@ -74,6 +75,7 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
             where="parallel.pp",
             allowed=[1],
             fix="set output_router_logits: false for the model's experts, as published folders have it",
+            code="layout.balance-loss-pipeline",
         )
     tp = axes.size(TENSOR)
     copy = axes.size(SHARD) * axes.size(EP)
@@ -112,6 +114,7 @@ def _check_ep(ep: int, experts: Mapping[str, int], copy: int) -> None:
                 f"the {count} experts of {path} cannot be distributed evenly to parallel.ep={ep} ranks",
                 where="parallel.ep",
                 allowed=divisors(gcd(copy, *experts.values())),
+                code="layout.experts-not-divisible",
             )
 
 
@@ -126,6 +129,7 @@ def _check_routers(paths: Sequence[str], model_plan: ModelPlan, module: nn.Modul
                     where="parallel.sequence_parallel",
                     allowed=["false"],
                     fix="in the model's plan (tensor), its style is sequence",
+                    code="layout.router-style",
                 )
 
 
@@ -144,6 +148,7 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
                     f"the model's plan does not split {path}.{name}: {style or 'no style'} is not column or row",
                     where="parallel.tp",
                     allowed=[1],
+                    code="layout.expert-style",
                 )
             continue
         dimensions[name] = parameter.dim() - (2 if style == "column" else 1)
@@ -153,6 +158,7 @@ def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: i
                 f"the experts of {path} are {width} wide, which tp={tp} ranks cannot share evenly",
                 where="parallel.tp",
                 allowed=divisors(gcd(width, *model_plan.heads.values())),
+                code="layout.expert-width-not-divisible",
             )
     return dimensions
 

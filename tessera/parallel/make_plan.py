@@ -119,7 +119,9 @@ def _frozen_names(parameters: Mapping[str, nn.Parameter], freeze: Sequence[str])
     frozen = set(select_trees(freeze, parameters, "model.freeze") if freeze else [])
     frozen |= {name for name, parameter in parameters.items() if not parameter.requires_grad}
     if len(frozen) == len(parameters):
-        raise TesseraError("every parameter is frozen: there is nothing to train", where="model.freeze")
+        raise TesseraError(
+            "every parameter is frozen: there is nothing to train", where="model.freeze", code="model.all-frozen"
+        )
     return frozen
 
 
@@ -173,6 +175,7 @@ def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> Non
                 "precision.weights: bfloat16 without it"
                 if sharded
                 else "it is for adapters (model.lora) and frozen blocks (model.freeze)",
+                code="layout.no-frozen-weights",
             )
 
 
@@ -182,6 +185,7 @@ def _check_reshard(again: bool | int, shard: int) -> None:
             f"parallel.reshard_after_forward={again} is no part of the {shard} ranks that share one copy",
             where="parallel.reshard_after_forward",
             allowed=["true", "false", *divisors(shard)[1:-1]],
+            code="layout.reshard-size",
         )
 
 

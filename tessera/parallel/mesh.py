@@ -108,6 +108,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             where="parallel",
             nearest=_nearest_layout(section, world),
             fix=f"take that, or start a multiple of {together} ranks",
+            code="layout.ranks-not-divisible",
         )
     data = world // together
     shard = data if section.shard == "auto" else section.shard
@@ -117,12 +118,14 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             + ("" if data == world else " that read different rows"),
             where="parallel.shard",
             allowed=["auto", *divisors(data)],
+            code="layout.shard-not-divisor",
         )
     if shard % section.ep:
         raise TesseraError(
             f"parallel.ep={section.ep} does not divide the {shard} ranks that share one copy",
             where="parallel.ep",
             allowed=divisors(shard),
+            code="layout.ep-not-divisor",
         )
     ulysses = section.cp if section.ulysses is None else section.ulysses
     if section.cp % ulysses:
@@ -130,6 +133,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             f"parallel.ulysses={ulysses} does not divide parallel.cp={section.cp}",
             where="parallel.ulysses",
             allowed=divisors(section.cp),
+            code="layout.ulysses-not-divisor",
         )
     splits = _encoder_splits(section, model_plan)
     # Outermost first: each factor is the quotient of two tp degrees of parts of the model.
@@ -195,7 +199,10 @@ def _encoder_splits(section: ParallelSection, model_plan: ModelPlan) -> dict[str
     for name in section.encoders:
         if name not in model_plan.encoders:
             raise TesseraError(
-                f"the model has no encoder {name!r}", where=f"parallel.encoders.{name}", allowed=model_plan.encoders
+                f"the model has no encoder {name!r}",
+                where=f"parallel.encoders.{name}",
+                allowed=model_plan.encoders,
+                code="layout.unknown-encoder",
             )
     splits: dict[str, tuple[int, int]] = {}
     for name in model_plan.encoders:
@@ -206,12 +213,14 @@ def _encoder_splits(section: ParallelSection, model_plan: ModelPlan) -> dict[str
                 f"tp={tp} of encoder {name} does not divide parallel.tp={section.tp}",
                 where=where,
                 allowed=divisors(section.tp),
+                code="layout.encoder-tp",
             )
         if split.cp not in (1, section.cp):
             raise TesseraError(
                 f"cp={split.cp} of encoder {name} is neither 1 nor parallel.cp",
                 where=where,
                 allowed=sorted({1, section.cp}),
+                code="layout.encoder-cp",
             )
         other = next((one for one, (degree, _) in splits.items() if tp % degree and degree % tp), None)
         if other is not None:
@@ -219,6 +228,7 @@ def _encoder_splits(section: ParallelSection, model_plan: ModelPlan) -> dict[str
                 f"tp={tp} of encoder {name} and tp={splits[other][0]} of encoder {other} do not divide one another",
                 where=where,
                 allowed=[d for d in divisors(section.tp) if d % splits[other][0] == 0 or splits[other][0] % d == 0],
+                code="layout.encoder-tp-mixed",
             )
         splits[name] = (tp, split.cp)
     return splits

@@ -81,13 +81,16 @@ def _ignored(section: ParallelSection, tree: dict[str, nn.Module], frozen: set[s
     for path in paths:
         outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
-            raise TesseraError(f"{path} is ignored already: it is inside {outer}", where=where)
+            raise TesseraError(
+                f"{path} is ignored already: it is inside {outer}", where=where, code="layout.nested-modules"
+            )
         trained = next((n for n, _ in tree[path].named_parameters(prefix=path) if n not in frozen), None)
         if trained:
             raise TesseraError(
                 f"{path} cannot be ignored while {trained} is trained: its gradient would not be summed over the ranks",
                 where=where,
                 fix=f"freeze it (model.freeze: [{path}]), or leave it out of parallel.ignore",
+                code="layout.ignored-module-trained",
             )
     return tuple(paths)
 
@@ -109,12 +112,14 @@ def _blocks(
                 f"{path} is wrapped and {outer} is ignored",
                 where="parallel.wrap and parallel.ignore",
                 fix="name it in one of the two",
+                code="layout.wrapped-and-ignored",
             )
         if path in at_root:
             raise TesseraError(
                 f"{path} cannot be wrapped: its weights are read outside of its own forward pass",
                 where=where,
                 fix="leave it out; it is gathered with the root",
+                code="layout.wrapped-root-module",
             )
         if any(home(other, [path]) for other in at_root):
             # A group around them would have their weights sharded when they are read: it is split into the blocks in
@@ -140,10 +145,16 @@ def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Re
                 f"{pattern} is to keep {keep} results, which reentrant recompute cannot do",
                 where=f"{where} and parallel.use_reentrant",
                 fix="parallel.use_reentrant: false",
+                code="layout.reentrant-keep",
             )
         for path in _callable(_select_once([pattern], tree, where), tree, where):
             if path in chosen:
-                raise TesseraError(f"{path} is named twice for recompute", where=where, fix="name it once")
+                raise TesseraError(
+                    f"{path} is named twice for recompute",
+                    where=where,
+                    fix="name it once",
+                    code="layout.module-named-twice",
+                )
             chosen[path] = Recompute(path, keep)
     return tuple(chosen.values())
 
@@ -160,12 +171,15 @@ def _compiled(
             "this model names no blocks, so nothing would be compiled",
             where=where,
             fix="name the modules to compile, such as parallel.compile='[\"blocks.{*}\"]', or leave the key out",
+            code="layout.nothing-to-compile",
         )
     paths = _callable(_select_once(patterns, tree, where), tree, where)
     for path in paths:
         outer = next((other for other in paths if path.startswith(other + ".")), None)
         if outer:
-            raise TesseraError(f"{path} is compiled already: it is inside {outer}", where=where)
+            raise TesseraError(
+                f"{path} is compiled already: it is inside {outer}", where=where, code="layout.nested-modules"
+            )
     kept_elsewhere = next(
         (path for path in offloaded if home(path, paths) or any(home(one, [path]) for one in paths)), None
     )
@@ -184,7 +198,10 @@ def _compiled(
     ):
         if other:
             raise TesseraError(
-                f"a compiled module is not split, and {other}", where=f"{where} and {key}", fix="one of them"
+                f"a compiled module is not split, and {other}",
+                where=f"{where} and {key}",
+                fix="one of them",
+                code="layout.compile-conflict",
             )
     return tuple(paths)
 
@@ -205,6 +222,7 @@ def _block_offload(
                 f"{path} is not recomputed: its saved activations would hold its weights on the device",
                 where=f"{where} and parallel.recompute",
                 fix=f'parallel.recompute: ["{pattern}"]',
+                code="layout.offload-without-recompute",
             )
     for other, key in (
         (section.offload and "all parameters are in host memory already", "parallel.offload"),
@@ -212,7 +230,10 @@ def _block_offload(
     ):
         if other:
             raise TesseraError(
-                f"frozen weights come and go, and {other}", where=f"{where} and {key}", fix="one of them"
+                f"frozen weights come and go, and {other}",
+                where=f"{where} and {key}",
+                fix="one of them",
+                code="layout.block-offload-conflict",
             )
     return tuple(paths)
 
@@ -229,6 +250,7 @@ def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
                     f"{path} cannot be both {other_how} and {how}",
                     where="parallel.recompute and parallel.activation_offload",
                     fix="name it for one of the two",
+                    code="layout.recomputed-and-offloaded",
                 )
             inner, outer = (path, other) if path.startswith(other + ".") else (other, path)
             if not inner.startswith(outer + "."):
@@ -238,12 +260,14 @@ def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
                     f"{inner} would be {how} twice: it is inside {outer}",
                     where="parallel.recompute" if how == "recomputed" else "parallel.activation_offload",
                     fix="name one of the two",
+                    code="layout.nested-modules",
                 )
             inner_how, outer_how = (how, other_how) if inner == path else (other_how, how)
             raise TesseraError(
                 f"{inner} cannot be {inner_how} inside {outer}, which is {outer_how}",
                 where="parallel.recompute and parallel.activation_offload",
                 fix="name parts beside each other, such as attn for the one and mlp for the other",
+                code="layout.recomputed-and-offloaded",
             )
 
 
@@ -258,6 +282,7 @@ def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored
                 f"{name} is the same weight as {first}, and they are in different shard groups",
                 where="parallel.wrap",
                 fix="wrap neither of the two modules, so that both stay with the root",
+                code="layout.tied-across-groups",
             )
 
 
@@ -346,7 +371,10 @@ def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> li
         for path in matched:
             if path in by:
                 raise TesseraError(
-                    f"{path} is matched twice: by {by[path]!r} and by {pattern!r}", where=where, fix="name it once"
+                    f"{path} is matched twice: by {by[path]!r} and by {pattern!r}",
+                    where=where,
+                    fix="name it once",
+                    code="layout.module-named-twice",
                 )
             by[path] = pattern
     return list(by)
@@ -360,6 +388,7 @@ def _callable(paths: Sequence[str], tree: dict[str, nn.Module], where: str) -> l
                 f"{path} is a list of modules and has no forward pass of its own",
                 where=where,
                 fix=f"name its members: {path}.{{*}}",
+                code="layout.module-list",
             )
     return list(paths)
 

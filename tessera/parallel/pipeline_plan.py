@@ -118,6 +118,7 @@ def plan_pipeline(
             f"pp {section.pp} x {virtual} stages on each = {count} stages, and the model has {len(units)} layers",
             where="parallel.pp" if virtual == 1 else "parallel.pp and parallel.virtual",
             allowed=[f"at most {len(units)} stages"],
+            code="layout.too-many-stages",
         )
     check_microbatches(schedule, section.pp, microbatches, rows_of_microbatch * axes.size(DATA))
     groups = _by_lists(units, section.layers, count) if section.layers is not None else _by_cost(units, count)
@@ -148,6 +149,7 @@ def _refuse_without_pipeline(section: ParallelSection) -> None:
                 f"parallel.{key} speaks of a pipeline, and parallel.pp is 1",
                 where=f"parallel.{key}",
                 fix=f"set parallel.pp, or leave out parallel.{key}",
+                code="layout.pipeline-key-alone",
             )
 
 
@@ -157,6 +159,7 @@ def _refuse_combinations(section: ParallelSection, schedule: Schedule) -> None:
             "a pipeline sums gradients over ranks once per step, not after each micro-batch",
             where="parallel.accumulate",
             allowed=["local"],
+            code="layout.pipeline-grad-sync",
         )
     if schedule not in SPLITS_BACKWARD:
         return
@@ -166,12 +169,14 @@ def _refuse_combinations(section: ParallelSection, schedule: Schedule) -> None:
             f"schedule {schedule} runs backward in parts, and each of them would compute the activations again",
             where="parallel.schedule and parallel.recompute",
             fix="parallel.schedule: interleaved (or 1f1b), or leave out recompute",
+            code="layout.schedule-recompute",
         )
     if section.reshard_after_forward:
         raise TesseraError(
             f"schedule {schedule} needs the gathered weights until both parts of backward are done",
             where="parallel.schedule and parallel.reshard_after_forward",
             fix="parallel.reshard_after_forward: false",
+            code="layout.schedule-reshard",
         )
 
 
@@ -185,6 +190,7 @@ def _units(model_plan: ModelPlan, module: nn.Module) -> list[_Unit]:
             where="parallel.pp",
             allowed=["1"],
             fix="parallel.pp: 1; a family of your own may fill `ModelPlan.units`",
+            code="layout.units-not-declared",
         )
     tree = [name for name, _ in module.named_modules() if name]
     encoders = [stream.module for stream in model_plan.encoders.values()]
@@ -217,6 +223,7 @@ def _check_complete(module: nn.Module, modules: Sequence[str]) -> None:
                 f"{name} is the same weight as one of {homes[parameter]}: a pipeline would tear the two apart",
                 where="parallel.pp",
                 fix="let the second read the first's weight (as `TiedHead` does), and declare it in `ModelPlan.tied`",
+                code="layout.tied-across-stages",
             )
 
 
@@ -249,7 +256,11 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
     for name in lists:
         if name not in streams:
             raise TesseraError(
-                f"the model has no stream {name!r}", where=where, allowed=streams, nearest=nearest(name, streams)
+                f"the model has no stream {name!r}",
+                where=where,
+                allowed=streams,
+                nearest=nearest(name, streams),
+                code="layout.unknown-stream",
             )
     groups: list[list[_Unit]] = [[] for _ in range(count)]
     ended, before = 0, ""  # the stage in which the stream before ended
@@ -263,13 +274,14 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
                 f"{stream} begins in stage {stage_of[0]}, and {before} before it ends in stage {ended}",
                 where=f"{where}.{stream}",
                 fix=f"{stream} may begin in stage {ended}: put zeros before it",
+                code="layout.stream-starts-early",
             )
         ended, before = stage_of[-1], stream
         for unit, stage in zip(layers, stage_of, strict=True):
             groups[stage].append(unit)
     for number, group in enumerate(groups):
         if not group:
-            raise TesseraError(f"stage {number} has no layer of any stream", where=where)
+            raise TesseraError(f"stage {number} has no layer of any stream", where=where, code="layout.empty-stage")
         if number < count - 1 and group[-1].output is None:
             at = units.index(group[-1])
             allowed = [unit.modules[-1] for unit in units[:at] if unit.output][-1:]
@@ -278,6 +290,7 @@ def _by_lists(units: Sequence[_Unit], lists: Mapping[str, Sequence[int]], count:
                 f"a pipeline cannot be split behind {group[-1].modules[-1]}",
                 where=where,
                 fix=f"split it behind {' or '.join(allowed)}",
+                code="layout.stage-boundary",
             )
     return groups
 
@@ -286,19 +299,24 @@ def _check_list(stream: str, numbers: Sequence[int], layers: int, count: int) ->
     where = f"parallel.layers.{stream}"
     if not numbers:
         raise TesseraError(
-            f"parallel.layers does not mention {stream}", where=where, fix=f"{count} numbers, one a stage"
+            f"parallel.layers does not mention {stream}",
+            where=where,
+            fix=f"{count} numbers, one a stage",
+            code="layout.stream-not-listed",
         )
     if len(numbers) != count:
         raise TesseraError(
             f"{len(numbers)} numbers for {count} stages (pp x virtual)",
             where=where,
             fix=f"{count} numbers, one a stage",
+            code="layout.stage-count",
         )
     if sum(numbers) != layers:
         raise TesseraError(
             f"{list(numbers)} adds up to {sum(numbers)} layers, {stream} has {layers}",
             where=where,
             fix=f"numbers that add up to {layers}",
+            code="layout.layers-sum",
         )
 
 
@@ -325,7 +343,9 @@ def _by_cost(units: Sequence[_Unit], count: int) -> list[list[_Unit]]:
         best = following
         starts.append(begun)
     if best[size][0] == inf:
-        raise TesseraError(f"the model cannot be split into {count} stages", where="parallel.pp")
+        raise TesseraError(
+            f"the model cannot be split into {count} stages", where="parallel.pp", code="layout.too-many-stages"
+        )
     bounds = [size]
     for begun in reversed(starts):
         bounds.append(begun[bounds[-1]])

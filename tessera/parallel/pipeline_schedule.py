@@ -52,13 +52,17 @@ def resolve_schedule(section: ParallelSection, microbatches: int) -> tuple[Sched
     schedule: Schedule = section.schedule or ("interleaved" if virtual > 1 else single)
     if schedule == "zbv" and virtual != 2:
         raise TesseraError(
-            f"schedule zbv has two stages on each rank, not {virtual}", where="parallel.virtual", allowed=["2"]
+            f"schedule zbv has two stages on each rank, not {virtual}",
+            where="parallel.virtual",
+            allowed=["2"],
+            code="layout.schedule-virtual",
         )
     if schedule in SINGLE and virtual > 1:
         raise TesseraError(
             f"schedule {schedule} has one stage on each rank, not {virtual}",
             where="parallel.schedule and parallel.virtual",
             fix="parallel.schedule: interleaved, or parallel.virtual: 1",
+            code="layout.schedule-virtual",
         )
     return schedule, virtual
 
@@ -84,6 +88,7 @@ def check_microbatches(schedule: Schedule, pp: int, microbatches: int, rows_of_e
         where="train.global_batch",
         allowed=[m * rows_of_each for m in near],
         fix=f"train.global_batch: {near[-1] * rows_of_each}, or another parallel.schedule",
+        code="layout.schedule-microbatches",
     )
 
 

@@ -114,6 +114,7 @@ def too_short(length: int, minimum: int) -> TesseraError:
         f"a micro-batch of {length} tokens is too short for the ranks that share it: {minimum} at least",
         where="parallel.cp",
         fix=f"raise data.length to {minimum} or more, or lower parallel.cp",
+        code="layout.row-too-short",
     )
 
 

@@ -71,6 +71,7 @@ def plan_tensor(
                 "sequence_parallel needs ranks that compute layers together",
                 where="parallel.sequence_parallel",
                 fix="set parallel.tp above 1, or leave sequence_parallel out",
+                code="layout.sequence-parallel-alone",
             )
         return None
     if not any(style in ("column", "row", "vocab") for style in model_plan.tensor.values()):
@@ -79,6 +80,7 @@ def plan_tensor(
             where="parallel.tp",
             allowed=[1],
             fix="shard its weights instead: parallel.shard=auto (tensor styles are in the plan of a family)",
+            code="layout.styles-not-declared",
         )
     styles = _styles(model_plan.tensor, module)
     experts = [path for path, _ in module.named_modules() if any(matches(p, path) for p in model_plan.experts)]
@@ -110,6 +112,7 @@ def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str,
                 f"{name} has {len(by) or 'no'} tensor styles: every parameter is matched by exactly one pattern",
                 where="the `tensor` table in the model's plan",
                 allowed=by or None,
+                code="layout.style-count",
             )
         styles[name] = patterns[by[0]]
     return styles
@@ -130,6 +133,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
                 + ", ".join(k.__name__ for k in kinds)
                 + ", or this is no weight",
                 where="the `tensor` table in the model's plan",
+                code="layout.style-kind",
             )
         if kind == "weight":
             layers[path] = style
@@ -144,6 +148,7 @@ def _feature_norms(styles: Mapping[str, TensorStyle], module: nn.Module) -> tupl
             raise TesseraError(
                 f"{path} does not add up over the features of all ranks: it is no FeatureStatistics",
                 where="the `tensor` table in the model's plan",
+                code="layout.feature-statistics",
             )
     return tuple(norms)
 
@@ -180,6 +185,7 @@ def _check_sizes(section: ParallelSection, model_plan: ModelPlan, axes: Axes, pa
                 f"tp={degree} of encoder {part.encoder} does not divide {part.what}",
                 where=f"parallel.encoders.{part.encoder}",
                 allowed=divisors(gcd(common[part.encoder], section.tp)),
+                code="layout.tp-not-divisor",
             )
         # Encoders that are split like the main sequence limit its degree; those with a split of their own do not.
         limit = gcd(*(common[name] for name, tp in degrees.items() if tp == section.tp))
@@ -189,6 +195,7 @@ def _check_sizes(section: ParallelSection, model_plan: ModelPlan, axes: Axes, pa
             where="parallel.tp",
             allowed=divisors(limit),
             fix=f"or split the encoder over fewer ranks: parallel.encoders.{part.encoder}.tp" if only_encoder else None,
+            code="layout.tp-not-divisor",
         )
 
 
@@ -200,6 +207,7 @@ def _check_tokens(section: ParallelSection, tokens: int) -> None:
             f"with sequence_parallel, {shared} does not divide the {tokens} tokens of a micro-batch",
             where="parallel.sequence_parallel",
             fix=f"make data.length x train.micro_batch a multiple of {parts}, such as {-(-tokens // parts) * parts}",
+            code="layout.tokens-not-divisible",
         )
 
 
@@ -216,6 +224,7 @@ def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
             "sequence_parallel, but this model family has no one module that could keep parts of the tokens",
             where="parallel.sequence_parallel",
             allowed=["false"],
+            code="layout.sequence-style-missing",
         )
     return ".".join(common)
 

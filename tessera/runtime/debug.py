@@ -34,20 +34,26 @@ def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.envir
     if text == "all":
         if world_size is None:
             raise TesseraError(
-                "how many ranks there will be is not known", where=f"{VARIABLE}=all", allowed=allowed[:3]
+                "how many ranks there will be is not known",
+                where=f"{VARIABLE}=all",
+                allowed=allowed[:3],
+                code="environment.rank-count-unknown",
             )
         return list(range(world_size))
     ranks: set[int] = set()
     for item in text.split(","):
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", item)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise TesseraError(f"not a rank: {item!r}", where=f"{VARIABLE}={text}", allowed=allowed)
+            raise TesseraError(
+                f"not a rank: {item!r}", where=f"{VARIABLE}={text}", allowed=allowed, code="environment.no-such-rank"
+            )
         ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     if world_size is not None and max(ranks) >= world_size:
         raise TesseraError(
             f"there is no rank {max(ranks)}: the run has {world_size}",
             where=f"{VARIABLE}={text}",
             allowed=[f"0 to {world_size - 1}"],
+            code="environment.no-such-rank",
         )
     return sorted(ranks)
 
@@ -87,6 +93,7 @@ def setup_debugpy(host: str = LOOPBACK, base_port: int = FIRST_PORT) -> None:
             f"rank {rank} cannot listen on {host}:{port}: {first_line(error)}",
             where=VARIABLE,
             fix="end whatever uses the port, or name another address in " + HOST_VARIABLE,
+            code="environment.debug-port",
         ) from None
     print(f"[Rank {rank}] Waiting for debugger attach on port {port}...", flush=True)
     debugger.wait_for_client()
@@ -98,7 +105,10 @@ def _debugger() -> Any:
         import debugpy
     except ModuleNotFoundError:
         raise TesseraError(
-            "the debugger debugpy is not installed", where=VARIABLE, fix="pip install 'tessera-mm[debug]'"
+            "the debugger debugpy is not installed",
+            where=VARIABLE,
+            fix="pip install 'tessera-mm[debug]'",
+            code="environment.no-debugpy",
         ) from None
     return debugpy
 
@@ -106,7 +116,11 @@ def _debugger() -> Any:
 def vscode_launch(ranks: Sequence[int], host: str = "localhost", remote_root: str = ".") -> str:
     """Return a launch.json with one entry for each rank, and one that attaches to all of them."""
     if not ranks or max(ranks) >= _MAX_RANKS:
-        raise TesseraError(f"ports from {FIRST_PORT} serve ranks 0 to {_MAX_RANKS - 1}", where="--nproc")
+        raise TesseraError(
+            f"ports from {FIRST_PORT} serve ranks 0 to {_MAX_RANKS - 1}",
+            where="--nproc",
+            code="environment.no-such-rank",
+        )
     entries = [
         {
             "name": f"Attach to Worker {rank}",
@@ -135,6 +149,7 @@ def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
                     f"{path} is already there",
                     where="tessera config vscode",
                     fix="add --overwrite, which keeps the old file as launch.json.bak; or --print to copy entries",
+                    code="output.file-exists",
                 )
             backup = path.with_name("launch.json.bak")
             path.replace(backup)
@@ -142,5 +157,7 @@ def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise TesseraError(f"{path} cannot be written: {first_line(error)}", where="tessera config vscode") from None
+        raise TesseraError(
+            f"{path} cannot be written: {first_line(error)}", where="tessera config vscode", code="output.cannot-write"
+        ) from None
     return [*messages, f"wrote {path}"]

@@ -71,6 +71,7 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
             where="train.device",
             allowed=["auto", *_BACKENDS],
             nearest=nearest(name, _BACKENDS),
+            code="device.unknown-name",
         )
     if kind == "cpu":
         return torch.device("cpu")
@@ -82,11 +83,14 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
             where="train.device",
             allowed=["auto", "cpu"] + ([str(_accelerator())] if _accelerator() else []),
             fix="set train.device=auto, or install the torch build of that device",
+            code="device.not-available",
         )
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise TesseraError(
-            f"local rank {local_rank} has no device: this machine has {count}", fix=f"start at most {count} ranks here"
+            f"local rank {local_rank} has no device: this machine has {count}",
+            fix=f"start at most {count} ranks here",
+            code="device.too-many-ranks",
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
@@ -119,7 +123,9 @@ def _load_npu() -> None:
     try:
         import torch_npu  # noqa: F401 - importing it is what makes torch know the device
     except ImportError:
-        raise TesseraError("device npu needs the package torch_npu", fix="pip install tessera-mm[npu]") from None
+        raise TesseraError(
+            "device npu needs the package torch_npu", fix="pip install tessera-mm[npu]", code="device.no-torch-npu"
+        ) from None
 
 
 def backend(device: torch.device, with_host: bool = False) -> str:

@@ -68,7 +68,9 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
     word = word[:-1] if word.endswith("gb") else word
     sizes = [known for known in DEVICE_NAMES if known.startswith(f"{word}-")]  # of one chip
     if len(sizes) > 1:
-        raise TesseraError(f"{name} comes with more than one size of memory", where=where, allowed=sizes)
+        raise TesseraError(
+            f"{name} comes with more than one size of memory", where=where, allowed=sizes, code="device.several-sizes"
+        )
     word = sizes[0] if sizes else word
     if word in _TABLE:
         size, kind = _TABLE[word]
@@ -83,6 +85,7 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
             where=where,
             allowed=[*DEVICE_NAMES, "a number of GiB, such as 96"],
             nearest=nearest(word, DEVICE_NAMES),
+            code="device.unknown-model",
         )
     device = DeviceSize(f"{size:g} GiB", int(min(size, _LARGEST) * GIB), _GPU)
     if not device.usable() or size > _LARGEST:
@@ -90,5 +93,6 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
             f"{name} is {size:g} GiB, and no device is of that size",
             where=where,
             allowed=[*DEVICE_NAMES, f"a number of GiB above {_RUNTIME:g}, of which the runtime takes as much"],
+            code="device.unknown-size",
         )
     return device

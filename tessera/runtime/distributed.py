@@ -52,7 +52,9 @@ def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, in
     try:
         return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0))
     except ValueError:
-        raise TesseraError("RANK, WORLD_SIZE and LOCAL_RANK must be numbers", where="environment") from None
+        raise TesseraError(
+            "RANK, WORLD_SIZE and LOCAL_RANK must be numbers", where="environment", code="environment.rank-variables"
+        ) from None
 
 
 def expected_rank() -> int:
@@ -205,6 +207,7 @@ class OutOfStep(RankFailure):
         super().__init__(
             f"{steps_by_rank}, the others are at step {common}: the ranks are out of step",
             fix="a callback or loader that ends or skips a step must do so on every rank; then `tessera resume`",
+            code="run.out-of-step",
         )
 
 
@@ -235,7 +238,7 @@ def main_rank_first(world: World) -> Iterator[None]:
     while not store.check([done]):
         time.sleep(0.05)
     if store.get(done) != b"done":
-        raise RankFailure("the main rank failed", fix="look at what it said")
+        raise RankFailure("the main rank failed", fix="look at what it said", code="run.main-rank-failed")
     yield
 
 

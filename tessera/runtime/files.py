@@ -28,9 +28,13 @@ def check_regular(path: Path) -> os.stat_result:
     try:
         status = path.stat()
     except OSError as error:
-        raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)) from None
+        raise TesseraError(
+            f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
+        ) from None
     if not stat.S_ISREG(status.st_mode):
-        raise TesseraError(f"this is {_kind(status.st_mode)}, not a regular file", where=str(path))
+        raise TesseraError(
+            f"this is {_kind(status.st_mode)}, not a regular file", where=str(path), code="environment.not-regular-file"
+        )
     return status
 
 
@@ -51,6 +55,7 @@ def check_inside(path: Path, folder: Path) -> None:
             f"{path.relative_to(folder)} is a link out of the folder, to {os.path.realpath(path)}",
             where=str(folder),
             fix="copy the file into the folder, or name the folder that it lies in",
+            code="weights.link-out-of-folder",
         )
 
 
@@ -79,32 +84,44 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise TesseraError(f"this is {_kind(status.st_mode)}, not a regular file", where=str(path))
+                raise TesseraError(
+                    f"this is {_kind(status.st_mode)}, not a regular file",
+                    where=str(path),
+                    code="environment.not-regular-file",
+                )
             if status.st_size > limit:
-                raise TesseraError(f"far too large ({status.st_size} bytes)", where=str(path))
+                raise TesseraError(
+                    f"far too large ({status.st_size} bytes)", where=str(path), code="environment.file-too-large"
+                )
             return file.read(min(limit, status.st_size + 1))  # reserves so many bytes before it reads any
     except OSError as error:
-        raise TesseraError(f"cannot be opened: {error.strerror}", where=str(path)) from None
+        raise TesseraError(
+            f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
+        ) from None
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES) -> str:
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise TesseraError(f"not text in UTF-8: {error}", where=str(path)) from None
+        raise TesseraError(f"not text in UTF-8: {error}", where=str(path), code="environment.not-utf8") from None
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
     try:
         return json.loads(read_text(path, limit))
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
-        raise TesseraError(f"not readable as JSON: {error}", where=str(path)) from None
+        raise TesseraError(f"not readable as JSON: {error}", where=str(path), code="environment.not-json") from None
 
 
 def read_json_mapping(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
     data = read_json(path, limit)
     if not isinstance(data, dict):
-        raise TesseraError(f"a mapping is needed here, this is a {type(data).__name__}", where=str(path))
+        raise TesseraError(
+            f"a mapping is needed here, this is a {type(data).__name__}",
+            where=str(path),
+            code="environment.not-a-mapping",
+        )
     return data
 
 
@@ -115,6 +132,7 @@ def refuse_pickle(path: Path) -> None:
             f"this is a pickle: {path.name}. It can run any program when opened, so it is never read",
             where=str(path),
             fix="convert it to safetensors where you trust it",
+            code="weights.pickle-refused",
         )
 
 

@@ -108,6 +108,7 @@ def open_store(rank: int, size: int, timeout_s: float, env: Mapping[str, str] = 
             f"rank {rank} of {size} could not open the meeting point {address}:{port}: {first_line(error)}",
             where="MASTER_ADDR, MASTER_PORT",
             fix="choose a free port on the machine of rank 0, the same for every rank",
+            code="environment.port-in-use",
         ) from None
     # A store may outlive a restart of the ranks; values of the last attempt must not be read in this one.
     attempt = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -146,9 +147,15 @@ def _address(size: int, env: Mapping[str, str]) -> tuple[str, int]:
             f"WORLD_SIZE is {size} but MASTER_ADDR and MASTER_PORT are not set",
             where="environment",
             fix="start with `tessera train --nproc N recipe.yaml` or with torchrun",
+            code="environment.no-master-address",
         )
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise TesseraError(f"MASTER_PORT is {port!r}, not a port", where="environment", allowed=["1 to 65535"])
+        raise TesseraError(
+            f"MASTER_PORT is {port!r}, not a port",
+            where="environment",
+            allowed=["1 to 65535"],
+            code="environment.master-port",
+        )
     try:
         socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
     except OSError as error:
@@ -156,6 +163,7 @@ def _address(size: int, env: Mapping[str, str]) -> tuple[str, int]:
             f"this machine ({socket.gethostname()}) cannot resolve {address!r}: {error.strerror}",
             where="MASTER_ADDR",
             fix="give an IP address or a name that every machine knows",
+            code="environment.address-not-resolved",
         ) from None
     return address, int(port)
 
@@ -175,6 +183,7 @@ def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
         f"{otherwise}: nothing answered {socket.gethostname()} at {address}:{port} within {timeout_s:g} s "
         f"({reason.lower()})",
         fix="check that the first machine was started, that the address is its own, and that no firewall is between",
+        code="environment.no-answer",
     )
 
 
@@ -232,7 +241,11 @@ class RankExchange:
         verdict = self.broadcast(f"{name}/verdict", verdict, deadline)
         if verdict:
             self._leave_together(name, keys)
-            raise TesseraError(verdict, fix="start every rank with the same command, folder and versions")
+            raise TesseraError(
+                verdict,
+                fix="start every rank with the same command, folder and versions",
+                code="environment.ranks-differ",
+            )
         return self._values(keys)
 
     def broadcast(self, key: str, value: str | None, deadline: float) -> str:
@@ -248,6 +261,7 @@ class RankExchange:
             raise TesseraError(
                 f"rank 0 left or fell silent while rank {self.info.rank} (on {self.info.host}) waited for its verdict",
                 fix="look at what rank 0 said",
+                code="environment.rank-0-left",
             ) from None
 
     def _missing(self, keys: Sequence[str], deadline: float) -> str:

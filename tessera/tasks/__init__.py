@@ -25,5 +25,6 @@ def build_task(name: str, options: Mapping[str, Any]) -> Task:
             f"{name} returned a {type(task).__name__}, which is no task",
             where="train.task",
             fix="derive the class from tessera.core.task.Task and write its methods `counts` and `losses`",
+            code="task.not-a-task",
         )
     return task

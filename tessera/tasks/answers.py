@@ -61,6 +61,7 @@ class AnswerTask(Task):
                 f"{self.name} needs pairs of answers, and the batch has none",
                 where="data.kind",
                 fix=f"data.kind={self.kind} reads them",
+                code="task.no-answer-pairs",
             )
 
     def check(self, config: RunConfig, module: nn.Module) -> None:
@@ -69,12 +70,14 @@ class AnswerTask(Task):
                 f"{self.name} does not train on data of the kind {config.data.kind}",
                 where="train.task and data.kind",
                 fix=f"data.kind={self.kind}, or {_KINDS[config.data.kind]}",
+                code="task.data-kind",
             )
         if any(part.coefficient > 0 for part in module.modules() if isinstance(part, Balance)):
             raise TesseraError(
                 f"{self.name} has no loss that keeps experts evenly used",
                 where=f"train.task={self.name}",
                 fix="set output_router_logits: false for the model's experts",
+                code="task.balance-loss",
             )
 
     def inputs(self, batch: Batch) -> Batch:
@@ -83,6 +86,7 @@ class AnswerTask(Task):
                 f"{self.name} needs full answers on a rank, and parallel.cp splits them over ranks",
                 where="parallel.cp",
                 allowed=[1],
+                code="task.no-context-parallel",
             )
         return batch
 
@@ -122,6 +126,7 @@ class ReferencedTask(AnswerTask):
                 f"{self.name} compares with the model without its adapters, which modules_to_save would train as well",
                 where="model.lora.modules_to_save",
                 fix="leave it out; simpo and orpo need no reference",
+                code="task.modules-to-save",
             )
 
     def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:

@@ -48,7 +48,11 @@ class KtoTask(ReferencedTask):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if not (self.options.desirable_weight or self.options.undesirable_weight):
-            raise TesseraError("with both weights 0 nothing is learned", where="train.task_options.desirable_weight")
+            raise TesseraError(
+                "with both weights 0 nothing is learned",
+                where="train.task_options.desirable_weight",
+                code="task.zero-weights",
+            )
 
     def check_batch(self, batch: Batch) -> None:
         if "desirable" not in batch:
@@ -56,6 +60,7 @@ class KtoTask(ReferencedTask):
                 "kto needs answers that are labelled good or bad, and the batch has none",
                 where="data.kind",
                 fix=f"data.kind={self.kind} reads them; pairs of answers are for dpo, orpo and simpo",
+                code="task.no-answer-labels",
             )
 
     def counts(self, batch: Batch) -> Counts:

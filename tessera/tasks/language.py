@@ -50,6 +50,7 @@ class LanguageTask(Task):
                 f"{type(module).__name__} reads no noise for its embeddings",
                 where="train.task_options.neftune_alpha",
                 fix="use a family of Tessera's own, such as qwen3 or qwen2_5_vl",
+                code="task.no-embedding-noise",
             )
         self._width = embedding.embedding_dim
 

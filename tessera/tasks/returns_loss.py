@@ -61,6 +61,7 @@ class ReturnsLossTask(Task):
                 where="train.task=returns_loss",
                 allowed=["a scalar tensor", 'a mapping {"loss": ..., "count": ...}', "an object with .loss"],
                 fix="return the loss from forward, or name a task of your own in train.task",
+                code="task.no-loss-returned",
             )
         loss = loss.reshape(())
         count = self._count(outputs, batch, loss)
@@ -79,6 +80,7 @@ class ReturnsLossTask(Task):
                     f"the batch has no tensor {self.count_labels!r} to count",
                     where="train.task_options.count_labels",
                     allowed=batch.tensors,
+                    code="task.no-labels-to-count",
                 )
             return (labels != IGNORE).sum()
         return torch.tensor(_samples(batch), device=loss.device)

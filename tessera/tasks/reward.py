@@ -45,6 +45,7 @@ class RewardTask(AnswerTask):
                 f"the head of a reward model is one row, which parallel.tp={config.parallel.tp} cannot share",
                 where="parallel.tp",
                 fix="parallel.tp=1: data ranks share the weights (parallel.shard), and a pipeline the layers",
+                code="task.reward-tp",
             )
 
     def losses(self, outputs: Outputs, batch: Batch) -> Losses:

@@ -47,6 +47,7 @@ class TransformersTask(Task):
                 where="data.kind",
                 allowed=batch.tensors,
                 fix="train.task=returns_loss uses the loss that the class itself returns",
+                code="task.no-labels",
             )
         others = {name: tensor for name, tensor in batch.tensors.items() if name != "labels"}
         return replace(batch, tensors={**others, LABELS: batch["labels"]})
@@ -61,6 +62,7 @@ class TransformersTask(Task):
                 f"{type(outputs).__name__} has {shape}, the labels have shape {list(labels.shape)}",
                 where="train.task=transformers",
                 fix="train.task=returns_loss uses the loss that the class itself returns",
+                code="task.label-shape",
             )
         shift = not hasattr(outputs, "encoder_last_hidden_state") if self.shift is None else self.shift
         labels = self._targets(labels, shift)
