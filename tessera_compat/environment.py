@@ -17,10 +17,10 @@ from typing import Any, Literal
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError, nearest
 from tessera.runtime import device as devices
-from tessera.runtime.debug import check_debug, wait_for_debugger
 from tessera.runtime.distributed import environment_ranks
 from tessera_compat.cpu_affinity import VARIABLE as AFFINITY
 from tessera_compat.cpu_affinity import bind_rank, parse_affinity
+from tessera_compat.debug import check_debug, wait_for_debugger
 
 Treatment = Literal["honoured", "passed on", "no effect"]
 
@@ -152,13 +152,17 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
     return lines
 
 
-def explain_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Check the variables, and print once per run how each is treated."""
+def check_run(world_size: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Check the variables before ranks start, and print once per run how each is treated.
+
+    Return the settings of a run whose ranks wait for a debugger. `world_size` is None while it is unknown.
+    """
     lines = check_environment(environ)
     launched_here = environ.get("TORCHELASTIC_RUN_ID") == "tessera"  # then the launcher has printed it
     if environment_ranks(environ)[0] == 0 and not launched_here:
         for line in lines:
             print(line, file=sys.stderr)
+    return check_debug(world_size, environ)
 
 
 def job_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -172,10 +176,12 @@ def job_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def prepare_rank(environ: Mapping[str, str] = os.environ) -> list[Callback]:
-    """Bind this rank to cores if `CPU_AFFINITY_CONF` is set; return the callbacks that bind later threads.
+    """Wait for a debugger if `TESSERA_DEBUG` names this rank, and bind it to cores if `CPU_AFFINITY_CONF` is set.
 
-    Call it before the rank joins the others: threads and processes inherit the cores of their parent.
+    Return the callbacks that bind later threads. Call it before the rank joins the others: threads and processes
+    inherit the cores of their parent.
     """
+    wait_for_debugger(environ)
     conf = parse_affinity(environ.get(AFFINITY, ""))
     if conf.mode == 0:
         return []
@@ -199,9 +205,5 @@ def begin_job(prepared: list[Callback] | None = None) -> JobStart:
 
     `prepared`: the callbacks of `prepare_rank`, if it was called before the script started.
     """
-    explain_environment()
-    settings = {**job_settings(), **check_debug(environment_ranks()[1])}
-    if prepared is None:
-        wait_for_debugger()
-        prepared = prepare_rank()
-    return JobStart(settings, prepared)
+    settings = {**job_settings(), **check_run(environment_ranks()[1])}
+    return JobStart(settings, prepare_rank() if prepared is None else prepared)

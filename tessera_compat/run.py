@@ -22,10 +22,9 @@ import torch.distributed as dist
 
 from tessera.errors import TesseraError, nearest, reported
 from tessera.runtime import log
-from tessera.runtime.debug import check_debug, wait_for_debugger
 from tessera.runtime.distributed import environment_ranks, free_port
 from tessera_compat import state
-from tessera_compat.environment import explain_environment, prepare_rank
+from tessera_compat.environment import check_run, prepare_rank
 from tessera_compat.script_device import devices_of_this_machine
 from tessera_compat.served import ROOTS, NotServed, serving
 
@@ -55,9 +54,7 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
     if not script.is_file():
         near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
         raise TesseraError(f"no such script: {script}", where="tessera run", nearest=near)
-    explain_environment()
-    check_debug(environment_ranks()[1])
-    wait_for_debugger()
+    check_run(environment_ranks()[1])
     state.current().rank_callbacks = prepare_rank()
     joined_before = dist.is_initialized()
     with _process_of_its_own(script, arguments), serving(), devices_of_this_machine():
@@ -87,9 +84,7 @@ def take_over(package: str) -> None:
     `package`: the name of the one that is being imported, which becomes the served one.
     """
     log.setup(environment_ranks()[0])
-    explain_environment()
-    check_debug(environment_ranks()[1])
-    wait_for_debugger()
+    check_run(environment_ranks()[1])
     state.current().rank_callbacks = prepare_rank()
     del sys.modules[package]
     until_the_end = ExitStack()

@@ -20,8 +20,7 @@ from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
 from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
-from tessera.config.extensions import extensions
-from tessera.config.foreign_keys import find_foreign
+from tessera.config.extensions import extensions, find_hint
 from tessera.errors import TesseraError, nearest, reported
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
@@ -302,26 +301,6 @@ def config_show(recipe: Annotated[Path, typer.Argument(help="YAML recipe")], ove
     typer.echo(dump_yaml(load_config(recipe, parse_overrides(overrides or []))), nl=False)
 
 
-@config_app.command("vscode")
-def config_vscode(
-    nproc: Annotated[int, typer.Option("--nproc", help="ranks to attach to, from 0")] = 1,
-    folder: Annotated[Path, typer.Option("--folder", help="workspace that VS Code opens")] = Path(),
-    host: Annotated[str, typer.Option("--host", help="where the ranks run")] = "localhost",
-    remote_root: Annotated[str, typer.Option("--remote-root", help="the workspace's folder over there")] = ".",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace launch.json; keeps launch.json.bak")] = False,
-    only_print: Annotated[bool, typer.Option("--print", help="write to the screen alone")] = False,
-) -> None:
-    """Write .vscode/launch.json to attach to ranks that TESSERA_DEBUG lets wait."""
-    from tessera.runtime.debug import vscode_launch, write_vscode
-
-    text = vscode_launch(range(nproc), host, remote_root)
-    if only_print:
-        typer.echo(text, nl=False)
-        return
-    for line in write_vscode(folder, text, overwrite):
-        typer.echo(line)
-
-
 def main() -> None:
     try:
         with reported(), launcher_blamed():
@@ -366,13 +345,13 @@ def _refuse_foreign_options(words: list[str]) -> None:
         return
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, _, value = word.partition("=")
-        foreign = find_foreign(name) if name.startswith("--") else None
-        if foreign is not None:
-            argument = value or (following if not following.startswith("-") else "")
+        argument = value or (following if not following.startswith("-") else "")
+        hint = find_hint(name, argument or None) if name.startswith("--") else None
+        if hint is not None:
             raise TesseraError(
                 f"no such option: {name}; settings are written key=value",
                 where="command line",
-                fix=foreign.sentence(argument or None),
+                fix=hint.sentence,
             )
 
 

@@ -232,19 +232,17 @@ def launch(
 
 def _read_environment(cluster: Cluster) -> dict[str, Any]:
     """Check the environment variables of a run and explain them once; return the settings that follow from them."""
-    from tessera.runtime.debug import check_debug
     from tessera.runtime.distributed import environment_ranks
 
+    world_size = cluster.ranks if cluster.launches else environment_ranks()[1]
+    settings: dict[str, Any] = {}
     for check in extensions("tessera.check_environment"):
-        check()
-    return check_debug(cluster.ranks if cluster.launches else environment_ranks()[1])
+        settings |= check(world_size)
+    return settings
 
 
 def _prepare_rank() -> list[Callback]:
-    """Wait for a debugger if the environment asks for one; return the callbacks that extensions add to this rank."""
-    from tessera.runtime.debug import wait_for_debugger
-
-    wait_for_debugger()
+    """Let extensions prepare this process; return the callbacks that they add to this rank."""
     return [callback for prepare in extensions("tessera.prepare_rank") for callback in prepare()]
 
 

@@ -3,9 +3,10 @@
 | group | name | object |
 |---|---|---|
 | `tessera.commands` | any | a `typer.Typer` whose commands join the command line |
-| `tessera.check_environment` | any | `() -> None`: check environment variables before the ranks of a run start |
+| `tessera.check_environment` | any | `(world_size) -> {key: value}`: check variables before ranks start; keys to set |
 | `tessera.prepare_rank` | any | `() -> list[Callback]`: prepare the process of a rank before it joins the others |
 | `tessera.recipe_files` | recipe key | `(recipe) -> recipe`: replace the key by the settings of the file it names |
+| `tessera.key_hints` | any | `(key, value, allowed) -> KeyHint or None`: what to write instead of an unknown key |
 | `tessera.module_names` | any | `(model) -> {name: paths}`: other names of modules, for patterns that match no path |
 | `tessera.megatron_forms` | model family | `(config) -> MegatronForm`: its tensors in files of Megatron-style ranks |
 
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tessera.errors import TesseraError, first_line
 
@@ -36,6 +38,21 @@ def extension(group: str, name: str) -> Any | None:
 def extensions(group: str) -> list[Any]:
     """Import all objects that packages add to a group."""
     return [_imported(point) for point in _entry_points(group).values()]
+
+
+class KeyHint(NamedTuple):
+    """Tell what to write in place of a key that no recipe has."""
+
+    name: str  # the key of another program that the user wrote, or probably meant
+    sentence: str  # what to write instead
+    key: str = ""  # the key of a recipe that replaces it, if there is one
+
+
+def find_hint(key: str, value: Any = None, allowed: Collection[str] | None = None) -> KeyHint | None:
+    """Return the first hint of an extension about an unknown key. Without `allowed`, the keys that a recipe may have
+    in its place, misspelt names get no hint."""
+    hints = (hint(key, value, allowed) for hint in extensions("tessera.key_hints"))
+    return next((hint for hint in hints if hint is not None), None)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
-from tessera.config.foreign_keys import find_foreign, near_foreign
+from tessera.config.extensions import find_hint
 from tessera.config.values import allowed_values, check_kind, members_of, plain_copy
 from tessera.config.yaml12 import StrictDumper, StrictLoader
 from tessera.errors import TesseraError, first_line, nearest
@@ -145,12 +145,12 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     for word in arguments:
         key, sign, text = word.partition("=")
         if not sign or not re.fullmatch(r"[A-Za-z_][\w.\-]*", key):
-            foreign = find_foreign(key)
+            hint = find_hint(key, text or None)
             raise TesseraError(
                 f"not an override: {word!r}",
                 where="command line",
-                nearest=foreign.key or None if foreign is not None else None,
-                fix="write key=value, for example optim.lr=1e-4" if foreign is None else foreign.sentence(text or None),
+                nearest=hint.key or None if hint is not None else None,
+                fix="write key=value, for example optim.lr=1e-4" if hint is None else hint.sentence,
                 code="recipe.not-an-override",
             )
         out[key] = parse_yaml(text, f"command line, {key}") if text else None
@@ -202,20 +202,12 @@ def _line(
         new = None if at is None else at.renamed.get(str(path[-1]))
         if new is not None:
             return f"{key} is now called {new}", None, new, "recipe.renamed-key"
-        foreign = find_foreign(str(path[-1]))
-        if foreign is not None and foreign.key != key:
-            return (
-                f"unknown key: {key}; {foreign.sentence(first.get('input'))}",
-                None,
-                foreign.key or None,
-                "recipe.unknown-key",
-            )
         keys = [] if at is None else sorted(_keys_of(at))
-        misspelt = near_foreign(str(path[-1]), keys)
-        if misspelt is not None and misspelt[1].key != key:
-            name, foreign = misspelt
-            text = f"unknown key: {key} (did you mean {name}?); {foreign.sentence(first.get('input'))}"
-            return text, None, foreign.key or None, "recipe.unknown-key"
+        written = str(path[-1])
+        hint = find_hint(written, first.get("input"), keys)
+        if hint is not None and hint.key != key:
+            meant = "" if hint.name == written else f" (did you mean {hint.name}?)"
+            return f"unknown key: {key}{meant}; {hint.sentence}", None, hint.key or None, "recipe.unknown-key"
         near = nearest(str(path[-1]), keys)
         text = f"unknown key: {key}" + (f" (did you mean {near}?)" if near else "")
         near_path = None if near is None else ".".join([*map(str, path[:-1]), near])

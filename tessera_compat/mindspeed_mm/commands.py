@@ -1,4 +1,7 @@
-"""Add `tessera migrate` and `tessera run` to the command line. Nothing here imports torch before a command runs."""
+"""Add `tessera migrate`, `tessera run` and `tessera vscode` to the command line.
+
+Nothing here imports torch before a command runs.
+"""
 
 from __future__ import annotations
 
@@ -84,3 +87,23 @@ def run_script(
         )
     log.setup(environment_ranks()[0])
     start(script, context.args)
+
+
+@app.command()
+def vscode(
+    nproc: Annotated[int, typer.Option("--nproc", help="ranks to attach to, from 0")] = 1,
+    folder: Annotated[Path, typer.Option("--folder", help="workspace that VS Code opens")] = Path(),
+    host: Annotated[str, typer.Option("--host", help="where the ranks run")] = "localhost",
+    remote_root: Annotated[str, typer.Option("--remote-root", help="the workspace's folder over there")] = ".",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace launch.json; keeps launch.json.bak")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="write to the screen alone")] = False,
+) -> None:
+    """Write .vscode/launch.json to attach to ranks that TESSERA_DEBUG lets wait."""
+    from tessera_compat.debug import vscode_launch, write_vscode
+
+    text = vscode_launch(range(nproc), host, remote_root)
+    if only_print:
+        typer.echo(text, nl=False)
+        return
+    for line in write_vscode(folder, text, overwrite):
+        typer.echo(line)

@@ -270,7 +270,7 @@ ITEMS: list[Item] = [
                 "migration of DeepSpeed and FSDP scripts",
                 _lacks(
                     f"keys of trainer files are told what to write; no script is read: {ANALYSIS}",
-                    "unit/test_foreign_keys.py::test_a_key_of_another_trainer_is_told_as_ours",
+                    "compat/test_other_trainers.py::test_a_key_of_another_trainer_is_told_as_ours",
                 ),
             ),
             ("the step of environment variables and launch scripts", OPEN),
@@ -683,11 +683,11 @@ ITEMS: list[Item] = [
             ("micro-batches, sequence length, forward only", OPEN),
             (
                 "`setup_debugpy`: port 22333 + rank, waits",
-                _by("unit/test_debug.py::test_a_real_debugger_attaches"),
+                _by("compat/test_debug.py::test_a_real_debugger_attaches"),
             ),
             (
                 "`.vscode/launch.json` with one entry per worker",
-                _by("unit/test_debug.py::test_vscode_gets_an_entry_for_each_rank"),
+                _by("compat/test_debug.py::test_vscode_gets_an_entry_for_each_rank"),
             ),
             ("`torchrun --nproc-per-node 4 script.py`", OPEN),  # in a folder of `tessera migrate workspace`
             ("the rest of the linked script: mock GPT data, RNG tracker, `dist_checkpointing`", OPEN),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from tessera.config.extensions import KeyHint
 
 
 class Ours(NamedTuple):
@@ -38,18 +40,13 @@ def _shell(value: str) -> str:
 
 @functools.cache
 def foreign_keys() -> dict[str, Ours]:
-    """Read `foreign_keys.yaml`: the keys of other trainers, each with ours."""
+    """Read `other_trainers.yaml`: the keys of other trainers, each with ours."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         name: Ours(entry["key"], entry.get("example", ""), entry.get("note", ""))
         for entry in yaml.safe_load(text)
         for name in entry["names"]
     }
-
-
-def find_foreign(key: str) -> Ours | None:
-    """Return our key for a key of another trainer, spelled with dashes or underscores."""
-    return foreign_keys().get(_plain(key))
 
 
 def _plain(key: str) -> str:
@@ -59,11 +56,21 @@ def _plain(key: str) -> str:
 _NEAR = 0.8  # similarity of long names that differ in a letter or two; short names are similar to too much
 
 
-def near_foreign(key: str, allowed: Iterable[str] = ()) -> tuple[str, Ours] | None:
-    """Return the most similar key of another trainer, and ours for it; None if none is similar, or if one of the
-    `allowed` keys is as similar."""
+def hint(key: str, value: Any = None, allowed: Collection[str] | None = None) -> KeyHint | None:
+    """Return our key for a key of another trainer, spelled with dashes or underscores.
+
+    With `allowed`, the keys that a recipe may have in its place, a misspelt key gets a hint as well, unless one of
+    these is as similar.
+    """
     written = _plain(key)
+    ours = foreign_keys().get(written)
+    if ours is not None:
+        return KeyHint(key, ours.sentence(value), ours.key)
+    if allowed is None:
+        return None
     similarity = {name: SequenceMatcher(None, written, name).ratio() for name in foreign_keys()}
     best = max(similarity, key=lambda name: similarity[name])
-    ours = max((SequenceMatcher(None, written, name).ratio() for name in allowed), default=0.0)
-    return (best, foreign_keys()[best]) if similarity[best] >= _NEAR and similarity[best] > ours else None
+    nearest_allowed = max((SequenceMatcher(None, written, name).ratio() for name in allowed), default=0.0)
+    if similarity[best] < max(_NEAR, nearest_allowed) or similarity[best] == nearest_allowed:
+        return None
+    return KeyHint(best, foreign_keys()[best].sentence(value), foreign_keys()[best].key)

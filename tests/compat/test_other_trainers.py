@@ -11,10 +11,10 @@ import yaml
 import tessera
 from tessera.cli.main import main
 from tessera.cli.run import complete_key
-from tessera.config.foreign_keys import Ours, foreign_keys
 from tessera.config.reader import _section_at, parse_overrides
 from tessera.config.run_config import RunConfig, load_config
 from tessera.errors import TesseraError
+from tessera_compat.other_trainers import Ours, foreign_keys
 
 RECIPE: dict[str, Any] = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "train": {"steps": 1}}
 CASES = {

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from tessera.cli.main import app
 from tessera.errors import TesseraError
-from tessera.runtime import debug
 from tessera.runtime.distributed import free_port
+from tessera_compat import debug
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -97,7 +97,7 @@ def _request(client: socket.socket, command: str, until: str, arguments: dict[st
 def test_a_real_debugger_attaches() -> None:
     pytest.importorskip("debugpy")
     port = free_port()
-    code = f"from tessera.runtime.debug import setup_debugpy; setup_debugpy(base_port={port}); print('ran')"
+    code = f"from tessera_compat.debug import setup_debugpy; setup_debugpy(base_port={port}); print('ran')"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -116,7 +116,7 @@ def test_a_real_debugger_attaches() -> None:
 
 def test_vscode_gets_an_entry_for_each_rank(tmp_path: Path) -> None:
     runner = CliRunner()
-    words = ["config", "vscode", "--nproc", "4", "--folder", str(tmp_path)]
+    words = ["vscode", "--nproc", "4", "--folder", str(tmp_path)]
     assert runner.invoke(app, words).exit_code == 0
     path = tmp_path / ".vscode" / "launch.json"
     entries = json.loads(path.read_text())["configurations"]

@@ -147,7 +147,7 @@ def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
             if not overwrite:
                 raise TesseraError(
                     f"{path} is already there",
-                    where="tessera config vscode",
+                    where="tessera vscode",
                     fix="add --overwrite, which keeps the old file as launch.json.bak; or --print to copy entries",
                     code="output.file-exists",
                 )
@@ -158,6 +158,6 @@ def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TesseraError(
-            f"{path} cannot be written: {first_line(error)}", where="tessera config vscode", code="output.cannot-write"
+            f"{path} cannot be written: {first_line(error)}", where="tessera vscode", code="output.cannot-write"
         ) from None
     return [*messages, f"wrote {path}"]
