@@ -140,7 +140,11 @@ class ImageVae(Autoencoder):
 
     def to_latents(self, pixels: Tensor) -> Tensor:
         if pixels.shape[2] != 1:
-            raise TesseraError(f"this VAE encodes images, and was given {pixels.shape[2]} frames", where=VAE)
+            raise TesseraError(
+                f"this VAE encodes images, and was given {pixels.shape[2]} frames",
+                where=VAE,
+                code="generation.vae-encodes-images",
+            )
         return super().to_latents(pixels.squeeze(2)).unsqueeze(2)
 
     def to_pixels(self, latents: Tensor) -> Tensor:
@@ -235,7 +239,13 @@ def vae_class(vaes: Mapping[str, type[Autoencoder]], name: Any, where: str) -> t
     """Return the wrapper of a VAE class; raise if the family has none for it."""
     if name not in vaes:
         near = nearest(name, vaes) if isinstance(name, str) else None
-        raise TesseraError(f"this family has no VAE {name!r}", where=where, allowed=list(vaes), nearest=near)
+        raise TesseraError(
+            f"this family has no VAE {name!r}",
+            where=where,
+            allowed=list(vaes),
+            nearest=near,
+            code="generation.unknown-vae",
+        )
     return vaes[name]
 
 

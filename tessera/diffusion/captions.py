@@ -183,6 +183,7 @@ class FrameCaptions(Captions):
                 f"frames of {frames.size} x {frames.size} pixels in patches of {vision.patch_size} are not the "
                 f"{self.frame_tokens} tokens that this family reads",
                 where=str(folder / self.encoder),
+                code="generation.frame-size-mismatch",
             )
         tokenizer = folder / self.tokenizer
         mark = load_tokenizer(tokenizer).token_to_id(self.mark) if tokenizer.is_dir() else None
@@ -335,6 +336,7 @@ class CaptionTokenizer:
                 f"no folder {captions.tokenizer} in {folder}",
                 where="model.path or model.tokenizer",
                 fix="name the folder of a diffusers pipeline, which has its tokenizers",
+                code="generation.missing-tokenizer",
             )
         tokenizer = load_tokenizer(place) if (place / "tokenizer.json").is_file() else _converted(place)
         return CaptionTokenizer(captions, tokenizer.to_str())
@@ -368,13 +370,18 @@ class CaptionTokenizer:
         of the family."""
         if len(caption) > MAX_CHARACTERS:
             raise TesseraError(
-                f"a caption of {len(caption):,} characters; {MAX_CHARACTERS:,} are the most", fix="shorten the caption"
+                f"a caption of {len(caption):,} characters; {MAX_CHARACTERS:,} are the most",
+                fix="shorten the caption",
+                code="generation.caption-too-long",
             )
         if not caption.strip() and not may_be_empty:
-            raise TesseraError("the caption is empty")
+            raise TesseraError("the caption is empty", code="generation.empty-caption")
         word = next((word for word in self._control_words if word in caption), None)
         if word is not None:
-            raise TesseraError(f"the caption contains {word}, a control word of {self.captions.tokenizer}")
+            raise TesseraError(
+                f"the caption contains {word}, a control word of {self.captions.tokenizer}",
+                code="generation.control-word-in-caption",
+            )
         return list(self._tokenizer.encode(self.captions.prompt(caption, template)).ids)
 
     def cut(self, ids: list[int]) -> list[int]:
@@ -393,7 +400,10 @@ def _converted(folder: Path) -> Tokenizer:
         from transformers import AutoTokenizer
     except ImportError:
         raise TesseraError(
-            f"{folder} has no tokenizer.json", where=str(folder), fix="pip install tessera-mm[hf], which converts it"
+            f"{folder} has no tokenizer.json",
+            where=str(folder),
+            fix="pip install tessera-mm[hf], which converts it",
+            code="tokenizer.missing-file",
         ) from None
     try:
         slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -403,4 +413,5 @@ def _converted(folder: Path) -> Tokenizer:
             f"cannot read a tokenizer from {folder}: {first_line(error)}",
             where=str(folder),
             fix="put a tokenizer.json there",
+            code="tokenizer.unreadable",
         ) from None

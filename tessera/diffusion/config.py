@@ -45,10 +45,19 @@ class DiffusersConfig(Section):
         for name, value in data.items():
             # A field without effect may be missing from the class; one with a value may not be ignored.
             if name not in names and name not in cls.fixed and not name.startswith("_") and value not in (None, False):
-                raise TesseraError(f"{name} is no field of {cls.class_name}", where=where, nearest=nearest(name, names))
+                raise TesseraError(
+                    f"{name} is no field of {cls.class_name}",
+                    where=where,
+                    nearest=nearest(name, names),
+                    code="model.unknown-config-field",
+                )
         native = data.get(NATIVE) or {}
         if not isinstance(native, Mapping) or not set(native) <= set(cls.native) - {"attention"}:
-            raise TesseraError(f"{NATIVE} is not as an export of {cls.class_name} writes it: {native}", where=where)
+            raise TesseraError(
+                f"{NATIVE} is not as an export of {cls.class_name} writes it: {native}",
+                where=where,
+                code="model.bad-native-config",
+            )
         return build(cls, {**{name: data[name] for name in names if name in data}, **native}, where)
 
     def generation(self) -> GenerationFamily:

@@ -56,7 +56,11 @@ class EditPipeline:
             template = template.replace("{images}", "".join(numbered))
         if images < 1 or template.count(self.image) != images:
             number = "one or more" if self.each else str(max(1, self.captions.template.count(self.image)))
-            raise TesseraError(f"{images or 'no'} images to edit: this model edits {number}", where=where)
+            raise TesseraError(
+                f"{images or 'no'} images to edit: this model edits {number}",
+                where=where,
+                code="generation.wrong-edit-image-count",
+            )
         return template
 
     def facts(self) -> dict[str, Any]:
@@ -83,7 +87,9 @@ def reference_size(width: int, height: int, pixels: int, multiple: int) -> Size:
     wide = math.sqrt(pixels * ratio)
     size = round(wide / multiple) * multiple, round(wide / ratio / multiple) * multiple
     if not all(size):
-        raise TesseraError(f"an image to edit of {width}x{height} is too long and narrow")
+        raise TesseraError(
+            f"an image to edit of {width}x{height} is too long and narrow", code="generation.edit-image-too-narrow"
+        )
     return size
 
 
@@ -117,6 +123,7 @@ class EditImages:
                 f"the text encoder of {edit.pipeline} reads the images to edit, and its preprocessor is missing",
                 where=str(place),
                 fix=f"copy {IMAGE_FILE} of the published folder there",
+                code="generation.missing-image-preprocessor",
             )
         with foreign_values(str(encoder)):
             saved = read_json(place / SAVED_FILE)
@@ -207,6 +214,9 @@ class EditReader:
         template, image = edit.template(len(sizes)), self.tokenizer.id_of(edit.image)
         ids = self.tokenizer.ids(caption, may_be_empty=may_be_empty, template=template)
         if ids.count(image) != len(sizes):  # type: ignore[arg-type]
-            raise TesseraError(f"{edit.captions.tokenizer} has no token {edit.image}, which stands for an image")
+            raise TesseraError(
+                f"{edit.captions.tokenizer} has no token {edit.image}, which stands for an image",
+                code="tokenizer.missing-image-token",
+            )
         counts = iter([self.images.tokens(*size) for size in sizes])
         return [token for id in ids for token in ([id] * next(counts) if id == image else [id])]

@@ -141,6 +141,7 @@ class Encoders:
             raise TesseraError(
                 f"the image encoder makes {count} embeddings of a frame, and the batch has room for another number",
                 **_OTHER_FOLDER,
+                code="generation.image-embedding-mismatch",
             )
         segments = {**batch.segments, IMAGE_EMBEDS: Segments.of(lengths).to(batch["frames"].device)}
         return replace(batch.with_tensors(**{IMAGE_EMBEDS: torch.cat(embeds)}), segments=segments)
@@ -182,6 +183,7 @@ class Encoders:
                 if EMPTY_IDS in batch
                 else "the text encoder of the encoders' folder reads the images to edit, and the batch has none",
                 **_OTHER_FOLDER,
+                code="generation.edit-captions-mismatch",
             )
         return captions
 
@@ -423,7 +425,9 @@ def _joined_rows(
         segment = torch.cat(list(tokens[number])) if number in tokens else rows[:0]
         if len(segment) > length:
             raise TesseraError(
-                f"a sample of {len(segment)} latent tokens in a segment of {length}", where="data.processor"
+                f"a sample of {len(segment)} latent tokens in a segment of {length}",
+                where="data.processor",
+                code="generation.segment-length-mismatch",
             )
         rows[at : at + len(segment)] = segment
         at += length

@@ -201,5 +201,10 @@ def generation_family_of(spec: ModelSpec, config: Any, where: str, fix: str | No
     """Return how a model generates images or videos; raise if it does not."""
     family = family_of(spec, config)
     if family is None:
-        raise TesseraError(f"family {spec.name} generates no images or videos", where=where, fix=fix)
+        raise TesseraError(
+            f"family {spec.name} generates no images or videos",
+            where=where,
+            fix=fix,
+            code="generation.not-a-generation-model",
+        )
     return family

@@ -75,6 +75,7 @@ def check_made_for(
             + ")",
             where=where,
             fix="make features with a recipe of this model: tessera data features",
+            code="data.features-of-another-model",
         )
     hashes = facts.get("components")
     for name, digest in component_hashes(folder, family).items():
@@ -84,6 +85,7 @@ def check_made_for(
                 where=where,
                 fix="make features with this one: tessera data features; or name the folder that they were made "
                 "with as model.path",
+                code="data.features-of-another-encoder",
             )
 
 

@@ -113,7 +113,9 @@ def publish(file: Path, content: bytes) -> None:
             beside.unlink(missing_ok=True)
             # A second process with the same command may have removed the temporary file as a leftover.
             if last or not isinstance(error, FileNotFoundError):
-                raise TesseraError(f"features cannot be written: {error.strerror}", where=str(file)) from None
+                raise TesseraError(
+                    f"features cannot be written: {error.strerror}", where=str(file), code="output.not-writable"
+                ) from None
 
 
 def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -130,11 +132,14 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
                 f"the folder has features that were made otherwise; what differs: {', '.join(other)}",
                 where=str(folder),
                 fix="name another folder, or remove this one",
+                code="data.features-made-otherwise",
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TesseraError(f"no features can be written here: {error.strerror}", where=str(folder)) from None
+        raise TesseraError(
+            f"no features can be written here: {error.strerror}", where=str(folder), code="output.not-writable"
+        ) from None
     publish(folder / PLAN, json.dumps({"facts": facts}, indent=1).encode())
 
 

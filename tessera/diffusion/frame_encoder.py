@@ -61,6 +61,7 @@ def frame_embeddings(folder: Path | None) -> int:
             "this model reads embeddings of the first frame, and its folder has no image encoder",
             where="model.path" if file is None else str(file),
             fix="name the folder of a diffusers pipeline as model.path, or train on features (tessera data features)",
+            code="generation.missing-image-encoder",
         )
     config = read_json_mapping(file)
     with foreign_values(str(file)):

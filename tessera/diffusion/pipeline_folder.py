@@ -39,6 +39,7 @@ class PipelineFolder:
                 where="train.task_options.encoders.folder",
                 fix="name the folder of a diffusers pipeline, or train on features that are written beforehand: "
                 "tessera data features",
+                code="generation.not-a-pipeline-folder",
             )
         return DiffusersFolder(self.folder)
 
@@ -86,12 +87,15 @@ class PipelineFolder:
                 f"images are prepared by transformers, which is not installed: {first_line(error)}",
                 where=str(folder),
                 fix="pip install tessera-mm[hf]",
+                code="environment.transformers-missing",
             ) from None
         try:
             with foreign_values(str(folder)):
                 return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except OSError as error:
-            raise TesseraError(f"cannot read {name}: {first_line(error)}", where=str(folder)) from None
+            raise TesseraError(
+                f"cannot read {name}: {first_line(error)}", where=str(folder), code="generation.unreadable-preprocessor"
+            ) from None
 
     def _filled(self, module: nn.Module, meta: bool) -> nn.Module:
         """Return a family's own VAE with the weights of the folder."""
@@ -105,7 +109,9 @@ class PipelineFolder:
             module.load_state_dict(cast, assign=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise TesseraError(
-                f"cannot read the weights of {VAE}: {first_line(error)}", where=str(self.folder / VAE)
+                f"cannot read the weights of {VAE}: {first_line(error)}",
+                where=str(self.folder / VAE),
+                code="generation.unreadable-vae",
             ) from error
         return module
 
@@ -118,6 +124,7 @@ class PipelineFolder:
                 where=str(self.folder / layout.marker),
                 allowed=allowed,
                 nearest=nearest(named, allowed),
+                code="generation.unknown-component-class",
             )
         try:
             component_class = getattr(_library(library), named)
@@ -127,6 +134,7 @@ class PipelineFolder:
                 f"{first_line(error)}",
                 where=name,
                 fix="pip install tessera-mm[hf]",
+                code="environment.component-library-missing",
             ) from None
         with foreign_values(str(folder)):
             if meta:
@@ -140,7 +148,12 @@ class PipelineFolder:
                     )
             except (OSError, RuntimeError, SafetensorError) as error:  # truncated files, tensors of other shapes
                 message = f"{library} cannot read the weights of {name}: {first_line(error)}"
-                raise TesseraError(message, where=str(folder), fix="download or copy this folder again") from error
+                raise TesseraError(
+                    message,
+                    where=str(folder),
+                    fix="download or copy this folder again",
+                    code="generation.incomplete-pipeline-folder",
+                ) from error
             return module
 
 

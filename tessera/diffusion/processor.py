@@ -109,6 +109,7 @@ class GenerationProcessor:
                 where="model.path",
                 fix="name the folder of a diffusers pipeline; or set data.processor.vae_stride=[4,8]; or train on "
                 "features (tessera data features)",
+                code="generation.unknown-vae-stride",
             )
         return self.stride
 
@@ -131,6 +132,7 @@ class GenerationProcessor:
                     f"{options.width}x{options.height} pixels are no whole patches of {wide}x{tall}",
                     where="data.processor.height",
                     fix=f"height={near[0]} width={near[1]}",
+                    code="generation.size-not-whole-patches",
                 )
             return options.width, options.height
         scale = min(1.0, math.sqrt(options.max_pixels / (width * height)))
@@ -139,6 +141,7 @@ class GenerationProcessor:
             raise TesseraError(
                 f"{width}x{height} pixels are less than one patch of {wide}x{tall}",
                 fix="leave such media out, or set data.processor.height and width, which enlarge it",
+                code="media.smaller-than-patch",
             )
         return size
 
@@ -152,7 +155,10 @@ class GenerationProcessor:
         time, patch = self._strides[0], self.family.patch[0]
         latents = ((taken - 1) // time + 1) // patch * patch
         if latents == 0:
-            raise TesseraError(f"{taken} frames are less than one patch, which is of {patch} latent frames")
+            raise TesseraError(
+                f"{taken} frames are less than one patch, which is of {patch} latent frames",
+                code="media.fewer-frames-than-patch",
+            )
         return 1 + time * (latents - 1)
 
     def grid(self, size: MediaSize) -> Grid:
@@ -180,6 +186,7 @@ class GenerationProcessor:
                 f"captions cannot be read without {names}",
                 where="model.path or model.tokenizer",
                 fix="name the folder of a diffusers pipeline, which has its tokenizers",
+                code="generation.missing-tokenizer",
             )
         full = [tokenizer.ids(caption) for tokenizer in self.tokenizers]
         cut = [tokenizer.cut(ids) for tokenizer, ids in zip(self.tokenizers, full, strict=True)]
@@ -190,6 +197,7 @@ class GenerationProcessor:
             raise TesseraError(
                 f"a caption of {len(full[main])} tokens; the model reads {len(cut[main])}",
                 fix="shorten the caption, or set data.processor.long_captions=cut",
+                code="generation.caption-over-tokens",
             )
         return cut, too_long
 
@@ -205,12 +213,15 @@ class GenerationProcessor:
     ) -> dict[str, int]:
         kind, size = request.wanted.kind, sizes[-1]
         if kind == "video" and self.images_only:
-            raise TesseraError("a video: this model makes images, and its VAE encodes no videos")
+            raise TesseraError(
+                "a video: this model makes images, and its VAE encodes no videos", code="media.video-for-image-model"
+            )
         if kind == "video" and self.frames(size.frames) < self.options.min_frames:
             raise TesseraError(
                 f"a video of {size.total} frames gives {self.frames(size.frames)}, fewer than min_frames "
                 f"{self.options.min_frames}",
                 fix="lower data.processor.min_frames, or raise fps",
+                code="media.too-few-frames",
             )
         grids = self._grids(request, sizes)
         frames = self.frames(size.frames) if kind == "video" else 0
@@ -243,12 +254,16 @@ class GenerationProcessor:
         """Return the grid of what is made, and those of the images to edit."""
         references = [sizes[index] for index in request.references]
         if references and not self.family.joint:
-            raise TesseraError(f"this model edits no images, and the sample has {len(references)} to edit")
+            raise TesseraError(
+                f"this model edits no images, and the sample has {len(references)} to edit",
+                code="generation.model-edits-no-images",
+            )
         if references and self.family.edits and self.edit is None:
             names = ", ".join(edit.pipeline for edit in self.family.edits)
             raise TesseraError(
                 "the text encoder also reads the images to edit, and the model's folder is of another pipeline",
                 fix=f"name the folder of a {names} as model.path",
+                code="generation.not-an-edit-pipeline",
             )
         grids = [self.grid(sizes[-1]), *(self._reference_grid(size) for size in references)]
         self.family.check_grids(grids)
@@ -266,7 +281,10 @@ class GenerationProcessor:
     def _reference_grid(self, size: MediaSize) -> Grid:
         (width, height), (tall, wide) = self._reference_size(size), self._unit
         if height % tall or width % wide:
-            raise TesseraError(f"an image to edit of {width}x{height} pixels is no whole patches of {wide}x{tall}")
+            raise TesseraError(
+                f"an image to edit of {width}x{height} pixels is no whole patches of {wide}x{tall}",
+                code="generation.edit-image-not-whole-patches",
+            )
         return 1, height // tall, width // wide
 
     def whole_media(self, sample: Sample) -> Sequence[int]:
@@ -341,6 +359,7 @@ class GenerationProcessor:
                 f"features in {stored.file.name} have latents of {clean}, and the model reads {latents} tokens of "
                 f"{values} numbers: {self.family.channels} channels in patches of {self.family.patch}",
                 fix="make the features with the VAE of this model: tessera data features",
+                code="data.features-shape-mismatch",
             )
         length = max(text[0], self.family.zeros_to)
         return {**self._sequence_counts(length, stored.grids, self._stored_embeds(stored)), "images": 0, "frames": 0}
@@ -352,6 +371,7 @@ class GenerationProcessor:
             raise TesseraError(
                 f"features in {stored.file.name} have no embeddings of the first frame, which this model reads",
                 fix="make the features with train.task_options.given=first: tessera data features",
+                code="data.features-without-frame-embeddings",
             )
         return shape[0]
 

@@ -65,10 +65,16 @@ class CaptionedSample:
     def of(sample: Sample) -> CaptionedSample:
         """Return the parts of a sample; raise if it is of another kind."""
         if any(message.role == CHOSEN for message in sample.messages):
-            raise TesseraError("a pair of images or videos: data.kind=generation_preference reads these")
+            raise TesseraError(
+                "a pair of images or videos: data.kind=generation_preference reads these",
+                code="data.pair-needs-preference-kind",
+            )
         media = sample.media()
         if any(part.kind != "image" for part in media[:-1]):
-            raise TesseraError("images can be edited, and this sample has something else before what is to be made")
+            raise TesseraError(
+                "images can be edited, and this sample has something else before what is to be made",
+                code="data.not-an-edit-image",
+            )
         texts = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]
         return CaptionedSample("".join(texts).strip(), tuple(range(len(media) - 1)), media[-1])
 

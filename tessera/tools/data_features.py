@@ -146,9 +146,15 @@ def _prepare(
             "sets with weights are drawn from in a run; features of all of them would be one set",
             where=f"data.{split}",
             fix="write features of one set at a time, and give the folders their weights when you train",
+            code="data.features-of-weighted-sets",
         )
     if any((data.path / MANIFEST).is_file() for data in sets):
-        raise TesseraError("the data are features already", where=f"data.{split}", fix="name the media files")
+        raise TesseraError(
+            "the data are features already",
+            where=f"data.{split}",
+            fix="name the media files",
+            code="data.already-features",
+        )
     options = {**config.train.task_options, "encoders": config.train.task_options.get("encoders") or {}}
     train = config.train.model_copy(update={"task_options": options})
     # How the model will be sharded does not matter here, and each rank works for itself.
@@ -161,6 +167,7 @@ def _prepare(
             f"features are of models that generate images or videos, and {setup.spec.name} is none",
             where="model",
             fix="name a recipe of such a family, such as wan",
+            code="generation.not-a-generation-model",
         )
     plain = {"kind": "generation", "pack": False, "shuffle": False, "balance": False}
     section = config.data.model_copy(update=plain)

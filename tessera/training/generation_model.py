@@ -63,6 +63,7 @@ class GenerationModel(nn.Module):
                     "encoders are parts of a diffusers folder, and none is named",
                     where="GenerationModel",
                     fix="folder=FOLDER, or leave encoders out and give latents and embeddings",
+                    code="generation.not-a-pipeline-folder",
                 )
             options["encoders"] = {"folder": str(folder), **chosen}
         self.task = DiffusionTask(**options)
@@ -130,6 +131,7 @@ class GenerationModel(nn.Module):
                     f"latents of shape {list(values.shape)}: the model reads [{family.channels}, frames, rows, "
                     "columns]",
                     where="GenerationModel",
+                    code="generation.latent-channels-mismatch",
                 )
             self._check_patches(values.shape[1:])
             tensors = {"clean": patchify(values, family.patch), "text": rows}
@@ -150,6 +152,7 @@ class GenerationModel(nn.Module):
                 if stride is not None
                 else "the size of latents is unknown: no folder with a VAE was named",
                 where="GenerationModel",
+                code="generation.model-input-mismatch",
             )
         text = family.text_length([len(numbers) for numbers in ids])
         tensors = {name: torch.tensor(numbers) for name, numbers in zip(family.id_names, ids, strict=True)}
@@ -170,6 +173,7 @@ class GenerationModel(nn.Module):
             raise TesseraError(
                 f"latents of {tuple(shape)} frames, rows and columns are no whole patches of {patch}",
                 where="GenerationModel",
+                code="generation.size-not-whole-patches",
             )
 
     # ------------------------------------------------------------------------------------------ training

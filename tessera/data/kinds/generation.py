@@ -30,6 +30,7 @@ def build(request: RowRequest) -> RowSource:
             f"{type(processor).__name__} does not serve images and videos with captions",
             where="data.kind=generation",
             fix="use a family that generates images or videos, such as wan; or data.kind=chat",
+            code="data.kind-needs-generation-model",
         )
     for key, plain in (("truncate", "never"), ("train_on", ["assistant"]), ("mask_history", False)):
         if getattr(section, key) != plain:
@@ -37,6 +38,7 @@ def build(request: RowRequest) -> RowSource:
                 f"{key} is about turns of a conversation, and has no effect on captions",
                 where=f"data.{key}",
                 fix=f"leave data.{key} out",
+                code="data.key-of-conversations",
             )
     sets = section.train if request.split == "train" else section.eval
     features = [source.path for source in sets if (source.path / MANIFEST).is_file()]
@@ -47,6 +49,7 @@ def build(request: RowRequest) -> RowSource:
             "features and media files cannot be mixed in one run",
             where=f"data.{request.split}",
             fix=f"make features of the others too, or leave {features[0]} out",
+            code="data.features-mixed-with-media",
         )
     request = replace(request, section=with_format(section, "generation"))
     rows = pack_rows(request, processor, hole=processor.hole, count_names=COUNTS)

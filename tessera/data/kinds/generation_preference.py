@@ -86,7 +86,12 @@ class MediaPairProcessor:
         return self.inner.hole(id, length, like)
 
     def check_features(self, facts: Mapping[str, Any], where: str) -> None:
-        raise TesseraError("features hold single samples, not pairs", where=where, fix="name the images and videos")
+        raise TesseraError(
+            "features hold single samples, not pairs",
+            where=where,
+            fix="name the images and videos",
+            code="data.features-are-not-pairs",
+        )
 
     def save(self, folder: Path) -> None:
         self.inner.save(folder)
@@ -96,7 +101,9 @@ def _apart(sample: Sample) -> tuple[Sample, Sample]:
     """Return the sample with the better image or video, and with the worse one."""
     *question, better, worse = sample.messages
     if (better.role, worse.role) != (CHOSEN, REJECTED):
-        raise TesseraError(f"no pair: a record names two images or videos, {CHOSEN!r} and {REJECTED!r}")
+        raise TesseraError(
+            f"no pair: a record names two images or videos, {CHOSEN!r} and {REJECTED!r}", code="data.not-a-pair"
+        )
     first, second = (Sample(sample.id, (*question, Message("assistant", one.parts))) for one in (better, worse))
     return first, second
 
@@ -111,6 +118,7 @@ def _check_alike(first: Any, second: Any) -> None:
         raise TesseraError(
             "the two of a pair differ in size, and are compared with one noise",
             fix="make pairs of one size, or set data.processor.height and width",
+            code="data.pair-sizes-differ",
         )
 
 
@@ -121,6 +129,7 @@ def build(request: RowRequest) -> RowSource:
             f"{type(processor).__name__} does not serve pairs of images and videos",
             where="data.kind=generation_preference",
             fix="use a family that generates images or videos, such as wan; or data.kind=preference",
+            code="data.kind-needs-generation-model",
         )
     return build_generation(replace(request, processor=MediaPairProcessor(processor)))
 

@@ -65,15 +65,22 @@ class StoredSample:
                         f"the shard {self.file.name} was made with another model, other options or other data",
                         where=str(self.file.parent),
                         fix="make the features again: tessera data features",
+                        code="data.features-of-another-make",
                     )
                 tensors = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
-            raise TesseraError(f"damaged features: {self.file.name} ({error})") from None
+            raise TesseraError(f"damaged features: {self.file.name} ({error})", code="data.damaged-features") from None
         for name, shape in self.shapes:
             if tuple(tensors[name].shape) != shape:
-                raise TesseraError(f"damaged features: {name} in {self.file.name} is {tuple(tensors[name].shape)}")
+                raise TesseraError(
+                    f"damaged features: {name} in {self.file.name} is {tuple(tensors[name].shape)}",
+                    code="data.damaged-features",
+                )
         if self.checksum is not None and checksum(tensors, sample_facts(self.id, self.grids)) != self.checksum:
-            raise TesseraError(f"damaged features: {self.file.name} (the bytes of this sample have changed)")
+            raise TesseraError(
+                f"damaged features: {self.file.name} (the bytes of this sample have changed)",
+                code="data.damaged-features",
+            )
         return tensors
 
 

@@ -52,15 +52,24 @@ class FeatureManifest:
                 f"features of version {data.get('version')!r}; this release reads {VERSION}",
                 where=str(path),
                 fix="make them again: tessera data features",
+                code="data.features-version",
             )
         try:
             shards = tuple((str(one["file"]), int(one["bytes"]), int(one["samples"])) for one in data["shards"])
             manifest = FeatureManifest(str(data["key"]), dict(data["facts"]), shards, data.get("checksums") is True)
         except (KeyError, TypeError, ValueError) as error:
-            raise TesseraError(f"not readable as a list of features: {first_line(error)}", where=str(path)) from None
+            raise TesseraError(
+                f"not readable as a list of features: {first_line(error)}",
+                where=str(path),
+                code="data.unreadable-feature-list",
+            ) from None
         for name, _, samples in manifest.shards:
             if Path(name).name != name or name in ("", ".", "..") or samples < 0:
-                raise TesseraError(f"names a file outside of its folder: {name!r}", where=str(path))
+                raise TesseraError(
+                    f"names a file outside of its folder: {name!r}",
+                    where=str(path),
+                    code="data.features-outside-folder",
+                )
         return manifest
 
     def text(self) -> str:
@@ -90,12 +99,15 @@ def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tupl
         if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
             raise ValueError("it has no description of its samples")
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TesseraError(f"damaged features: {file.name} ({first_line(error)})") from None
+        raise TesseraError(
+            f"damaged features: {file.name} ({first_line(error)})", code="data.damaged-features"
+        ) from None
     if about.get(KEY) != key:
         raise TesseraError(
             f"the shard {file.name} was made with another model, other options or other data than the rest",
             where=str(file.parent),
             fix="make the features again: tessera data features",
+            code="data.features-of-another-make",
         )
     return samples, problems
 
@@ -113,8 +125,14 @@ def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
                     raise ValueError("its bytes have changed")
                 return tensors
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise TesseraError(f"damaged features: {EMPTY} ({first_line(error)})", where=str(folder)) from None
-    raise TesseraError(f"{EMPTY} was made with another model or other options than the rest", where=str(folder))
+        raise TesseraError(
+            f"damaged features: {EMPTY} ({first_line(error)})", where=str(folder), code="data.damaged-features"
+        ) from None
+    raise TesseraError(
+        f"{EMPTY} was made with another model or other options than the rest",
+        where=str(folder),
+        code="data.features-of-another-make",
+    )
 
 
 class FeatureFolder(Container):
@@ -130,6 +148,7 @@ class FeatureFolder(Container):
                     f"damaged features: {name} has {actual} bytes, and {MANIFEST} says {size}",
                     where=str(folder),
                     fix="remove the shard and make it again: tessera data features",
+                    code="data.damaged-features",
                 )
         if not self.manifest.checksums:
             log.warning("%s has no checksums: damage of its features is not noticed. Made again, they have", folder)
@@ -162,7 +181,10 @@ class FeatureFolder(Container):
         name, _, count = self.manifest.shards[shard]
         samples, _ = shard_content(self.folder / name, self.manifest.key)
         if len(samples) != count:
-            raise TesseraError(f"damaged features: {name} has {len(samples)} samples, and {MANIFEST} says {count}")
+            raise TesseraError(
+                f"damaged features: {name} has {len(samples)} samples, and {MANIFEST} says {count}",
+                code="data.damaged-features",
+            )
         if sum(map(len, list(self._read.values()))) + count > KEPT:
             self._read.clear()
         self._read[shard] = samples

@@ -144,6 +144,7 @@ class CogVideoXEmbeddings(nn.Module):
                     where="model.config.use_learned_positional_embeddings",
                     fix=f"give videos of {config.sample_frames} frames whose latents have {config.sample_height} rows "
                     f"and {config.sample_width} columns",
+                    code="generation.size-has-no-positions",
                 )
         places = self.places
         return text + places.of_text(batch.segments["text"], len(text)), latents + places(positions)

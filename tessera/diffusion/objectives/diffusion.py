@@ -92,6 +92,7 @@ class DiffusionTask(Task):
                 f"{weighting} weighs no levels of the objective {self._objective}",
                 where="train.task_options.weighting",
                 allowed=["none", "sigma_sqrt", "cosmap", "gaussian"] if flow else ["none", "min_snr"],
+                code="generation.weighting-without-levels",
             )
         if not flow:
             moved = {"shift": self.options.shift != 1, "shift_by_tokens": self.options.shift_by_tokens is not None}
@@ -101,6 +102,7 @@ class DiffusionTask(Task):
                         f"the objective {self._objective} has the levels of `betas`, which {key} does not change",
                         where=f"train.task_options.{key}",
                         fix="leave it out; betas.snr_shift moves these levels towards noise",
+                        code="generation.levels-fixed-by-betas",
                     )
 
     def _check_given(self) -> None:
@@ -113,6 +115,7 @@ class DiffusionTask(Task):
                 where="train.task_options.given",
                 allowed=list(images.choices),
                 fix="train.task_options.given=first" if frames == "none" else None,
+                code="generation.given-frames-mismatch",
             )
         noise = {"given_noise": self.options.given_noise is not None, "given_dropout": self.options.given_dropout > 0}
         for key, chosen in noise.items():
@@ -121,6 +124,7 @@ class DiffusionTask(Task):
                     "this model does not read a given image as channels alone",
                     where=f"train.task_options.{key}",
                     fix=f"leave {key} out: it is for models such as CogVideoX I2V",
+                    code="generation.image-dropout-unsupported",
                 )
 
     def _check_features(self) -> None:
@@ -131,6 +135,7 @@ class DiffusionTask(Task):
                 where="train.task_options.given_noise",
                 fix="train on the videos themselves and encode in every step (train.task_options.encoders={}), or "
                 "leave given_noise out",
+                code="generation.given-noise-with-features",
             )
 
     def _choose_encoders(self, config: RunConfig) -> EncoderOptions | None:
@@ -157,6 +162,7 @@ class DiffusionTask(Task):
                 "online encoding needs a VAE and text encoders",
                 where="train.task_options.encoders.folder",
                 fix="name a diffusers folder that has them, here or as model.path",
+                code="generation.missing-encoders",
             )
         vae, text = chosen.vae, chosen.text
         self._parts = parts = PipelineFolder(pipeline_folder(folder) or folder, self.family.vaes)
@@ -300,6 +306,7 @@ class DiffusionTask(Task):
                 "this model reads embeddings of given frames, and the batch has none",
                 where="data.train",
                 fix="write features again with the folder of this model, which has an image_encoder",
+                code="data.features-without-frame-embeddings",
             )
         device, levels = batch["clean"].device, self._drawn(batch)
         noise = batch["noise"] if "noise" in batch else self._noise(batch).to(device)
@@ -352,6 +359,7 @@ class DiffusionTask(Task):
                 where="train.task_options.encoders",
                 fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the VAE and text "
                 "encoders of a diffusers folder; `tessera data features` writes latents once",
+                code="generation.batch-without-latents",
             )
         values = batch["clean"].shape[1]
         if values != family.patch_values:
@@ -360,6 +368,7 @@ class DiffusionTask(Task):
                 f"channels in patches of {family.patch}",
                 where="data.train",
                 fix="write features with the VAE that belongs to this model",
+                code="generation.latent-channels-mismatch",
             )
         if "condition" in batch:
             batch = batch.with_tensors(condition=self._spread(batch, "condition"))

@@ -73,12 +73,14 @@ class DiffusionDpoTask(DiffusionTask):
                 "diffusion_dpo compares with the model without its adapters, which model.lora.modules_to_save changes",
                 where="model.lora.modules_to_save",
                 fix="leave it out",
+                code="adapter.modules-to-save-with-reference",
             )
         if config.parallel.cp > 1:
             raise TesseraError(
                 "diffusion_dpo compares errors of whole samples, and with parallel.cp ranks share them",
                 where="parallel.cp",
                 allowed=[1],
+                code="layout.pairs-with-cp",
             )
         if self._choose_encoders(config) is None:
             raise TesseraError(
@@ -86,6 +88,7 @@ class DiffusionDpoTask(DiffusionTask):
                 where="train.task_options.encoders",
                 fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the parts of a "
                 "diffusers folder",
+                code="generation.pairs-need-encoders",
             )
 
     def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
@@ -106,7 +109,10 @@ class DiffusionDpoTask(DiffusionTask):
         """Return the segments of each pair: those that could be read, two by two."""
         if PAIRS not in batch.counts:
             raise TesseraError(
-                "the batch has no pairs", where="data.kind", fix="data.kind=generation_preference reads them"
+                "the batch has no pairs",
+                where="data.kind",
+                fix="data.kind=generation_preference reads them",
+                code="generation.batch-without-pairs",
             )
         readable = [number for number, shape in enumerate(batch.shapes["frames"]) if shape[0]]
         return list(zip(readable[::2], readable[1::2], strict=True))

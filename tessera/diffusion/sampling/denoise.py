@@ -150,4 +150,5 @@ def _check_numbers(latents: Sequence[Tensor], number: int) -> None:
         raise TesseraError(
             f"the latents are not finite after step {number + 1}",
             fix="the weights are damaged or the training diverged; float16 is too small for some models: try bfloat16",
+            code="generation.latents-not-finite",
         )

@@ -64,15 +64,24 @@ def check_out(out: Path, frames: int) -> None:
             where="--out",
             allowed=SUFFIXES,
             nearest=nearest(out.suffix.lower(), SUFFIXES),
+            code="output.unknown-format",
         )
     if out.suffix.lower() == ".png" and frames > 1:
         raise TesseraError(
-            f"a PNG holds one image, not {frames} frames", where="--out", fix="name a .mp4 or .gif file, or --frames 1"
+            f"a PNG holds one image, not {frames} frames",
+            where="--out",
+            fix="name a .mp4 or .gif file, or --frames 1",
+            code="output.png-holds-one-image",
         )
     if out.suffix.lower() == ".mp4":
         _av()
     if out.is_dir():
-        raise TesseraError(f"{out} is a folder", where="--out", fix=f"name a file in it, such as {out / 'sample.png'}")
+        raise TesseraError(
+            f"{out} is a folder",
+            where="--out",
+            fix=f"name a file in it, such as {out / 'sample.png'}",
+            code="output.is-a-folder",
+        )
 
 
 def sample_paths(out: Path, count: int) -> list[Path]:
@@ -113,7 +122,9 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
             replace_file(path, encoded(sample.frames, path.suffix.lower(), record.request.fps or FPS))
         replace_file(metadata_path(out), (json.dumps(described, indent=2, ensure_ascii=False) + "\n").encode())
     except OSError as error:
-        raise TesseraError(f"{out} cannot be written: {first_line(error)}", where="--out") from None
+        raise TesseraError(
+            f"{out} cannot be written: {first_line(error)}", where="--out", code="output.not-writable"
+        ) from None
     return metadata_path(out)
 
 
@@ -128,6 +139,7 @@ def read_record(path: Path) -> Record:
             "this is not the metadata file of a generation",
             where=str(path),
             fix="name the .json file that `tessera generate MODEL --prompt ... --out FILE` wrote beside FILE",
+            code="generation.not-a-metadata-file",
         )
     model, parts, dtype = map(str, words)
     with foreign_values(str(path)):
@@ -160,7 +172,10 @@ def _write_mp4(held: io.BytesIO, frames: np.ndarray, fps: float) -> None:
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
         raise TesseraError(
-            f"an MP4 needs even sizes, this video is {width}x{height}", where="--out", fix="name a .gif file"
+            f"an MP4 needs even sizes, this video is {width}x{height}",
+            where="--out",
+            fix="name a .gif file",
+            code="output.mp4-odd-size",
         )
     with av.open(held, "w", format="mp4") as container:
         names = [name for name in ("libx264", "mpeg4") if name in av.codecs_available]
@@ -180,6 +195,7 @@ def _av() -> Any:
             "MP4 files are written with PyAV, which is not installed",
             where="--out",
             fix="pip install tessera-mm[video]; or name a .gif file",
+            code="environment.pyav-missing",
         ) from None
     return av
 

@@ -95,6 +95,7 @@ class ModelOverRanks:
                 f"samples of {length} tokens are too small for the ranks that share them: {least} at least",
                 where="parallel.cp",
                 fix="make larger samples, more of them in a batch, or lower parallel.cp",
+                code="layout.sample-too-small-for-cp",
             )
         part = shard_batch(batch, sharding, self.mesh.position(CONTEXT), {}).to(self.device)
         index = part[Stream.sources("latent_index") if self.family.joint else sharding.main.index]

@@ -104,12 +104,17 @@ class Pipeline:
         defaults = {name: value for name, value in vars(self.family.sampling).items() if getattr(request, name) is None}
         full = request.model_copy(update=defaults)
         if full.guidance_2 is not None and len(self._experts) == 1:
-            raise TesseraError("this model has one expert, which --guidance is for", where="--guidance-2")
+            raise TesseraError(
+                "this model has one expert, which --guidance is for",
+                where="--guidance-2",
+                code="generation.model-has-one-expert",
+            )
         if full.true_guidance is not None and not self.family.guidance_input:
             raise TesseraError(
                 "this model has no embedded guidance, so --guidance is its true guidance",
                 where="--true-guidance",
                 fix="use --guidance",
+                code="generation.no-embedded-guidance",
             )
         frames, height, width = _size(full)
         _check_multiple("height", height, space * patch[1], 0)
@@ -119,7 +124,9 @@ class Pipeline:
         if full.images or full.last_image is not None:  # the latents of given images fill whole patches
             _check_multiple("frames", frames, time * joined, 1 + time * (joined - 1))
         if self.vae_form.images_only and frames != 1:
-            raise TesseraError("this model makes images", where="--frames", allowed=[1])
+            raise TesseraError(
+                "this model makes images", where="--frames", allowed=[1], code="generation.image-model-makes-no-video"
+            )
         self._solvers(full, [0])  # raises where the folder's scheduler and the request do not fit
         return full
 
@@ -202,16 +209,31 @@ class Pipeline:
         reads, edit = self.family.images, self._encoders.edit_images
         if reads.required and not images:
             raise TesseraError(
-                "this model makes videos from an image", where="--image", fix="give the first frame with --image FILE"
+                "this model makes videos from an image",
+                where="--image",
+                fix="give the first frame with --image FILE",
+                code="generation.missing-first-frame",
             )
         if reads.reads_first and len(images) > 1:
-            raise TesseraError(f"{len(images)} images: a video has one first frame", where="--image")
+            raise TesseraError(
+                f"{len(images)} images: a video has one first frame",
+                where="--image",
+                code="generation.more-than-one-first-frame",
+            )
         if images and not reads.reads_first:
             if edit is None:
-                raise TesseraError("this model makes images or videos from text alone", where="--image")
+                raise TesseraError(
+                    "this model makes images or videos from text alone",
+                    where="--image",
+                    code="generation.model-reads-no-image",
+                )
             edit.edit.template(len(images), "--image")  # raises where the model edits another number of images
         if last is not None and not reads.reads_last:
-            raise TesseraError("this model is not given a last frame", where="--last-image")
+            raise TesseraError(
+                "this model is not given a last frame",
+                where="--last-image",
+                code="generation.model-reads-no-last-frame",
+            )
 
     def _prompts(
         self, texts: Sequence[str], images: Sequence[Image.Image], request: Request, *, negative: bool = False
@@ -338,4 +360,5 @@ def _check_multiple(name: str, value: int, step: int, rest: int) -> None:
             where=f"--{name}",
             allowed=[f"multiples of {step}" + (f" and {rest} more" if rest else "")],
             fix=f"--{name} {' or '.join(near)}",
+            code="generation.size-not-whole-patches",
         )

@@ -36,6 +36,7 @@ class Previews(Callback):
                 "no VAE and no text encoders to sample with",
                 where="train.preview.folder",
                 fix="name the folder of a diffusers pipeline, or set train.generate_every=0",
+                code="generation.previews-without-encoders",
             )
         self.every = config.train.generate_every
         self._section = _section(config)
@@ -95,5 +96,6 @@ def _section(config: RunConfig) -> PreviewSection:
             "the recipe has no prompts to sample during training",
             where="train.preview",
             fix='set train.preview.prompts: ["a red kite"], or train.generate_every=0',
+            code="recipe.previews-without-prompts",
         )
     return config.train.preview

@@ -53,7 +53,17 @@ def read_prompts(path: Path) -> list[str]:
     """Return the prompts of a text file, one per line; empty lines are skipped."""
     prompts = [line.strip() for line in read_text(path, 64 << 20).splitlines() if line.strip()]
     if not prompts:
-        raise TesseraError("no prompt in this file", where=str(path), fix="write one prompt a line")
+        raise TesseraError(
+            "no prompt in this file",
+            where=str(path),
+            fix="write one prompt a line",
+            code="generation.no-prompts-in-file",
+        )
     if len(prompts) > MOST_PROMPTS:
-        raise TesseraError(f"{len(prompts)} prompts", where=str(path), allowed=[f"up to {MOST_PROMPTS}"])
+        raise TesseraError(
+            f"{len(prompts)} prompts",
+            where=str(path),
+            allowed=[f"up to {MOST_PROMPTS}"],
+            code="generation.too-many-prompts",
+        )
     return prompts

@@ -129,11 +129,17 @@ def make_solver(
     """Return a solver for one sample of this many latent tokens. `sigmas`: noise levels before they are shifted; None:
     the scheduler spaces them."""
     if not 1 <= steps <= _MOST_STEPS:
-        raise TesseraError(f"{steps} steps", where="--steps", allowed=[f"1 to {_MOST_STEPS}"])
+        raise TesseraError(
+            f"{steps} steps", where="--steps", allowed=[f"1 to {_MOST_STEPS}"], code="generation.bad-step-count"
+        )
     name = str(config.get("_class_name", EULER))
     if name not in _LIBRARY:
         raise TesseraError(
-            f"the folder's scheduler is {name}", where=SCHEDULER_FILE, allowed=_LIBRARY, nearest=nearest(name, _LIBRARY)
+            f"the folder's scheduler is {name}",
+            where=SCHEDULER_FILE,
+            allowed=_LIBRARY,
+            nearest=nearest(name, _LIBRARY),
+            code="generation.unsupported-scheduler",
         )
     with foreign_values(SCHEDULER_FILE):
         _number(config, "num_train_timesteps", 1000)
@@ -144,7 +150,11 @@ def make_solver(
             taken = inspect.signature(scheduler_class.__init__).parameters  # other keys raise a warning per sample
             scheduler = scheduler_class.from_config({key: value for key, value in config.items() if key in taken})
         except NotImplementedError as error:
-            raise TesseraError(f"{name} refuses its settings: {first_line(error)}", where=SCHEDULER_FILE) from error
+            raise TesseraError(
+                f"{name} refuses its settings: {first_line(error)}",
+                where=SCHEDULER_FILE,
+                code="generation.bad-scheduler-settings",
+            ) from error
         flow = name == EULER or bool(config.get("use_flow_sigmas"))
         options: dict[str, Any] = {"sigmas": sigmas} if sigmas is not None and name == EULER else {}
         if flow and config.get("use_dynamic_shifting"):
@@ -157,14 +167,21 @@ def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
     """Return the configuration of another solver for the same noise levels."""
     if solver not in SOLVERS:
         raise TesseraError(
-            f"unknown solver {solver!r}", where="--solver", allowed=SOLVERS, nearest=nearest(solver, SOLVERS)
+            f"unknown solver {solver!r}",
+            where="--solver",
+            allowed=SOLVERS,
+            nearest=nearest(solver, SOLVERS),
+            code="generation.unknown-solver",
         )
     name = str(config.get("_class_name", EULER))
     if SOLVERS[solver] == name:
         return dict(config)
     if name != EULER and config.get("prediction_type") != "flow_prediction":
         raise TesseraError(
-            f"this model does not predict a velocity: {solver} does not solve it", where="--solver", allowed=["default"]
+            f"this model does not predict a velocity: {solver} does not solve it",
+            where="--solver",
+            allowed=["default"],
+            code="generation.solver-needs-velocity",
         )
     shared = ("num_train_timesteps", "use_dynamic_shifting", "time_shift_type", "shift_terminal")
     sizes = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
@@ -180,7 +197,11 @@ def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
     """Return the configuration with noise levels that are shifted by a constant."""
     euler = config.get("_class_name", EULER) == EULER
     if not euler and not config.get("use_flow_sigmas"):
-        raise TesseraError("the noise levels of this model's scheduler are not shifted", where="--shift")
+        raise TesseraError(
+            "the noise levels of this model's scheduler are not shifted",
+            where="--shift",
+            code="generation.levels-not-shifted",
+        )
     return {**config, "shift" if euler else "flow_shift": shift, "use_dynamic_shifting": False}
 
 
@@ -199,7 +220,12 @@ def _shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
 def _dynamic(sigmas: np.ndarray, mu: float, kind: str) -> np.ndarray:
     laws: Mapping[str, Callable[[float], float]] = {"exponential": math.exp, "linear": float}
     if kind not in laws:
-        raise TesseraError(f"unknown time_shift_type {kind!r}", where=SCHEDULER_FILE, allowed=laws)
+        raise TesseraError(
+            f"unknown time_shift_type {kind!r}",
+            where=SCHEDULER_FILE,
+            allowed=laws,
+            code="generation.bad-scheduler-settings",
+        )
     shift = laws[kind](mu)
     return shift / (shift + (1 / sigmas - 1))
 
@@ -207,7 +233,12 @@ def _dynamic(sigmas: np.ndarray, mu: float, kind: str) -> np.ndarray:
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
-        raise TesseraError(f"{key} is {value!r}", where=SCHEDULER_FILE, allowed=["a number above 0, up to 1000000"])
+        raise TesseraError(
+            f"{key} is {value!r}",
+            where=SCHEDULER_FILE,
+            allowed=["a number above 0, up to 1000000"],
+            code="generation.bad-scheduler-settings",
+        )
     return value
 
 
@@ -219,4 +250,5 @@ def _library_class(name: str) -> Any:
             f"the solver {name} is a class of diffusers, which is not installed or too old",
             where=SCHEDULER_FILE,
             fix="pip install tessera-mm[hf]; or --solver euler, for a model that predicts a velocity",
+            code="environment.diffusers-missing",
         ) from None

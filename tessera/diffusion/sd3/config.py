@@ -33,6 +33,7 @@ class SD3Family(NoiseInModelType, GenerationFamily):
                     f"an image of {rows} x {columns} tokens: the model has positions for {self.table} x {self.table}",
                     where="latents",
                     fix="make the image smaller",
+                    code="generation.size-has-no-positions",
                 )
 
     def positions(self, text: int, grids: Sequence[Grid]) -> Tensor:

@@ -66,6 +66,7 @@ class ImageProjection(nn.Module):
                     f"{embeds.shape[0]} image embeddings are not whole samples of {self.positions.shape[0]}",
                     where="image_embeds",
                     fix="give the embeddings of the first and of the last frame of every sample",
+                    code="generation.image-embedding-mismatch",
                 )
             repeats = embeds.shape[0] // self.positions.shape[0]
             embeds = embeds + self.positions.to(embeds.dtype).repeat(repeats, 1)

@@ -43,7 +43,11 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     )
     width, heads = data.get("dim", 2048), data.get("num_heads", 16)
     if not (isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0):
-        raise TesseraError(f"dim {width!r} does not split into num_heads {heads!r}", where=where)
+        raise TesseraError(
+            f"dim {width!r} does not split into num_heads {heads!r}",
+            where=where,
+            code="model.heads-do-not-divide-width",
+        )
     fields = {new: data[old] for old, new in _FIELDS.items() if old in data}
     defaults = {"num_attention_heads": 16, "num_layers": 32, "ffn_dim": 8192}
     # Wan 2.2 reads a first frame as channels only. Whether a model also reads embeddings shows in its weights only.
@@ -62,5 +66,7 @@ def _stored_names(folder: Path) -> set[str]:
             with safe_open(path, "pt") as file:
                 names.update(file.keys())
         except (SafetensorError, OSError) as error:
-            raise TesseraError(f"not a safetensors file: {error}", where=str(path)) from error
+            raise TesseraError(
+                f"not a safetensors file: {error}", where=str(path), code="weights.not-safetensors"
+            ) from error
     return names
