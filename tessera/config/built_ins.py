@@ -80,4 +80,7 @@ TASK_NAMES = BuiltIns(
     | {"rm": "a reward model is trained with train.task=reward"},
 )
 FAMILY_NAMES = BuiltIns("model family", ("tessera.models", "tessera.diffusion"), "SPEC", "model.family")
-KIND_NAMES = BuiltIns("data kind", ("tessera.data.kinds",), "KIND", "data.kind", renamed={"own": "custom"})
+KIND_NAMES = BuiltIns(
+    "data kind", ("tessera.data.kinds", "tessera.diffusion.kinds"), "KIND", "data.kind", renamed={"own": "custom"}
+)
+FOLDER_NAMES = BuiltIns("format of data folders", ("tessera.diffusion",), "FOLDER", "data.train")

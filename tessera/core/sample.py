@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,6 +10,19 @@ from torch import Tensor
 
 PartKind = Literal["text", "image", "video", "audio", "features"]  # features: outputs of encoders for a full sample
 PLAIN = "text"  # the role of text that nobody says: no header, no end of turn, all of it trained on
+
+
+class StoredTensors(ABC):
+    """Locate the tensors that encoders made of one sample, and read them: the value of a part of kind `features`."""
+
+    @property
+    @abstractmethod
+    def content(self) -> str:
+        """Return text that differs between samples with different tensors."""
+
+    @abstractmethod
+    def load(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tessera.config.run_config import RunConfig
-from tessera.data.sources.features import MANIFEST
 from tessera.diffusion.autoencoders import VAE
 from tessera.diffusion.edit_images import EditPipeline
 from tessera.diffusion.family import GenerationFamily
+from tessera.diffusion.feature_folder import MANIFEST
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER
 from tessera.errors import TesseraError
 from tessera.weights.layouts import DiffusersFolder

@@ -19,10 +19,22 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tessera.core.batch import Batch
-from tessera.data.media.stored import ABOUT, CHECKSUM, KEY, checksum, sample_facts
-from tessera.data.sources.features import EMPTY, MANIFEST, PROBLEMS, SAMPLES, FeatureManifest, key_of, shard_content
 from tessera.diffusion.batches import latent_lengths
 from tessera.diffusion.encoders import Encoders
+from tessera.diffusion.feature_folder import (
+    ABOUT,
+    CHECKSUM,
+    EMPTY,
+    KEY,
+    MANIFEST,
+    PROBLEMS,
+    SAMPLES,
+    FeatureManifest,
+    checksum,
+    key_of,
+    sample_facts,
+    shard_content,
+)
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping
 

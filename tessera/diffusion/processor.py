@@ -26,7 +26,6 @@ from tessera.config.reader import build
 from tessera.core.batch import Batch
 from tessera.core.sample import MediaSize, PartKind, Sample
 from tessera.data.media.images import to_rgb
-from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.diffusion.autoencoders import VAE
 from tessera.diffusion.batches import IMAGE_EMBEDS, pack
@@ -43,6 +42,7 @@ from tessera.diffusion.edit_images import (
 )
 from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.feature_facts import check_made_for
+from tessera.diffusion.feature_folder import StoredSample
 from tessera.diffusion.frame_encoder import IMAGE_ENCODER, frame_embeddings
 from tessera.diffusion.given_images import Grid
 from tessera.diffusion.samples import CaptionedSample, EncodedMedia, GenerationOptions
@@ -396,7 +396,10 @@ class GenerationProcessor:
         return self.pack(segments)
 
     def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> EncodedMedia:
-        """Return zeros in place of a sample that cannot be read; see `CaptionProcessor`."""
+        """Return zeros in place of a sample that cannot be read: a batch may have nothing else.
+
+        `like`: features without elements, where samples are features; they have the widths and types of all others.
+        """
         counts = {"clean": length, "condition": length, "pooled": 1}
         empty = {} if like is None else like
         tensors = {name: some.new_zeros(counts.get(name, 0), *some.shape[1:]) for name, some in empty.items()}

@@ -22,12 +22,11 @@ from tessera.core.task import FrozenModule
 from tessera.data.index.measure import Progress, default_workers
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import RowReader
-from tessera.data.media.stored import ABOUT, CHECKSUM, KEY, checksum
 from tessera.data.order.packed_rows import PackedRows
-from tessera.data.sources.features import EMPTY, MANIFEST, key_of
 from tessera.diffusion.edit_images import edit_of_folder
 from tessera.diffusion.encoders import Encoders
 from tessera.diffusion.feature_facts import component_hashes, form_facts
+from tessera.diffusion.feature_folder import ABOUT, CHECKSUM, EMPTY, KEY, MANIFEST, checksum, key_of
 from tessera.diffusion.features import Shard, complete_shard, finish, keep_plan, publish, shard_name
 from tessera.diffusion.objectives.diffusion import DiffusionTask
 from tessera.diffusion.pipeline_folder import PipelineFolder

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tessera.data.sources.features import MANIFEST
+from tessera.diffusion.feature_folder import MANIFEST
 from tessera.errors import TesseraError, nearest
 from tessera.runtime.files import read_text
 from tessera_compat.mindspeed_mm.data_json import LOADER_KEYS, read_sampler

@@ -20,9 +20,9 @@ from tessera.config.run_config import load_config
 from tessera.core.task import FrozenModule
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.order.packed_rows import PackedRows
-from tessera.data.sources.features import EMPTY, MANIFEST
 from tessera.diffusion import features as feature_files
 from tessera.diffusion.feature_facts import form_facts
+from tessera.diffusion.feature_folder import EMPTY, MANIFEST
 from tessera.diffusion.features import PLAN
 from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
 from tessera.diffusion.qwen_image.config import EDIT, QwenImageConfig

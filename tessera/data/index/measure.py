@@ -22,10 +22,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tessera.core.sample import MediaSize, Sample
+from tessera.core.sample import MediaSize, Sample, StoredTensors
 from tessera.data.media.files import ArchiveMember, Limits
 from tessera.data.media.read import KindTarget, probe
-from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, reason_of
 from tessera.data.sources.source import Source
@@ -89,8 +88,8 @@ def content_hash(sample: Sample) -> int:
                 crc = zlib.crc32(part.value, crc)
             elif isinstance(part.value, str):
                 words.append(part.value)
-            elif isinstance(part.value, StoredSample):
-                words.append(f"{part.value.key} {part.value.file.name} {part.value.prefix}")
+            elif isinstance(part.value, StoredTensors):
+                words.append(part.value.content)
             elif isinstance(part.value, ArchiveMember):  # in the text that indexes on disk hold the hash of
                 member = part.value
                 words.append(

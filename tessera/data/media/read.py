@@ -6,7 +6,7 @@ of a sample, be it for training, evaluation or serving, does it by `read_media`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,13 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
-from tessera.core.sample import MediaSize, Part, PartKind, Sample
+from tessera.core.sample import MediaSize, Part, PartKind, Sample, StoredTensors
 from tessera.core.spec import LanguageProcessor, Processor
 from tessera.data.media import audio, video
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits, Target, folder_of, opened, refusing
 from tessera.data.media.images import check_pixels, decode_image, probe_image, smaller, to_rgb
-from tessera.data.media.stored import StoredSample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 
@@ -93,22 +91,6 @@ class PadsSamples(Protocol):
         ...
 
 
-@runtime_checkable
-class CaptionProcessor(MediaProcessor, Protocol):
-    """Declare what images and videos with captions need of a family's processor."""
-
-    def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> Any:
-        """Return what stands for a sample that cannot be read, and that a batch can be made of alone.
-
-        `like`: features without elements, where samples are features; they have the widths and types of all others.
-        """
-        ...
-
-    def check_features(self, facts: Mapping[str, Any], where: str) -> None:
-        """Raise if features that are made from `facts` are not those that this model reads."""
-        ...
-
-
 def probe(
     part: Part,
     root: Path,
@@ -172,7 +154,7 @@ def _decode(
 ) -> tuple[Any, MediaSize]:
     wanted: Target | None = None if target is None else partial(target, part.kind)
     decoded = _decoded_size(part, limits)
-    if isinstance(part.value, StoredSample):
+    if isinstance(part.value, StoredTensors):
         return part.value.load(), MediaSize(0, 0, 0)
     if decoded is not None:
         return _shrunk(part.value, decoded, wanted), decoded

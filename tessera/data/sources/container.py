@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tessera.config.built_ins import FOLDER_NAMES
+from tessera.config.registry import Instance, Registry
 from tessera.data.media.files import ArchiveMember
 from tessera.errors import TesseraError, first_line
 
@@ -110,6 +113,18 @@ class Joined(Container):
     def _find(self, number: int) -> tuple[Container, int]:
         part = bisect_right(self.starts, number) - 1
         return self.parts[part], number - self.starts[part]
+
+
+@dataclass(frozen=True)
+class FolderReader:
+    """Open a folder in a format of its own, which has a file with the name `marker`. `open`: (folder, limit on the
+    number of records or None)."""
+
+    marker: str
+    open: Callable[[Path, int | None], Container]
+
+
+FOLDERS: Registry[FolderReader] = Registry(FOLDER_NAMES, Instance(FolderReader))
 
 
 def file_facts(path: Path) -> dict[str, Any]:

@@ -31,9 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tessera.config.run_config import RecordFormat
-from tessera.core.sample import PLAIN, Message, Part
-from tessera.data.media.stored import StoredSample
-from tessera.data.sources.features import FEATURES
+from tessera.core.sample import PLAIN, Message, Part, StoredTensors
 from tessera.data.sources.fields import (
     MEDIA,
     WORSE_ANSWERS,
@@ -223,8 +221,8 @@ def _as_turns(value: Any, names: ColumnMap, role: str) -> list[Any]:
 
 def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
     """Return the request (a caption, perhaps with images to edit) and the image or video that answers it."""
-    features = record.get(FEATURES)
-    if isinstance(features, StoredSample):  # of our own folders: no JSON makes such an object
+    features = record.get("features")
+    if isinstance(features, StoredTensors):  # no JSON makes such an object
         return (Message("assistant", (Part("features", features),)),)
     if (turns := _parse_any_turns(record, names)) is not None:
         return _checked_pair(turns)

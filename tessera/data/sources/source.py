@@ -13,8 +13,7 @@ from tessera.core.sample import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.media.urls import is_url
 from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
-from tessera.data.sources.container import Container, Joined, NothingUsable, RawRecord, RecordError
-from tessera.data.sources.features import MANIFEST, FeatureFolder
+from tessera.data.sources.container import FOLDERS, Container, Joined, NothingUsable, RawRecord, RecordError
 from tessera.data.sources.fields import RecordSchema, check_columns, likely_columns, media_kind, suffix_of
 from tessera.data.sources.file_groups import (
     METADATA,
@@ -213,8 +212,9 @@ def _refuse_compressed(path: Path) -> None:
 def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None) -> Container:
     """Open `metadata.jsonl` or the like first; then files of records; then media with text beside; then documents."""
     limit, columns = section.max_samples, section.columns
-    if (folder / MANIFEST).is_file():
-        return FeatureFolder(folder, limit)
+    for name in FOLDERS.names():
+        if (folder / FOLDERS.get(name).marker).is_file():
+            return FOLDERS.get(name).open(folder, limit)
     for name in METADATA:
         if (folder / name).is_file():
             return Metadata(_open_file(folder / name, name, limit, columns, cache_folder), columns)

@@ -23,9 +23,10 @@ from tessera.data.kinds import Work
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.kinds.unpaired_preference import RatedProcessor
 from tessera.data.media.files import Limits, limits_of
-from tessera.data.media.read import CaptionProcessor, ChatProcessor
+from tessera.data.media.read import ChatProcessor
 from tessera.data.sources.source import Source, open_source
 from tessera.data.workers.pool import Lost, Pool
+from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config, local_model
 from tessera.inference.weight_source import origin_of
@@ -79,7 +80,7 @@ def examine(
         raise TesseraError("no data sets are given", where="tessera data doctor", fix="name one or more files")
     if (form := _form_of(processor)) is not None:
         sections = [section.model_copy(update={"format": form}) for section in sections]
-    if processor is not None and not isinstance(processor, (ChatProcessor, CaptionProcessor)):
+    if processor is not None and not isinstance(processor, (ChatProcessor, GenerationProcessor)):
         raise TesseraError(
             f"{type(processor).__name__} serves neither conversations nor captions",
             where="tessera data doctor",
@@ -110,7 +111,7 @@ def examine(
 
 def _form_of(processor: Processor | None) -> str | None:
     """Return the form of rows that a processor needs; None: any form, detected from the rows."""
-    if isinstance(processor, CaptionProcessor):
+    if isinstance(processor, GenerationProcessor):
         return "generation"
     if isinstance(processor, RatedProcessor):
         return "unpaired_preference"

@@ -18,12 +18,13 @@ from tessera.data.index.split import TruncateToLength
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
-from tessera.data.media.read import CaptionProcessor, ChatProcessor, MediaSampling, decode, probe, read_media
+from tessera.data.media.read import ChatProcessor, MediaSampling, decode, probe, read_media
 from tessera.data.sources.container import RecordError, reason_of
 from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.data.sources.source import Source
 from tessera.data.workers.pool import Note
 from tessera.data.workers.worker import time_limit
+from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.tools.data_doctor.findings import (
     Finding,
@@ -98,7 +99,7 @@ class Examiner:
     """Examine chunks, as work of a pool. It is picklable: it opens nothing before it is called."""
 
     sources: Sequence[Source]
-    processor: ChatProcessor | CaptionProcessor | None
+    processor: ChatProcessor | GenerationProcessor | None
     limits: Limits
     length: int
     decode_all: bool
@@ -111,7 +112,7 @@ class Examiner:
     @property
     def captions(self) -> bool:
         """Return whether rows are images and videos with captions, and no conversations."""
-        return isinstance(self.processor, CaptionProcessor)
+        return isinstance(self.processor, GenerationProcessor)
 
     def __call__(self, item: Chunk | ToShow, note: Note) -> Seen | Shown:
         if isinstance(item, ToShow):
@@ -239,7 +240,7 @@ class Examiner:
         return tokens
 
     @property
-    def _plain(self) -> ChatProcessor | CaptionProcessor:
+    def _plain(self) -> ChatProcessor | GenerationProcessor:
         """Return the processor of a conversation that is no pair."""
         assert self.processor is not None
         return self.processor.inner if isinstance(self.processor, PairProcessor) else self.processor

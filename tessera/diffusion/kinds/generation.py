@@ -12,26 +12,31 @@ from torch import Tensor
 from tessera.core.row_source import RowSource
 from tessera.data.kinds import RowRequest
 from tessera.data.kinds.chat import pack_rows, with_format
-from tessera.data.media.read import CaptionProcessor
-from tessera.data.media.stored import StoredSample
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import RecordError
-from tessera.data.sources.features import MANIFEST, FeatureManifest, empty_caption
+from tessera.diffusion.feature_folder import MANIFEST, FeatureManifest, StoredSample, empty_caption
+from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 COUNTS = ("samples", "tokens", "latents", "text", "trained", "images", "frames")
 
 
-def build(request: RowRequest) -> RowSource:
-    section, processor = request.section, request.processor
-    if not isinstance(processor, CaptionProcessor):
+def generation_processor_of(request: RowRequest) -> GenerationProcessor:
+    """Return the processor of a request; raise if it is not that of a generation family."""
+    if not isinstance(request.processor, GenerationProcessor):
         raise TesseraError(
-            f"{type(processor).__name__} does not serve images and videos with captions",
-            where="data.kind=generation",
+            f"{type(request.processor).__name__} does not serve images and videos with captions",
+            where=f"data.kind={request.section.kind}",
             fix="use a family that generates images or videos, such as wan; or data.kind=chat",
             code="data.kind-needs-generation-model",
         )
+    return request.processor
+
+
+def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSource:
+    """Return the rows of media files with captions, or of features."""
+    section = request.section
     for key, plain in (("truncate", "never"), ("train_on", ["assistant"]), ("mask_history", False)):
         if getattr(section, key) != plain:
             raise TesseraError(
@@ -78,6 +83,10 @@ def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
             if number + 1 == len(rows.index):
                 raise
     raise AssertionError("an index has samples")
+
+
+def build(request: RowRequest) -> RowSource:
+    return captioned_rows(request, generation_processor_of(request))
 
 
 KIND = build
