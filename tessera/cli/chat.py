@@ -53,7 +53,12 @@ def chat(
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     Sampling(**sampling)  # type: ignore[arg-type]  # values without sense are refused before a model is loaded
     if max_new_tokens < 1:
-        raise TesseraError(f"max_new_tokens is {max_new_tokens}", where="--max-new-tokens", allowed=["1 and above"])
+        raise TesseraError(
+            f"max_new_tokens is {max_new_tokens}",
+            where="--max-new-tokens",
+            allowed=["1 and above"],
+            code="generation.max-tokens-too-small",
+        )
     loaded, processor = load(model, device=device, trust=trust)
     Terminal(Chat(loaded, processor, system, max_new_tokens, sampling)).run()
 
@@ -112,7 +117,9 @@ class Terminal:
         if word in ("/image", "/video"):
             path = Path(rest.strip("'\"")).expanduser()
             if not rest or not path.is_file():
-                raise TesseraError(f"no such file: {rest or '(none named)'}", where=word, fix=f"{word} PATH")
+                raise TesseraError(
+                    f"no such file: {rest or '(none named)'}", where=word, fix=f"{word} PATH", code="media.file-missing"
+                )
             (self.images if word == "/image" else self.videos).append(path)
         elif word == "/system":
             self.chat.system = rest or None
@@ -127,17 +134,28 @@ class Terminal:
             for name, what in HELP.items():
                 typer.echo(f"{name:14} {what}", err=True)
         else:
-            raise TesseraError(f"unknown command {word}", where="chat", allowed=_WORDS, nearest=nearest(word, _WORDS))
+            raise TesseraError(
+                f"unknown command {word}",
+                where="chat",
+                allowed=_WORDS,
+                nearest=nearest(word, _WORDS),
+                code="generation.unknown-chat-command",
+            )
 
     def _save(self, name: str) -> None:
         if not name.endswith(".jsonl"):
-            raise TesseraError(f"cannot save to {name or '(no file named)'}", where="/save", fix="/save FILE.jsonl")
+            raise TesseraError(
+                f"cannot save to {name or '(no file named)'}",
+                where="/save",
+                fix="/save FILE.jsonl",
+                code="output.not-writable",
+            )
         if not self.chat.turns:
-            raise TesseraError("nothing was said yet", where="/save")
+            raise TesseraError("nothing was said yet", where="/save", code="generation.nothing-to-save")
         path = Path(name).expanduser()
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.chat.plain_messages()}, ensure_ascii=False) + "\n")
         except OSError as error:
-            raise TesseraError(f"cannot write: {error.strerror}", where=str(path)) from None
+            raise TesseraError(f"cannot write: {error.strerror}", where=str(path), code="output.not-writable") from None
         typer.echo(f"appended to {path}", err=True)

@@ -59,12 +59,20 @@ def parse_cluster(
     port: int | None = None,
 ) -> Cluster:
     if nproc < 1:
-        raise TesseraError(f"{nproc} ranks per machine", where="--nproc", allowed=["1 or more"])
+        raise TesseraError(
+            f"{nproc} ranks per machine", where="--nproc", allowed=["1 or more"], code="job.too-few-ranks"
+        )
     if restarts < 0:
-        raise TesseraError(f"{restarts} restarts", where="--restarts", allowed=["0 or more"])
+        raise TesseraError(
+            f"{restarts} restarts", where="--restarts", allowed=["0 or more"], code="job.negative-restarts"
+        )
     low, high = _node_range(nnodes)
     if master is not None and rdzv is not None:
-        raise TesseraError("both --master and --rdzv are given", fix="--master for fixed machines, --rdzv for elastic")
+        raise TesseraError(
+            "both --master and --rdzv are given",
+            fix="--master for fixed machines, --rdzv for elastic",
+            code="job.master-and-rendezvous",
+        )
     if rdzv is not None:
         _refuse("--rdzv", {"--node-rank": node_rank, "--port": port}, "elastic machines number themselves")
         return Cluster(nproc, low, high, 0, _endpoint(rdzv, "--rdzv"), True, restarts)
@@ -73,6 +81,7 @@ def parse_cluster(
             f"a range of machines ({nnodes}) needs a rendezvous",
             where="--nnodes",
             fix="add --rdzv HOST:PORT",
+            code="job.range-without-rendezvous",
         )
     if high == 1:
         _refuse("--nnodes 1", {"--node-rank": node_rank or None, "--master": master}, "one machine needs neither")
@@ -84,12 +93,21 @@ def parse_cluster(
             f"{high} machines need {missing}",
             where=missing,
             fix="add --node-rank 0…N-1 (another on each machine) and --master HOST:PORT (the same on all)",
+            code="job.machine-not-numbered",
         )
     if not 0 <= node_rank < high:
-        raise TesseraError(f"machine {node_rank} of {high}", where="--node-rank", allowed=[f"0 to {high - 1}"])
+        raise TesseraError(
+            f"machine {node_rank} of {high}",
+            where="--node-rank",
+            allowed=[f"0 to {high - 1}"],
+            code="job.machine-out-of-range",
+        )
     if restarts:
         raise TesseraError(
-            "machines with fixed numbers are not restarted", where="--restarts", fix="use --rdzv in place of --master"
+            "machines with fixed numbers are not restarted",
+            where="--restarts",
+            fix="use --rdzv in place of --master",
+            code="job.restarts-need-rendezvous",
         )
     _refuse("--master", {"--port": port}, "its port is part of --master")
     return Cluster(nproc, high, high, node_rank, _endpoint(master, "--master"), False, 0)
@@ -98,21 +116,36 @@ def parse_cluster(
 def _refuse(beside: str, options: dict[str, object | None], why: str) -> None:
     names = [name for name, value in options.items() if value is not None]
     if names:
-        raise TesseraError(f"{names[0]} does not go with {beside}: {why}", where=names[0], fix=f"leave {names[0]} out")
+        raise TesseraError(
+            f"{names[0]} does not go with {beside}: {why}",
+            where=names[0],
+            fix=f"leave {names[0]} out",
+            code="job.option-without-effect",
+        )
 
 
 def _node_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high <= _MAX_NODES:
-        raise TesseraError(f"not a number of machines: {text!r}", where="--nnodes", allowed=["4", "2:4 (elastic)"])
+        raise TesseraError(
+            f"not a number of machines: {text!r}",
+            where="--nnodes",
+            allowed=["4", "2:4 (elastic)"],
+            code="job.machines-not-a-number",
+        )
     return low, high
 
 
 def _endpoint(text: str, where: str) -> str:
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match["port"]) < 65536:
-        raise TesseraError(f"not HOST:PORT: {text!r}", where=where, allowed=["node-0:29500", "10.0.0.1:29500"])
+        raise TesseraError(
+            f"not HOST:PORT: {text!r}",
+            where=where,
+            allowed=["node-0:29500", "10.0.0.1:29500"],
+            code="job.not-an-endpoint",
+        )
     return text
 
 
@@ -130,9 +163,16 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
-            raise TesseraError(f"{self.nodes} machines", where="--nodes", allowed=["1 or more"])
+            raise TesseraError(
+                f"{self.nodes} machines", where="--nodes", allowed=["1 or more"], code="job.too-few-machines"
+            )
         if self.ranks_per_node < 1:
-            raise TesseraError(f"{self.ranks_per_node} devices", where="--gpus-per-node", allowed=["1 or more"])
+            raise TesseraError(
+                f"{self.ranks_per_node} devices",
+                where="--gpus-per-node",
+                allowed=["1 or more"],
+                code="job.too-few-ranks",
+            )
 
     def start_line(self, node_rank: str, endpoint: str) -> str:
         """Return LINE of `sh -c LINE sh WORDS...`: the shell sees the words only as "$@", whatever they contain.
@@ -167,7 +207,12 @@ def slurm_script(
             options.append((name, _check(_SLURM_WORD, value, f"--{name}", "one word")))
     if cpus_per_rank is not None:
         if cpus_per_rank < 1:
-            raise TesseraError(f"{cpus_per_rank} cores per rank", where="--cpus-per-rank", allowed=["1 or more"])
+            raise TesseraError(
+                f"{cpus_per_rank} cores per rank",
+                where="--cpus-per-rank",
+                allowed=["1 or more"],
+                code="job.too-few-cores",
+            )
         options.append(("cpus-per-task", cpus_per_rank * job.ranks_per_node))
     start = shlex.quote(job.start_line("$SLURM_NODEID", "$MASTER"))
     lines = [
@@ -199,7 +244,12 @@ def kubernetes_manifest(
     label = "a lower-case name of letters, digits and dashes, at most 53"
     _check(_DNS_LABEL, job.name, "--name", label)
     if image is None:
-        raise TesseraError("Kubernetes needs a container image", where="--image", fix="add --image REGISTRY/NAME:TAG")
+        raise TesseraError(
+            "Kubernetes needs a container image",
+            where="--image",
+            fix="add --image REGISTRY/NAME:TAG",
+            code="job.no-container-image",
+        )
     container: dict[str, Any] = {
         "name": "pytorch",  # the operator looks for this name
         "image": _check(_IMAGE, image, "--image", "REGISTRY/NAME:TAG"),
@@ -252,11 +302,16 @@ class _NoAliases(yaml.SafeDumper):
 
 def _check(pattern: re.Pattern[str], value: str, where: str, allowed: str) -> str:
     if not pattern.fullmatch(value):
-        raise TesseraError(f"not usable here: {value!r}", where=where, allowed=[allowed])
+        raise TesseraError(f"not usable here: {value!r}", where=where, allowed=[allowed], code="job.value-not-usable")
     return value
 
 
 def _absolute(path: str, where: str) -> str:
     if not re.fullmatch(r"/[\w./\-]*", path) or ".." in path.split("/"):
-        raise TesseraError(f"not an absolute path inside a container: {path!r}", where=where, allowed=["/data"])
+        raise TesseraError(
+            f"not an absolute path inside a container: {path!r}",
+            where=where,
+            allowed=["/data"],
+            code="job.path-not-absolute",
+        )
     return path

@@ -35,7 +35,12 @@ def doctor(
     check_output(html, "--html")
     check_output(json_file, "--json")
     if recipe is not None and model is not None:
-        raise TesseraError("--recipe and --model both name a model", where="tessera data doctor", fix="give one")
+        raise TesseraError(
+            "--recipe and --model both name a model",
+            where="tessera data doctor",
+            fix="give one",
+            code="recipe.model-named-twice",
+        )
     brought = for_recipe(recipe) if recipe is not None else None if model is None else for_model(model, trust)
     if brought is None:
         sections = sets_of(sets) if sets else []
@@ -81,17 +86,27 @@ def convert(
     from tessera.tools.data_doctor.examine import sets_of
 
     if to not in ("messages", "mllm"):
-        raise TesseraError(f"no such form: {to!r}", where="--to", allowed=["messages", "mllm"])
+        raise TesseraError(
+            f"no such form: {to!r}", where="--to", allowed=["messages", "mllm"], code="data.unknown-form"
+        )
     if to == "mllm":
         if images is None:
             raise TesseraError(
-                "mllm needs a folder of images", where="--images", fix="give the one that holds train2017"
+                "mllm needs a folder of images",
+                where="--images",
+                fix="give the one that holds train2017",
+                code="data.no-image-folder",
             )
         done = convert_llava(source, images, target, check_images=check, overwrite=overwrite)
     else:
         sections = sets_of([source])
         if len(sections) > 1:
-            raise TesseraError(f"{len(sections)} sets are named", where="tessera data convert", fix="one at a time")
+            raise TesseraError(
+                f"{len(sections)} sets are named",
+                where="tessera data convert",
+                fix="one at a time",
+                code="data.several-sets",
+            )
         section = sections[0].model_copy(update={"root": root})
         done = as_messages(section, target, check_media=check, overwrite=overwrite)
     for line in done.lines():
@@ -128,7 +143,9 @@ def features(
     from tessera.tools.data_features import write_features
 
     if split not in ("train", "eval"):
-        raise TesseraError(f"no such split: {split!r}", where="--split", allowed=["train", "eval"])
+        raise TesseraError(
+            f"no such split: {split!r}", where="--split", allowed=["train", "eval"], code="data.unknown-split"
+        )
     log.setup()
     done = write_features(
         recipe,

@@ -110,7 +110,9 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
                 _make_again(options["again"], options.get("out"), device, parallel, trust)
         return
     if "model" not in options:
-        raise TesseraError("no model is named", where="tessera generate", fix="tessera generate MODEL ...")
+        raise TesseraError(
+            "no model is named", where="tessera generate", fix="tessera generate MODEL ...", code="generation.no-model"
+        )
     check_path(options["model"])
     from tessera.inference.load_pipeline import generates_media
 
@@ -121,7 +123,12 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
         return
     _refuse(options, "this model makes images or videos", (*SHARED, *SAMPLING, *MEDIA, *LAYOUT))
     if "out" not in options:
-        raise TesseraError("no file is named to write to", where="--out", fix="--out sample.png, .gif or .mp4")
+        raise TesseraError(
+            "no file is named to write to",
+            where="--out",
+            fix="--out sample.png, .gif or .mp4",
+            code="generation.no-output-file",
+        )
     check_output(options["out"], "--out")
     request = _request(options)  # before any rank starts: a misspelt word should cost a moment
     loading = {name: options[name] for name in ("dtype", "parts") if name in options}
@@ -142,7 +149,12 @@ def _request(options: Mapping[str, Any]) -> Request:
     if "prompts" in options:
         texts += read_prompts(options["prompts"])
     if not texts:
-        raise TesseraError("nothing says what to make", where="--prompt", fix='--prompt "a red kite over a beach"')
+        raise TesseraError(
+            "nothing says what to make",
+            where="--prompt",
+            fix='--prompt "a red kite over a beach"',
+            code="generation.no-prompt",
+        )
     sampling = {name: options[name] for name in SAMPLING if name in options}
     if "last_image" in sampling:
         sampling["last_image"] = str(sampling["last_image"].absolute())
@@ -198,6 +210,7 @@ def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | 
                 f"--{name} {axes[name]} needs as many ranks, and this is one process",
                 where=f"--{name}",
                 fix=f"tessera generate --nproc {axes[name]} ..., or start it with torchrun",
+                code="layout.needs-more-ranks",
             )
         yield None
         return
@@ -213,11 +226,19 @@ def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where
     if len(values) > len(paths):
         option = where.replace("strength", "adapter")
         raise TesseraError(
-            f"{len(values)} strengths for {len(paths)} adapters", where=where, fix=f"give an {option} for each"
+            f"{len(values)} strengths for {len(paths)} adapters",
+            where=where,
+            fix=f"give an {option} for each",
+            code="adapter.strengths-mismatch",
         )
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        raise TesseraError(f"{twice} is named twice", where=where, fix="name it once, with the sum of its strengths")
+        raise TesseraError(
+            f"{twice} is named twice",
+            where=where,
+            fix="name it once, with the sum of its strengths",
+            code="adapter.named-twice",
+        )
     return dict(zip(paths, [*values, *[1.0] * (len(paths) - len(values))], strict=True))
 
 
@@ -230,7 +251,13 @@ def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str], instea
 
 def _without_effect(name: str, why: str, allowed: Sequence[str]) -> TesseraError:
     option = _option(name)
-    return TesseraError(f"{why}: {option} has no effect", where=option, allowed=allowed, fix=f"leave {option} out")
+    return TesseraError(
+        f"{why}: {option} has no effect",
+        where=option,
+        allowed=allowed,
+        fix=f"leave {option} out",
+        code="generation.option-without-effect",
+    )
 
 
 def _option(name: str) -> str:
@@ -241,7 +268,12 @@ def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
     from tessera.inference.load import generate as run
 
     if "question" not in options:
-        raise TesseraError("no question is asked", where="tessera generate", fix='tessera generate MODEL "What is it?"')
+        raise TesseraError(
+            "no question is asked",
+            where="tessera generate",
+            fix='tessera generate MODEL "What is it?"',
+            code="generation.no-prompt",
+        )
     run(
         options["model"],
         options["question"],

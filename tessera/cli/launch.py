@@ -64,6 +64,7 @@ def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, f
             f"{cluster.min_nodes} machines did not come together at {cluster.endpoint} within {join_timeout_s:g} s "
             f"({first_line(error)})",
             fix="start the same command on every machine; --nnodes is how many are needed",
+            code="job.machines-did-not-join",
         ) from None
     except SignalException as error:
         # The ranks received the signal too and have saved by now.
@@ -114,7 +115,9 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
     timeout = datetime.timedelta(seconds=timeout_s + 5)
     if cluster.node_rank == 0 and not port_is_free(int(port), ""):
         where = "--port" if cluster.max_nodes == 1 else "--master"
-        raise TesseraError(f"port {port} is in use", where=where, fix="choose another, or leave --port out")
+        raise TesseraError(
+            f"port {port} is in use", where=where, fix="choose another, or leave --port out", code="job.port-in-use"
+        )
     if cluster.max_nodes == 1:
         return serve_store(host, int(port), timeout)
     deadline = time.monotonic() + timeout_s
@@ -124,7 +127,12 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
     store = TCPStore(host.strip("[]"), int(port), None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     mine = f"nodes/{cluster.node_rank}"
     if store.add(f"{mine}/taken", 1) > 1:
-        raise TesseraError(f"machine {cluster.node_rank} has come already", where="--node-rank", fix="number each once")
+        raise TesseraError(
+            f"machine {cluster.node_rank} has come already",
+            where="--node-rank",
+            fix="number each once",
+            code="job.machine-number-taken",
+        )
     store.set(mine, json.dumps([socket.gethostname(), cluster.nproc, cluster.max_nodes]))
     keys = [f"nodes/{node}" for node in range(cluster.max_nodes)]
     while not store.check(keys):
@@ -135,6 +143,7 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
                 f"{word} missing: {len(keys) - len(missing)} of {len(keys)} came to {cluster.endpoint} "
                 f"within {timeout_s:g} s",
                 fix="start the same command there, with its own --node-rank",
+                code="job.machines-did-not-join",
             )
         time.sleep(0.05)
     for node, text in enumerate(store.multi_get(keys)):
@@ -144,6 +153,7 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
                 f"machine {node} ({name}) was started with --nproc {nproc} --nnodes {nodes}, machine "
                 f"{cluster.node_rank} with --nproc {cluster.nproc} --nnodes {cluster.max_nodes}",
                 fix="use the same numbers on every machine",
+                code="job.machines-disagree",
             )
     return store
 

@@ -336,6 +336,7 @@ def _refuse_unknown_command(words: list[str]) -> None:
             allowed=commands,
             nearest=nearest(words[0], commands),
             fix="install the package that adds it, if it is none of these (entry points of the group tessera.commands)",
+            code="job.unknown-command",
         )
 
 
@@ -352,6 +353,7 @@ def _refuse_foreign_options(words: list[str]) -> None:
                 f"no such option: {name}; settings are written key=value",
                 where="command line",
                 fix=hint.sentence,
+                code="job.unknown-option",
             )
 
 

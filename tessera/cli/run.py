@@ -75,7 +75,10 @@ def train(
     config = load_config(recipe, settings)
     if overwrite and (or_resume or cluster.elastic or restarts):
         raise TesseraError(
-            "a run that goes on by itself would be replaced each time", where="--overwrite", fix="leave --overwrite out"
+            "a run that goes on by itself would be replaced each time",
+            where="--overwrite",
+            fix="leave --overwrite out",
+            code="run.overwrite-with-resume",
         )
     if or_resume and os.environ.get("RANK", "0") == "0":  # the others may find the lock of their own main rank
         from tessera.training.lock import wait_for_owner
@@ -202,7 +205,9 @@ def launch(
     from tessera.config.run_config import load_config
 
     if slurm == kubernetes:
-        raise TesseraError("for which scheduler?", where="tessera launch", allowed=["--slurm", "--kubernetes"])
+        raise TesseraError(
+            "for which scheduler?", where="tessera launch", allowed=["--slurm", "--kubernetes"], code="job.no-scheduler"
+        )
     config = load_config(recipe, parse_overrides(overrides or []))
     job = Job([str(recipe), *(overrides or [])], name or config.name, nodes, gpus_per_node)
     if slurm:
@@ -280,10 +285,17 @@ def check_output(path: Path | None, option: str) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise TesseraError(f"{path} is a folder", where=option, fix=f"name a file in it, such as {path / 'result'}")
+        raise TesseraError(
+            f"{path} is a folder",
+            where=option,
+            fix=f"name a file in it, such as {path / 'result'}",
+            code="output.is-a-folder",
+        )
     existing = next((folder for folder in path.absolute().parents if folder.exists()), None)
     if existing is None or not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise TesseraError(f"nothing can be written to {existing}", where=option, fix="name another file")
+        raise TesseraError(
+            f"nothing can be written to {existing}", where=option, fix="name another file", code="output.not-writable"
+        )
 
 
 def write_output(path: Path, text: str, option: str) -> None:
@@ -291,5 +303,7 @@ def write_output(path: Path, text: str, option: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise TesseraError(f"{path} cannot be written: {first_line(error)}", where=option) from None
+        raise TesseraError(
+            f"{path} cannot be written: {first_line(error)}", where=option, code="output.not-writable"
+        ) from None
     typer.echo(f"wrote {path}")

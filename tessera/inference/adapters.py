@@ -41,10 +41,14 @@ def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Tru
     """
     in_file = is_adapters(source)
     if base is not None and not in_file:
-        raise TesseraError("a run names its model itself", where="--like", fix="leave it out")
+        raise TesseraError(
+            "a run names its model itself", where="--like", fix="leave it out", code="adapter.run-names-its-model"
+        )
     model = find_model(source, dtype, trust, base)
     if model.section.lora is None:
-        raise TesseraError("this model has no adapters", where=str(source), fix="leave --adapters out")
+        raise TesseraError(
+            "this model has no adapters", where=str(source), fix="leave --adapters out", code="adapter.none-in-model"
+        )
     spec, config = resolve(model.section)
     module = build_on_meta(spec, config)
     weights, part = spec.main.weight_map(config), part_of(model.section.path)

@@ -79,13 +79,14 @@ def export_folder(
     """
     weight_map = spec.main.weight_map(model_config)
     if weight_map is None:
-        raise TesseraError(f"family {spec.name} has no Hugging Face form to export to")
+        raise TesseraError(f"family {spec.name} has no Hugging Face form to export to", code="model.no-hf-form")
     tensors, merged = model_tensors(module), adapters or {}
     here = [weight_names(path, adapter) for path, adapter in merged.items() if factor_names(path)[0] in tensors]
     if any(name not in tensors for weights in here for name in weights):
         raise TesseraError(
             "the weights of adapted layers are quantized, and adapters are merged into full weights only",
             fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",
+            code="adapter.merge-into-quantized",
         )
     stored = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
     prepare = (lambda name, weight: merge_adapter(name, weight, tensors, merged)) if merged else None
@@ -156,6 +157,7 @@ def _seal(staging: Path, spec: ModelSpec, config: Any, base: Path | None, prove:
             where=staging.name.removeprefix(".staging-").split("~")[0],
             fix="nothing was published, and the checkpoints are untouched; `tessera convert RUN FOLDER --prove never` "
             "writes the folder as it is, to look at",
+            code="output.export-differs",
         )
     for warning in (*proof.warnings, *filter(None, [proof.obstacle])):
         _log.warning("%s", warning)

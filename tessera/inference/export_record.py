@@ -71,7 +71,9 @@ def write_record(folder: Path, base: Path | None = None) -> ExportRecord:
     """Write the record of a finished folder, and return it. `base`: the folder that the weights came from."""
     tensors, problems = _tensors_in(folder)
     if problems:
-        raise TesseraError(f"the written files cannot be read: {problems[0]}", where=str(folder))
+        raise TesseraError(
+            f"the written files cannot be read: {problems[0]}", where=str(folder), code="output.export-unreadable"
+        )
     base = base if base is not None and base.is_dir() else None
     names = _files_in(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -161,7 +163,9 @@ def read_record(folder: Path) -> ExportRecord | None:
         files = {name: ExportedFile(entry["sha256"], entry.get("base")) for name, entry in content["files"].items()}
         return ExportRecord(content["base"], tensors, files, version)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TesseraError(f"not a record of an export: {error!r}", where=str(path)) from None
+        raise TesseraError(
+            f"not a record of an export: {error!r}", where=str(path), code="output.bad-export-record"
+        ) from None
 
 
 def changes_since(folder: Path, record: ExportRecord) -> list[str]:

@@ -35,11 +35,26 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise TesseraError(f"temperature is {self.temperature}", where="sampling", allowed=["0 and above"])
+            raise TesseraError(
+                f"temperature is {self.temperature}",
+                where="sampling",
+                allowed=["0 and above"],
+                code="generation.temperature-out-of-range",
+            )
         if self.top_k < 0:
-            raise TesseraError(f"top_k is {self.top_k}", where="sampling", allowed=["0 (no limit) and above"])
+            raise TesseraError(
+                f"top_k is {self.top_k}",
+                where="sampling",
+                allowed=["0 (no limit) and above"],
+                code="generation.top-k-out-of-range",
+            )
         if not 0 < self.top_p <= 1:
-            raise TesseraError(f"top_p is {self.top_p}", where="sampling", allowed=["above 0, up to 1"])
+            raise TesseraError(
+                f"top_p is {self.top_p}",
+                where="sampling",
+                allowed=["above 0, up to 1"],
+                code="generation.top-p-out-of-range",
+            )
 
 
 class Chooser:
@@ -137,7 +152,9 @@ def generate_tokens(
     """
     rows = batch.segments["text"].bounds.numel() - 1
     if max_new_tokens < 0:
-        raise TesseraError(f"max_new_tokens is {max_new_tokens}", allowed=["0 and above"])
+        raise TesseraError(
+            f"max_new_tokens is {max_new_tokens}", allowed=["0 and above"], code="generation.max-tokens-too-small"
+        )
     produced: list[list[int]] = [[] for _ in range(rows)]
     if rows == 0 or max_new_tokens == 0:
         return produced
@@ -205,4 +222,5 @@ def _check_numbers(logits: Tensor) -> None:
         raise TesseraError(
             "the model's output is not a number (nan)",
             fix="its weights are damaged or its training diverged: look at the loss, or take an older checkpoint",
+            code="generation.output-not-finite",
         )

@@ -147,7 +147,12 @@ def load(
         unused = {"adapters": adapters, "base": base, "shards": shards, "parallel": parallel, "processor": processor}
         for name, value in {**unused, "device": device, "dtype": dtype}.items():
             if value is not None:
-                raise TesseraError("has no effect on a module of your own", where=name, fix="leave it out")
+                raise TesseraError(
+                    "has no effect on a module of your own",
+                    where=name,
+                    fix="leave it out",
+                    code="model.option-not-for-module",
+                )
         return _filled(folder, model)
     check_class_known(folder)
     where = device if isinstance(device, torch.device) else _own_device(device or "auto", parallel is not None)
@@ -159,6 +164,7 @@ def load(
             "adapters are merged into full weights, and those of this run are quantized",
             where=str(folder),
             fix="give the model's folder, and the adapters of this run beside the others",
+            code="adapter.merge-into-quantized",
         )
     meta = _MetaModel.of(source)
     if source.origin in ("folder", "adapters") and meta.weights is not None and shards is None:
@@ -242,7 +248,12 @@ def _fill_weights(
         fill_adapters(folder, tensors, adapters, meta.names, meta.weights, part_of(section.path))
     elif shards is not None:
         if source.origin != "folder" or meta.weights is None:
-            raise TesseraError("shards belong to a Hugging Face folder", where=str(folder), fix="name that folder")
+            raise TesseraError(
+                "shards belong to a Hugging Face folder",
+                where=str(folder),
+                fix="name that folder",
+                code="megatron.shards-without-folder",
+            )
         megatron = megatron_form_of(meta.spec.name, meta.config)
         fill_from_form(shards, tensors, meta.weights, megatron, meta.shapes, meta.tied)
     else:
@@ -253,10 +264,15 @@ def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcess
     """Put the weights of a run, a checkpoint or an export into a module of the user's own."""
     if not isinstance(module, nn.Module):
         fix = f"model={module.__name__}(...)" if isinstance(module, type) else "model=net, an object of its class"
-        raise TesseraError(f"not a torch.nn.Module: {str(module)[:100]}", where="model", fix=fix)
+        raise TesseraError(
+            f"not a torch.nn.Module: {str(module)[:100]}", where="model", fix=fix, code="model.not-a-module"
+        )
     if any(tensor.is_meta for tensor in model_tensors(module).values()):
         raise TesseraError(
-            "the module has no memory yet", where="model", fix="net.to_empty(device='cpu') gives it some"
+            "the module has no memory yet",
+            where="model",
+            fix="net.to_empty(device='cpu') gives it some",
+            code="model.module-without-memory",
         )
     spec, config = spec_of_object(module)
     tensors = model_tensors(module)
@@ -267,6 +283,7 @@ def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcess
             where=str(folder),
             nearest=nearest(unknown[0], tensors),
             fix="give a module of the class and the sizes that were trained",
+            code="model.module-differs",
         )
     fill_from(folder, tensors, spec.main.weight_map(config), tied_names(module))
     run = None if takes_batch(module) else _call_with_arguments(module)
@@ -291,6 +308,7 @@ def check_class_known(folder: Path) -> None:
             "the model was given as an object, and its class is not known here",
             where=str(folder),
             fix="give a module of that class, which the weights are put into: tessera.load(folder, model=net)",
+            code="model.class-not-known",
         )
 
 
@@ -310,6 +328,7 @@ def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
                 where=str(path),
                 allowed=["a LoRA file (.safetensors)", "a PEFT folder"],
                 fix=f"a run that trained adapters gives them with: tessera convert {path} ADAPTERS --adapters",
+                code="adapter.folder-is-a-model",
             )
     return by_path
 
@@ -370,9 +389,15 @@ def _over_ranks(
             "a layout over several ranks needs a process group",
             where="parallel",
             fix="start with torchrun, and call torch.distributed.init_process_group() first",
+            code="layout.no-process-group",
         )
     if dtype not in (torch.float32, torch.bfloat16):
-        raise TesseraError(f"{dtype} over several ranks", where="dtype", allowed=["float32", "bfloat16"])
+        raise TesseraError(
+            f"{dtype} over several ranks",
+            where="dtype",
+            allowed=["float32", "bfloat16"],
+            code="layout.quantized-over-ranks",
+        )
     section = build(ParallelSection, dict(parallel), "parallel")
     # As many rows as any schedule asks for: nothing is scheduled here.
     work = Workload(rows=dist.get_world_size() * (section.virtual or 2))
@@ -386,7 +411,10 @@ def _over_ranks(
     )
     if plan.axes.size(CONTEXT) > 1 and family is None:
         raise TesseraError(
-            "ranks cannot share the rows of a prompt, which grow by a token at a time", where="parallel.cp", allowed=[1]
+            "ranks cannot share the rows of a prompt, which grow by a token at a time",
+            where="parallel.cp",
+            allowed=[1],
+            code="layout.axis-not-for-generation",
         )
     mesh = Mesh(plan.axes, device)
     part = parallelize(module, plan, mesh, device).eval()
@@ -437,5 +465,11 @@ def weight_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise TesseraError(f"unknown dtype {dtype!r}", where="dtype", allowed=DTYPES, nearest=nearest(dtype, DTYPES))
+        raise TesseraError(
+            f"unknown dtype {dtype!r}",
+            where="dtype",
+            allowed=DTYPES,
+            nearest=nearest(dtype, DTYPES),
+            code="model.unknown-dtype",
+        )
     return DTYPES[dtype]

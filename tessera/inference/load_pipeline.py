@@ -65,14 +65,22 @@ def load_pipeline(
     family = family_of(spec, config)
     if family is None:
         raise TesseraError(
-            f"{spec.name} generates text", where=str(folder), fix="use tessera.load, or tessera generate"
+            f"{spec.name} generates text",
+            where=str(folder),
+            fix="use tessera.load, or tessera generate",
+            code="generation.model-generates-text",
         )
     home = _home(source, None if parts is None else Path(parts))
     how: dict[str, Any] = {"base": base, "shards": shards, "parallel": parallel, "trust": trust}
     boundary = DiffusersFolder(home).index.get("boundary_ratio")
     if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
         if adapters_2 is not None:
-            raise TesseraError("this model has one expert", where="adapters_2", fix="give them as adapters")
+            raise TesseraError(
+                "this model has one expert",
+                where="adapters_2",
+                fix="give them as adapters",
+                code="adapter.model-has-one-expert",
+            )
         model, _ = load(folder, device, source.dtype, adapters=adapters, **how)
         return Pipeline([(model, 0.0)], family, home, model.device, source.dtype, model.passes)
     second = part_of(source.section.path) == SECOND
@@ -105,6 +113,7 @@ def _home(source: FoundModel, parts: Path | None) -> Path:
         "a VAE and text encoders are missing: they are in the folder of a diffusers pipeline",
         where="the model" if place is None else str(place),
         fix="name that folder with --parts FOLDER",
+        code="generation.parts-missing",
     )
 
 

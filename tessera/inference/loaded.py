@@ -90,12 +90,20 @@ class LoadedModel(nn.Module):
         `on_text` is called with each new part of a single answer.
         """
         if self.spec.gives(REWARDS):
-            raise TesseraError("a reward model generates no text", fix="model.reward(batch) returns rewards of answers")
+            raise TesseraError(
+                "a reward model generates no text",
+                fix="model.reward(batch) returns rewards of answers",
+                code="generation.reward-model",
+            )
         processor = _needed(self._processor, self.spec)
         rows = batch.segments["text"].bounds.numel() - 1
         stream = None if on_text is None else TextStream(processor.decode, on_text)
         if stream is not None and rows != 1:
-            raise TesseraError(f"on_text follows one answer, and the batch has {rows} prompts", fix="pass one prompt")
+            raise TesseraError(
+                f"on_text follows one answer, and the batch has {rows} prompts",
+                fix="pass one prompt",
+                code="generation.stream-of-several",
+            )
         generate = self.spec.generate
         answers = generate_tokens(
             self._run if generate is None else OwnGeneration(self.module, generate),
@@ -114,7 +122,9 @@ class LoadedModel(nn.Module):
     def reward(self, batch: Batch) -> list[float]:
         """Return the reward of each conversation of a batch, by a reward model: higher is better."""
         if not self.spec.gives(REWARDS):
-            raise TesseraError("this model has no head for rewards", fix="train one: train.task=reward")
+            raise TesseraError(
+                "this model has no head for rewards", fix="train one: train.task=reward", code="model.no-reward-head"
+            )
         outputs = self._run(batch.to(self.device), logits="last")
         return [float(value) for value in outputs[REWARDS].flatten()]
 
@@ -161,7 +171,12 @@ class LoadedModel(nn.Module):
         target = Path(folder)
         if adapters:
             if not self.adapters:
-                raise TesseraError("this model has no adapters", where="adapters=True", fix="leave it out")
+                raise TesseraError(
+                    "this model has no adapters",
+                    where="adapters=True",
+                    fix="leave it out",
+                    code="adapter.none-in-model",
+                )
             save_adapters(
                 target,
                 model_tensors(self.module),
@@ -214,7 +229,10 @@ class LoadedProcessor:
         samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
         processor = _needed(self.processor, self.spec)
         if not isinstance(processor, ChatProcessor):
-            raise TesseraError(f"the processor of {self.spec.name} makes no batches of conversations")
+            raise TesseraError(
+                f"the processor of {self.spec.name} makes no batches of conversations",
+                code="generation.no-conversations",
+            )
         above = Path(base.anchor or "/")
         read = [read_media(sample, above, self.limits, processor) for sample in samples]
         encoded = [processor.encode(sample, *media) for sample, media in zip(samples, read, strict=True)]
@@ -233,10 +251,15 @@ class LoadedProcessor:
 
 def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
     if processor is not None and not isinstance(processor, LanguageProcessor):
-        raise TesseraError(f"{spec.name} generates images or videos, not text", fix="use `tessera generate`")
+        raise TesseraError(
+            f"{spec.name} generates images or videos, not text",
+            fix="use `tessera generate`",
+            code="generation.model-generates-media",
+        )
     if processor is None:
         raise TesseraError(
             f"no processor for this {spec.name} model: text cannot be tokenized",
             fix="put tokenizer.json and the preprocessor files beside the weights, or in the run's `processor` folder",
+            code="tokenizer.no-processor",
         )
     return processor

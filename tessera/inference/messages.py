@@ -37,29 +37,39 @@ _DECODED: Mapping[str, tuple[type, str]] = {
 def conversations(messages: Sequence[Any]) -> list[list[Mapping[str, Any]]]:
     """Return one conversation (a list of messages) or several (a list of those) as a list of several."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise TesseraError("messages are a list of {role, content}, or a list of such lists", where="messages")
+        raise TesseraError(
+            "messages are a list of {role, content}, or a list of such lists",
+            where="messages",
+            code="generation.bad-messages",
+        )
     if all(isinstance(entry, Mapping) for entry in messages):
         return [list(messages)]
     if all(isinstance(entry, Sequence) and not isinstance(entry, (str, bytes)) for entry in messages):
         return [list(entry) for entry in messages]
-    raise TesseraError("messages and lists of messages are mixed", where="messages")
+    raise TesseraError("messages and lists of messages are mixed", where="messages", code="generation.bad-messages")
 
 
 def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sample:
     """Return a conversation as a sample. Paths of media are made absolute: relative ones start at `base`."""
     if not messages:
-        raise TesseraError("an empty conversation", where="messages")
+        raise TesseraError("an empty conversation", where="messages", code="generation.empty-conversation")
     checked = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise TesseraError("a message has a role and content", where=where)
+            raise TesseraError("a message has a role and content", where=where, code="generation.bad-message")
         role, content = message["role"], message["content"]
         if role not in ROLES:
-            raise TesseraError(f"unknown role {role!r}", where=where, allowed=ROLES, nearest=nearest(str(role), ROLES))
+            raise TesseraError(
+                f"unknown role {role!r}",
+                where=where,
+                allowed=ROLES,
+                nearest=nearest(str(role), ROLES),
+                code="generation.unknown-role",
+            )
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, Sequence):
-            raise TesseraError("content is a text or a list of parts", where=where)
+            raise TesseraError("content is a text or a list of parts", where=where, code="generation.bad-message")
         checked.append(Message(role, tuple(_part(part, f"{where}.content[{i}]", base) for i, part in enumerate(parts))))
     return Sample(id, tuple(checked))
 
@@ -69,15 +79,24 @@ def _part(part: Any, where: str, base: Path) -> Part:
     kind = _KINDS.get(word) if isinstance(word, str) else None
     if kind is None:
         raise TesseraError(
-            f"unknown type of part: {word!r}", where=where, allowed=_KINDS, nearest=nearest(str(word), _KINDS)
+            f"unknown type of part: {word!r}",
+            where=where,
+            allowed=_KINDS,
+            nearest=nearest(str(word), _KINDS),
+            code="generation.unknown-part",
         )
     value = next((part[key] for key in (word, kind, "path", "url") if key in part), None)
     if isinstance(value, Mapping):  # {"image_url": {"url": ...}}
         value = value.get("url")
     if value is None:
-        raise TesseraError(f"the part names no {kind}", where=where, fix=f'write {{"type": "{kind}", "{kind}": ...}}')
+        raise TesseraError(
+            f"the part names no {kind}",
+            where=where,
+            fix=f'write {{"type": "{kind}", "{kind}": ...}}',
+            code="generation.bad-part",
+        )
     if kind == "text" and not isinstance(value, str):
-        raise TesseraError(f"text is a {type(value).__name__}", where=where)
+        raise TesseraError(f"text is a {type(value).__name__}", where=where, code="generation.bad-part")
     return Part(kind, value if kind == "text" else _media(kind, value, where, base))
 
 
@@ -87,7 +106,10 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
         return value
     if not isinstance(value, (str, Path)):
         raise TesseraError(
-            f"the {kind} is a {type(value).__name__}", where=where, allowed=["a path", its_name, "bytes"]
+            f"the {kind} is a {type(value).__name__}",
+            where=where,
+            allowed=["a path", its_name, "bytes"],
+            code="generation.bad-part",
         )
     if isinstance(value, str) and is_data_url(value):
         return decode_data_url(value)

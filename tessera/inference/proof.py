@@ -67,7 +67,13 @@ def check_choice(when: str) -> None:
     """Raise if this is no choice: before a long conversion, and not at its end."""
     if when not in get_args(Prove):
         near = nearest(when, get_args(Prove))
-        raise TesseraError(f"no such choice: {when!r}", where="--prove", allowed=get_args(Prove), nearest=near)
+        raise TesseraError(
+            f"no such choice: {when!r}",
+            where="--prove",
+            allowed=get_args(Prove),
+            nearest=near,
+            code="output.unknown-prove-choice",
+        )
 
 
 def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto") -> Proof:
@@ -85,7 +91,10 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
     if reason is not None:
         if when == "always":
             raise TesseraError(
-                f"nothing can be proved: {reason}", where=str(folder), fix="leave `prove` as it is: auto"
+                f"nothing can be proved: {reason}",
+                where=str(folder),
+                fix="leave `prove` as it is: auto",
+                code="output.nothing-to-prove",
             )
         return Proof(f"not compared with {library}: {reason}")
     try:
@@ -253,7 +262,7 @@ class _Ours:
         try:
             load_folder(folder, model_tensors(module), weights, tied=tied, expected=names, ranks=Ranks(0, 1))
         except TesseraError as error:
-            raise UnreadableError(error.what, where=error.where, fix=error.fix) from error
+            raise UnreadableError(error.what, where=error.where, fix=error.fix, code=error.code) from error
         self._spec, self._config = spec, config
         talks = spec.generate is None or module.can_generate()  # type: ignore[operator]  # of a class of transformers
         reads = talks and spec.processor is not None and (folder / "tokenizer.json").is_file()

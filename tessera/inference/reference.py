@@ -107,7 +107,9 @@ class TransformersReference(StockModel):
 
     def __init__(self, folder: Path) -> None:
         if importlib.util.find_spec("transformers") is None:
-            raise TesseraError("comparing needs `transformers`", fix="pip install tessera-mm[hf]")
+            raise TesseraError(
+                "comparing needs `transformers`", fix="pip install tessera-mm[hf]", code="environment.no-transformers"
+            )
         import transformers
 
         with _their_errors(folder, "load this folder"):
@@ -188,7 +190,11 @@ class TransformersReference(StockModel):
                 continue
             if all(text.strip() in prompt for text in texts) and "{'type'" not in prompt:
                 return chat
-        raise TesseraError("the folder's chat template does not write these messages", where="chat_template")
+        raise TesseraError(
+            "the folder's chat template does not write these messages",
+            where="chat_template",
+            code="tokenizer.template-refuses-messages",
+        )
 
 
 @contextlib.contextmanager
@@ -198,7 +204,8 @@ def _their_errors(folder: Path, what: str, library: str = "transformers") -> Ite
         yield
     except Exception as error:
         kind = UnreadableError if what in _FAULTS and not isinstance(error, ImportError) else TesseraError
-        raise kind(f"{library} cannot {what}: {first_line(error)}", where=str(folder)) from error
+        message = f"{library} cannot {what}: {first_line(error)}"
+        raise kind(message, where=str(folder), code="weights.reference-fails") from error
 
 
 def _in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:

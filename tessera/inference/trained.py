@@ -41,6 +41,7 @@ def open_trained(path: Path, source: FoundModel, spec: ModelSpec, config: Sectio
             "the weights of adapted layers are quantized, and adapters are merged into full weights only",
             where=str(path),
             fix=f"tessera convert {path} ADAPTERS --adapters; then convert the folder ADAPTERS",
+            code="adapter.merge-into-quantized",
         )
     adapters, _ = chosen_adapters(source.section, spec, config, module)
     wide = float32_names(module, spec.main.plan(config).float32)
@@ -61,7 +62,7 @@ def _verified(path: Path) -> tuple[Path, Mapping[str, object]]:
     manager = CheckpointManager(find_file(path, "checkpoints"), keep=1)
     state = manager.load_newest({})
     if state is None or manager.newest is None:
-        raise TesseraError("this run has no checkpoint yet", where=str(path))
+        raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
     return manager.newest, state
 
 
@@ -107,14 +108,20 @@ class TrainedForm(StoredForm):
         for layer, adapter in self._adapters.items():
             parts, weights = tensor_names(layer, adapter), weight_names(layer, adapter)
             if not names.keys() >= set(parts) or not {*names, *self._shapes} >= set(weights):
-                raise TesseraError(f"the checkpoint has no adapter of {layer}", where=self.where)
+                raise TesseraError(
+                    f"the checkpoint has no adapter of {layer}", where=self.where, code="checkpoint.adapter-missing"
+                )
             self._factors |= {factor: names[factor].read().to(self._dtype) for factor in parts}
         self._stored = {name: names[name] for name in self._shapes if name in names}
         frozen = FrozenWeights.of_state(state, path)
         elsewhere = set() if frozen is None else {name.removeprefix(MODEL) for name in frozen.names}
         missing = [name for name in self._shapes if name not in self._stored and name not in elsewhere]
         if missing:
-            raise TesseraError(f"the checkpoint does not hold {', '.join(missing[:5])}", where=self.where)
+            raise TesseraError(
+                f"the checkpoint does not hold {', '.join(missing[:5])}",
+                where=self.where,
+                code="checkpoint.tensors-missing",
+            )
         return None if frozen is None else frozen.checked_folder(Ranks.current(), base, path)
 
     def open_base(self, base: Path | None, weight_map: WeightMap | None, tied: Mapping[str, str]) -> None:

@@ -66,6 +66,7 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
             nearest=error.nearest,
             fix=f"mend the file; `cp {shlex.quote(str(trained))} {shlex.quote(str(recipe))}` takes the settings of the "
             "newest checkpoint",
+            code=error.code,
         ) from error
     if isinstance(newest.get("model"), dict) and isinstance(config.get("model"), dict):
         shape = {key: newest["model"].get(key) for key in ("family", "preset", "config")}
@@ -110,10 +111,15 @@ def fill_from(
             "these are adapters, without the model that they belong to",
             where=str(path),
             fix="give the model's folder as model.path, and this one as model.lora.path",
+            code="adapter.folder-is-adapters",
         )
     if origin == "folder":
         if weight_map is None:
-            raise TesseraError("this family has no weight map: it cannot read Hugging Face folders", where=str(path))
+            raise TesseraError(
+                "this family has no weight map: it cannot read Hugging Face folders",
+                where=str(path),
+                code="model.no-hf-form",
+            )
         load_folder(path, tensors, weight_map, tied=tied, expected=expected)
         return
 
@@ -125,14 +131,14 @@ def fill_from(
     if origin == "checkpoint":
         CheckpointManager(path.parent, keep=1, frozen_source=source).load(path, named)
     elif CheckpointManager(path / "checkpoints", keep=1, frozen_source=source).load_newest(named) is None:
-        raise TesseraError("this run has no checkpoint yet", where=str(path))
+        raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
 
 
 def newest_names(path: Path) -> list[str]:
     """Return the names of the model's tensors in a checkpoint, or in the newest one of a run."""
     newest = path if (path / MANIFEST).is_file() else CheckpointManager(path / "checkpoints", keep=1).latest()
     if newest is None:
-        raise TesseraError("this run has no checkpoint yet", where=str(path))
+        raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
     stored = read_table(newest).state_dict_metadata
     return [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
 
@@ -140,7 +146,7 @@ def newest_names(path: Path) -> list[str]:
 def _nothing_here(path: Path) -> TesseraError:
     if path.is_file():
         refuse_pickle(path)
-        return TesseraError(f"this is a file: {path}", fix="name its folder")
+        return TesseraError(f"this is a file: {path}", fix="name its folder", code="weights.file-not-folder")
     if not path.is_dir():
         return no_such_folder(path)
     return TesseraError(
@@ -152,4 +158,5 @@ def _nothing_here(path: Path) -> TesseraError:
             "a run (config.yaml)",
             f"a checkpoint ({MANIFEST})",
         ],
+        code="weights.no-model-here",
     )

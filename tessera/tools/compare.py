@@ -86,6 +86,7 @@ def compare(
             where=str(folder),
             fix=f"merge them and compare the result: tessera convert {folder} MERGED, and tessera compare MERGED "
             "--base MODEL (adapters that do not name their model: convert with --like MODEL)",
+            code="adapter.compare-unmerged",
         )
     if not folder.is_dir():
         raise no_such_folder(folder)
@@ -94,12 +95,14 @@ def compare(
             "this is a run or a checkpoint, which transformers cannot load",
             where=str(folder),
             fix=f"`tessera convert {folder} FOLDER` writes a Hugging Face folder; with checkpoint.export it is RUN/hf",
+            code="weights.not-hf-folder",
         )
     if detect_layout(folder) is None and not any(folder.glob("*.safetensors")):
         raise TesseraError(
             f"no Hugging Face folder: it has no {CONFIG_FILE}",
             where=str(folder),
             fix="`tessera convert SHARDS FOLDER --like BASE` makes one of shards and of DCP folders",
+            code="weights.no-config-file",
         )
     record = read_record(folder)
     compared, problems = _files(folder, record, None if base is None else Path(base))
@@ -169,7 +172,7 @@ def _answers(
     sources = held_out_sources(folder, data, root, max_samples)
     samples = [q for q in questions(sources) if isinstance(q, Question)]
     if not samples:
-        raise TesseraError("no sample could be used", where=str(data))
+        raise TesseraError("no sample could be used", where=str(data), code="data.no-usable-sample")
     model, processor = load(folder)
     processor = replace(processor, limits=replace(processor.limits, jpeg_draft=False))  # as the other side decodes
     answers: list[str] = []
@@ -187,5 +190,8 @@ def _answers(
 
 def _images(question: Question) -> list[Any]:
     if any(part.kind != "image" for part in question.sample.media()):
-        raise TesseraError(f"sample {question.sample.id} has a video: only images and text can be compared")
+        raise TesseraError(
+            f"sample {question.sample.id} has a video: only images and text can be compared",
+            code="media.video-not-comparable",
+        )
     return [decode(part, question.root, Limits(), VideoSampling()) for part in question.sample.media()]

@@ -47,6 +47,7 @@ def check_apart(target: Path, *sources: str | Path | None) -> None:
                 f"{source} is read, and would be replaced",
                 where=str(target),
                 fix="name another folder",
+                code="output.replaces-source",
             )
 
 
@@ -99,7 +100,11 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
     module = build_on_meta(spec, config)
     hub = spec.main.weight_map(config)
     if hub is None:
-        raise TesseraError(f"the family {spec.name} has no Hugging Face form, and no other", where=str(job.source))
+        raise TesseraError(
+            f"the family {spec.name} has no Hugging Face form, and no other",
+            where=str(job.source),
+            code="model.no-hf-form",
+        )
     shards = (
         megatron_form(spec, config, "--like" if job.form == "mm" else "--to mm") if "mm" in (job.form, job.to) else None
     )
@@ -184,5 +189,7 @@ def megatron_form(spec: ModelSpec, config: Section, where: str = "--to mm") -> M
     form = megatron_form_of(spec.name, config)
     if form is None:
         fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
-        raise TesseraError(f"the family {spec.name} has no Megatron-style form", where=where, fix=fix)
+        raise TesseraError(
+            f"the family {spec.name} has no Megatron-style form", where=where, fix=fix, code="megatron.no-form"
+        )
     return form

@@ -74,25 +74,47 @@ def convert(
         unused = {"--layout": layout, "--recipe": recipe, "--prefix": prefix or None, "--quantize": quantize}
         for option, value in {**unused, "--jobs": jobs}.items():
             if value is not None:
-                raise TesseraError("means nothing for adapters alone", where=option, fix="leave it out")
+                raise TesseraError(
+                    "means nothing for adapters alone",
+                    where=option,
+                    fix="leave it out",
+                    code="adapter.option-not-for-adapters",
+                )
         return _write_adapters(source, target, _adapter_form(to), like, dtype, overwrite, trust)
     if to == "peft" or to == "diffusers" or to == "comfyui" or to == "kohya":
-        raise TesseraError(f"{to} is a form of adapters", where="--to", fix=f"--adapters --to {to}")
+        raise TesseraError(
+            f"{to} is a form of adapters", where="--to", fix=f"--adapters --to {to}", code="adapter.form-of-adapters"
+        )
     if to not in get_args(Form):
         raise TesseraError(
-            f"no such form: {to!r}", where="--to", allowed=get_args(Form), nearest=nearest(to, get_args(Form))
+            f"no such form: {to!r}",
+            where="--to",
+            allowed=get_args(Form),
+            nearest=nearest(to, get_args(Form)),
+            code="output.unknown-form",
         )
     for option, value in (("--layout", layout), ("--recipe", recipe)):
         if value is not None and to != "mm":
-            raise TesseraError("only Megatron-style shards have a layout", where=option, fix="--to mm")
+            raise TesseraError(
+                "only Megatron-style shards have a layout", where=option, fix="--to mm", code="layout.not-for-this-form"
+            )
     if layout is not None and recipe is not None:
-        raise TesseraError("a layout and a recipe both divide the model", where="--recipe", fix="give one")
+        raise TesseraError(
+            "a layout and a recipe both divide the model", where="--recipe", fix="give one", code="layout.given-twice"
+        )
     if quantize is not None and to != "hf":
-        raise TesseraError("only Hugging Face folders are written quantized", where="--quantize")
+        raise TesseraError(
+            "only Hugging Face folders are written quantized", where="--quantize", code="output.quantized-form"
+        )
     form = _form_of(source)
     _check_used(form, to, None if like is None else Path(like), prefix, prove, jobs)
     if dtype is not None and form is not None and (form, to) != ("hf", "hf"):
-        raise TesseraError(f"from {form} to {to} every tensor keeps its type", where="--dtype", fix="leave it out")
+        raise TesseraError(
+            f"from {form} to {to} every tensor keeps its type",
+            where="--dtype",
+            fix="leave it out",
+            code="output.dtype-without-effect",
+        )
     pattern = None if like is None else Path(like)
     job = ConversionJob(source, form, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
     job.layout = parse_layout({} if layout is None else layout)
@@ -113,7 +135,11 @@ def _form_of(source: Path) -> Form | None:
     if (source / METADATA).is_file():
         return "dcp"
     if source.is_file() and source.name == SHARD_FILE:
-        raise TesseraError(f"this is one file of several: {source}", fix=f"name the folder that holds {LATEST}")
+        raise TesseraError(
+            f"this is one file of several: {source}",
+            fix=f"name the folder that holds {LATEST}",
+            code="megatron.file-of-several",
+        )
     try:
         return "hf" if origin_of(source) == "folder" else None
     except TesseraError as error:
@@ -122,23 +148,47 @@ def _form_of(source: Path) -> Form | None:
         above = next((str(one) for one in source.absolute().parents[:2] if is_megatron_folder(one)), None)
         more = [f"Megatron-style shards ({LATEST})", f"a torch DCP folder ({METADATA})"]
         raise TesseraError(
-            error.what, where=error.where, allowed=[*error.allowed, *more], fix=above and f"name {above}"
+            error.what,
+            where=error.where,
+            allowed=[*error.allowed, *more],
+            fix=above and f"name {above}",
+            code=error.code,
         ) from None
 
 
 def _check_used(form: Form | None, to: Form, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
     """Refuse options that would change nothing, and those that cannot be meant."""
     if jobs is not None and jobs < 1:
-        raise TesseraError(f"{jobs} threads cannot do it", where="--jobs", fix="give 1 or more, or leave it out")
+        raise TesseraError(
+            f"{jobs} threads cannot do it",
+            where="--jobs",
+            fix="give 1 or more, or leave it out",
+            code="output.too-few-threads",
+        )
     if like is not None and detect_layout(like) is None:
-        raise TesseraError(f"no {CONFIG_FILE} in {like}", where="--like", fix="name a Hugging Face folder")
+        raise TesseraError(
+            f"no {CONFIG_FILE} in {like}",
+            where="--like",
+            fix="name a Hugging Face folder",
+            code="weights.no-config-file",
+        )
     if like is not None and form == "hf" and to != "original":
-        raise TesseraError("a Hugging Face folder names its model itself", where="--like", fix="leave it out")
+        raise TesseraError(
+            "a Hugging Face folder names its model itself",
+            where="--like",
+            fix="leave it out",
+            code="weights.like-without-effect",
+        )
     if prefix and "dcp" not in (form, to):
-        raise TesseraError("no DCP folder is read or written", where="--prefix", fix="leave it out")
+        raise TesseraError(
+            "no DCP folder is read or written", where="--prefix", fix="leave it out", code="output.option-only-for-dcp"
+        )
     if prove == "always" and to not in ("hf", "original"):
         raise TesseraError(
-            f"transformers does not read {to}, so logits cannot be compared", where="--prove", fix="leave it out"
+            f"transformers does not read {to}, so logits cannot be compared",
+            where="--prove",
+            fix="leave it out",
+            code="output.logits-not-comparable",
         )
 
 
@@ -151,6 +201,7 @@ def _described(source: Path, form: Form, like: Path | None) -> Path:
             "these files do not say which model they are of",
             where=str(source),
             fix="name the Hugging Face folder that it began from: --like FOLDER (like= in Python)",
+            code="weights.model-not-named",
         )
     return like
 
@@ -186,5 +237,11 @@ def _adapter_form(to: str) -> AdapterForm:
     forms = get_args(AdapterForm)
     form = "peft" if to == "hf" else to
     if form not in forms:
-        raise TesseraError(f"adapters have no form {to!r}", where="--to", allowed=forms, nearest=nearest(to, forms))
+        raise TesseraError(
+            f"adapters have no form {to!r}",
+            where="--to",
+            allowed=forms,
+            nearest=nearest(to, forms),
+            code="output.unknown-adapter-form",
+        )
     return cast(AdapterForm, form)

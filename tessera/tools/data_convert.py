@@ -91,7 +91,10 @@ def convert_llava(
     prefix = f"./{base / folder}" if relative else os.path.abspath(base / folder)
     if check_images and not (base / folder).is_dir():
         raise TesseraError(
-            f"no folder {folder!r} in {base}", where="images", fix="give the folder that was made by unpacking COCO2017"
+            f"no folder {folder!r} in {base}",
+            where="images",
+            fix="give the folder that was made by unpacking COCO2017",
+            code="data.no-image-folder",
         )
 
     @functools.cache  # lists a folder once, and does not check each of its hundred thousand files
@@ -147,7 +150,9 @@ def _convert(
         if done.written == 0:
             counts = f"{done.missing} with missing media, {done.bad} that cannot be read"
             reasons = "; ".join(dict.fromkeys(reason for _, reason in done.reasons))
-            raise TesseraError(f"no row could be written; {counts}: {reasons}", where=str(done.out))
+            raise TesseraError(
+                f"no row could be written; {counts}: {reasons}", where=str(done.out), code="data.no-row-written"
+            )
         file.write(end)
     return done
 
@@ -207,10 +212,15 @@ def _fresh(out: Path, overwrite: bool, *inputs: Path) -> Iterator[TextIO]:
     """Open a file for writing that appears complete, or not at all. It may not be one of `inputs`."""
     if out.exists() and not overwrite:
         raise TesseraError(
-            f"{out} is already there", where="out", fix="name another file, or --overwrite (overwrite=True in Python)"
+            f"{out} is already there",
+            where="out",
+            fix="name another file, or --overwrite (overwrite=True in Python)",
+            code="output.exists",
         )
     if out.exists() and any(path.exists() and out.samefile(path) for path in inputs):
-        raise TesseraError(f"{out} is what is read", where="out", fix="name another file")
+        raise TesseraError(
+            f"{out} is what is read", where="out", fix="name another file", code="output.replaces-source"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

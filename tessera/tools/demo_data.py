@@ -49,6 +49,7 @@ def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
             f"this installation came without its demo set: {', '.join(missing)}",
             where=str(_SHIPPED),
             fix="install the package again: pip install --force-reinstall --no-deps tessera-mm",
+            code="environment.demo-set-missing",
         )
     target = Path(folder)
     if overwrite or not _is_demo(target):

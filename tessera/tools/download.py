@@ -47,5 +47,10 @@ def named_repository(id: str, kind: RepoKind, revision: str | None, where: str) 
     if revision is None:
         return hub_id
     if hub_id.revision not in (None, revision):
-        raise TesseraError(f"{id} names another revision than {revision!r}", where=where, fix="leave one of them out")
+        raise TesseraError(
+            f"{id} names another revision than {revision!r}",
+            where=where,
+            fix="leave one of them out",
+            code="hub.two-revisions",
+        )
     return hub_id.at(revision)

@@ -124,6 +124,7 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
         raise Uncountable(
             f"family {setup.spec.name} has no example batch, so a step of it cannot be run dry",
             fix="`tessera plan` without --dry-run forecasts what it can from the plan",
+            code="model.no-example-batch",
         )
     plan = setup.plan
     alike: dict[object, list[int]] = {}
@@ -194,6 +195,7 @@ def _uncounted(position: int, output: str) -> Uncountable:
     return Uncountable(
         f"a step at {position} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
         fix="`tessera plan` without --dry-run forecasts the same from the plan",
+        code="run.dry-run-stage-failed",
     )
 
 

@@ -92,6 +92,7 @@ def original_target(
             f"the family {spec.name} has one form of folders, that of Hugging Face",
             where="--to original",
             fix="--to hf",
+            code="output.family-has-one-form",
         )
     if folder is None or not is_original(spec, folder):
         raise TesseraError(
@@ -99,6 +100,7 @@ def original_target(
             where=str(where) if folder is None else str(folder),
             allowed=[f"a folder whose model_type is {kind}" for kind in spec.originals],
             fix="name the one that it began from: --like FOLDER (like= in Python)",
+            code="weights.original-not-named",
         )
     layout = detect_layout(folder)
     assert layout is not None
@@ -117,6 +119,7 @@ def original_target(
                 f"{name} is {_shape_text(shapes.get(name))} here and {_shape_text(theirs.get(name))} there",
                 where=str(folder),
                 fix="name the folder that the model began from: --like FOLDER",
+                code="weights.original-differs",
             )
     described = with_dtype(raw, main_dtype(tensors))
     if "auto_map" in raw:  # the code that it names is handed on as well

@@ -73,6 +73,7 @@ def push(
             f"{named} is no place to push to",
             where=WHERE,
             fix="name a model: org/name on Hugging Face, ms://org/name on ModelScope",
+            code="hub.not-a-name",
         )
     folder, run = _folder_of(Path(source))
     began = base or _known_base(folder, run, named.hub)
@@ -95,13 +96,18 @@ def _folder_of(source: Path) -> tuple[Path, Path | None]:
         exports = [source / name for name in ("hf", "adapter") if (source / name).is_dir()]
         if len(exports) > 1:
             raise TesseraError(
-                "this run has exported a model and adapters", where=str(source), allowed=exports, fix="name one of them"
+                "this run has exported a model and adapters",
+                where=str(source),
+                allowed=exports,
+                fix="name one of them",
+                code="hub.two-exports",
             )
         if not exports:
             raise TesseraError(
                 "this run has exported nothing yet",
                 where=str(source),
                 fix=f"tessera convert {source} FOLDER (with --adapters for those alone), then tessera push FOLDER ID",
+                code="hub.nothing-exported",
             )
         return exports[0], source
     if not source.is_dir() or (detect_layout(source) is None and not is_adapters(source)):
@@ -109,6 +115,7 @@ def _folder_of(source: Path) -> tuple[Path, Path | None]:
             "neither a model nor adapters are here",
             where=str(source),
             allowed=["a run", "a Hugging Face or diffusers folder", "PEFT adapters"],
+            code="hub.nothing-to-push",
         )
     above = source.absolute().parent
     return source, above if (above / "config.yaml").is_file() else None
@@ -150,6 +157,7 @@ def _contents(folder: Path, base: str | None) -> tuple[dict[str, Path | bytes], 
             f"the folder was changed after its export: {problems[0]}",
             where=str(folder),
             fix=f"export it again; or, if the change is meant, remove {folder / MARK}",
+            code="output.changed-after-export",
         )
     contents: dict[str, Path | bytes] = {}
     left_out: list[str] = []
@@ -177,6 +185,7 @@ def _with_public_base(path: Path, base: str | None) -> bytes:
                 f"the adapters belong to {named or 'a model without a name'!r}, which nobody else can find",
                 where=str(path),
                 fix="give its name on the hub: --base org/name",
+                code="adapter.base-without-name",
             )
         base = named
     return (json.dumps({**said, _BASE: base}, indent=2) + "\n").encode()
@@ -193,6 +202,7 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
             "nobody is logged in to Hugging Face",
             where=WHERE,
             fix="`hf auth login`, or set HF_TOKEN to a token that may write; --dry-run shows what would go",
+            code="hub.not-logged-in",
         )
     api = library.HfApi(endpoint=client.endpoint, token=token)
     try:
@@ -200,7 +210,10 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
         there = api.repo_info(name)
         if private and not there.private:
             raise TesseraError(
-                f"{name} exists and is public", where="--private", fix="push to another name, or make it private there"
+                f"{name} exists and is public",
+                where="--private",
+                fix="push to another name, or make it private there",
+                code="hub.repository-is-public",
             )
         sent = dict(contents)
         card = planned.card
@@ -221,13 +234,17 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
         raise
     except library.errors.HfHubHTTPError as error:
         status = None if error.response is None else error.response.status_code
-        fix = "the token may not write there: make one with the right to write" if status in (401, 403) else "try again"
-        raise TesseraError(f"Hugging Face refuses: {first_line(error)[:300]}", where=WHERE, fix=fix) from None
+        fix, code = "try again", "hub.push-refused"
+        if status in (401, 403):
+            fix, code = "the token may not write there: make one with the right to write", "hub.token-cannot-write"
+        message = f"Hugging Face refuses: {first_line(error)[:300]}"
+        raise TesseraError(message, where=WHERE, fix=fix, code=code) from None
     except (OSError, ValueError) as error:
         raise TesseraError(
             f"the push broke off: {first_line(error)[:300]}",
             where=WHERE,
             fix="try again: files that are there are not sent twice",
+            code="hub.push-broke-off",
         ) from None
     return Pushed(planned.id, planned.folder, planned.files, planned.left_out, card, url)
 

@@ -25,24 +25,35 @@ def parse_layout(layout_mapping: Mapping[str, Any]) -> MegatronLayout:
     keys = ("tp", "ep", *_PARTS)
     if not isinstance(layout_mapping, Mapping):
         raise TesseraError(
-            f"a layout is a mapping, not {_short(layout_mapping)}", where="layout", fix="{tp: 2, llm: [10, 18]}"
+            f"a layout is a mapping, not {_short(layout_mapping)}",
+            where="layout",
+            fix="{tp: 2, llm: [10, 18]}",
+            code="layout.not-a-mapping",
         )
     for key in layout_mapping:
         if key not in keys:
             near = nearest(str(key), keys)
-            raise TesseraError(f"a layout has no {key!r}", where="layout", allowed=keys, nearest=near)
+            raise TesseraError(
+                f"a layout has no {key!r}", where="layout", allowed=keys, nearest=near, code="layout.unknown-key"
+            )
     sizes = {key: layout_mapping.get(key, 1) for key in ("tp", "ep")}
     for key, size in sizes.items():
         if type(size) is not int or not 0 < size <= _MOST[key]:
             raise TesseraError(
-                f"{key} must be a number of ranks from 1 to {_MOST[key]}, not {_short(size)}", where="layout"
+                f"{key} must be a number of ranks from 1 to {_MOST[key]}, not {_short(size)}",
+                where="layout",
+                code="layout.size-out-of-range",
             )
     layout = MegatronLayout(
         **sizes, layers={part: _lists(part, layout_mapping[part]) for part in _PARTS if part in layout_mapping}
     )
     files = layout.tp * layout.pp * layout.ep
     if files > _MOST_FILES:
-        raise TesseraError(f"{files:,} ranks have a file each; at most {_MOST_FILES:,} are written", where="layout")
+        raise TesseraError(
+            f"{files:,} ranks have a file each; at most {_MOST_FILES:,} are written",
+            where="layout",
+            code="layout.too-many-ranks",
+        )
     return layout
 
 
@@ -60,10 +71,15 @@ def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
         raise TesseraError(
             f"{part} must be a list of numbers of layers, or a list of such lists, not {_short(value)}",
             where="layout",
+            code="layout.stages-not-lists",
         )
     stages = sum(map(len, lists))
     if stages > _MOST["pp"]:
-        raise TesseraError(f"{part} has {stages:,} stages; at most {_MOST['pp']:,} are possible", where="layout")
+        raise TesseraError(
+            f"{part} has {stages:,} stages; at most {_MOST['pp']:,} are possible",
+            where="layout",
+            code="layout.too-many-stages",
+        )
     return tuple(tuple(chunk) for chunk in lists)
 
 
@@ -87,6 +103,7 @@ def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) ->
                 "divide both alike",
                 where=str(where),
                 fix="give a layout instead: --layout",
+                code="layout.tensor-sizes-differ",
             )
     names = [name for name, _ in setup.module.named_parameters()]
     layers: dict[str, Any] = {part.option: _stages_of(part, form, plan, names, str(where)) for part in form.parts}
@@ -106,6 +123,7 @@ def _stages_of(
             f"the stages of schedule {pipeline.schedule} go forth and back over the ranks; shards go round",
             where=where,
             fix="another parallel.schedule, such as interleaved, or a layout: --layout",
+            code="layout.schedule-not-for-shards",
         )
     stages: list[set[int]] = [set() for _ in pipeline.stages]
     for name in names:

@@ -77,7 +77,12 @@ def examine(
     """
     began = time.perf_counter()
     if not sections:
-        raise TesseraError("no data sets are given", where="tessera data doctor", fix="name one or more files")
+        raise TesseraError(
+            "no data sets are given",
+            where="tessera data doctor",
+            fix="name one or more files",
+            code="data.no-files-named",
+        )
     if (form := _form_of(processor)) is not None:
         sections = [section.model_copy(update={"format": form}) for section in sections]
     if processor is not None and not isinstance(processor, (ChatProcessor, GenerationProcessor)):
@@ -85,6 +90,7 @@ def examine(
             f"{type(processor).__name__} serves neither conversations nor captions",
             where="tessera data doctor",
             fix="leave out --recipe and --model: the data is then examined without tokens",
+            code="data.processor-without-samples",
         )
     with tempfile.TemporaryDirectory(prefix="tessera-doctor-") as scratch:
         sources = [open_source(section, Path(scratch)) for section in sections]
