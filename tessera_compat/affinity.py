@@ -146,6 +146,7 @@ class ThreadBinder:
                 raise TesseraError(
                     f"this process may not use the cores {format_cores(self.cores)}: {first_line(error)}",
                     fix=f"name cores among {format_cores(os.sched_getaffinity(0))}",
+                    code="device.cores-not-allowed",
                 ) from None
         self._bound = threads
 
@@ -179,13 +180,19 @@ def bind_interrupts(pci_address: str | None, cores: Iterable[int], sys: Path = S
     """Let these cores serve the interrupts of a device; return how many interrupts it has. Needs root."""
     folder = None if pci_address is None else sys / "bus/pci/devices" / pci_address.lower() / "msi_irqs"
     if folder is None or not folder.is_dir():
-        raise TesseraError("/sys does not list the interrupts of this device", fix="leave bind_irq out")
+        raise TesseraError(
+            "/sys does not list the interrupts of this device",
+            fix="leave bind_irq out",
+            code="device.interrupts-unlisted",
+        )
     numbers = sorted(os.listdir(folder))
     for number in numbers:
         try:
             (proc / "irq" / number / "smp_affinity_list").write_text(format_cores(cores))
         except OSError as error:
             raise TesseraError(
-                f"interrupt {number} cannot be bound: {first_line(error)}", fix="run as root, or leave bind_irq out"
+                f"interrupt {number} cannot be bound: {first_line(error)}",
+                fix="run as root, or leave bind_irq out",
+                code="device.interrupt-not-bound",
             ) from None
     return len(numbers)

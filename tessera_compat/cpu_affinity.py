@@ -73,7 +73,10 @@ def parse_affinity(text: str) -> AffinityConf:
             _refuse(item, "not understood", _FORMS, near=nearest(key, ["mode", *_SWITCHES]))
     if mode is None and (cores or switches):
         raise TesseraError(
-            "no mode is given, so nothing would be bound", where=f"{VARIABLE}={text}", fix=f"write {VARIABLE}=1,{text}"
+            "no mode is given, so nothing would be bound",
+            where=f"{VARIABLE}={text}",
+            fix=f"write {VARIABLE}=1,{text}",
+            code="environment.affinity-without-mode",
         )
     return AffinityConf(mode or 0, cores, **{**_SWITCHES, **switches})
 
@@ -81,7 +84,9 @@ def parse_affinity(text: str) -> AffinityConf:
 def _refuse(
     item: str, why: str, allowed: Sequence[str] | None = None, *, near: str | None = None, fix: str | None = None
 ) -> NoReturn:
-    raise TesseraError(f"{item!r}: {why}", where=VARIABLE, allowed=allowed, nearest=near, fix=fix)
+    raise TesseraError(
+        f"{item!r}: {why}", where=VARIABLE, allowed=allowed, nearest=near, fix=fix, code="environment.affinity-invalid"
+    )
 
 
 def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
@@ -95,19 +100,23 @@ def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: 
                 where=VARIABLE,
                 allowed=[f"0 to {devices - 1}"],
                 fix=f"leave npu{device} out",
+                code="environment.affinity-unknown-device",
             )
         if missing := cores - topology.online:
             raise TesseraError(
                 f"device {device}: this machine has no core {format_cores(missing)}",
                 where=VARIABLE,
                 allowed=[format_cores(topology.online)],
+                code="environment.affinity-unknown-core",
             )
         chosen[device] = cores
     if conf.bind_irq:
         for device, cores in enumerate(chosen):
             if len(cores) <= _INTERRUPT_CORES:
                 raise TesseraError(
-                    f"bind_irq reserves {_INTERRUPT_CORES} cores, and device {device} has {len(cores)}", where=VARIABLE
+                    f"bind_irq reserves {_INTERRUPT_CORES} cores, and device {device} has {len(cores)}",
+                    where=VARIABLE,
+                    code="environment.affinity-too-few-cores",
                 )
     return chosen
 

@@ -142,7 +142,11 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
             continue
         if variable.values and not re.fullmatch(variable.values.pattern, value):
             raise TesseraError(
-                f"{name}={value}", where="environment", allowed=variable.values.allowed, fix=f"mend or unset {name}"
+                f"{name}={value}",
+                where="environment",
+                allowed=variable.values.allowed,
+                fix=f"mend or unset {name}",
+                code="environment.invalid-value",
             )
         if name == AFFINITY:
             parse_affinity(value)

@@ -53,7 +53,7 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
     """Run a script as `__main__` and return its names."""
     if not script.is_file():
         near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
-        raise TesseraError(f"no such script: {script}", where="tessera run", nearest=near)
+        raise TesseraError(f"no such script: {script}", where="tessera run", nearest=near, code="job.script-missing")
     check_run(environment_ranks()[1])
     state.current().rank_callbacks = prepare_rank()
     joined_before = dist.is_initialized()
@@ -68,6 +68,7 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
             raise TesseraError(
                 f"{script.name} imports something that Tessera does not offer: {error.msg}",
                 fix="docs/reference/compat-megatron.md lists the served modules",
+                code="megatron.import-not-served",
             ) from error
         finally:
             state.destroy()
@@ -99,7 +100,11 @@ def main() -> None:
     with reported():
         log.setup(environment_ranks()[0])
         if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-            raise TesseraError("no script is named", fix="python -m tessera_compat.run script.py [its arguments]")
+            raise TesseraError(
+                "no script is named",
+                fix="python -m tessera_compat.run script.py [its arguments]",
+                code="job.script-missing",
+            )
         run_script(Path(sys.argv[1]), sys.argv[2:])
 
 

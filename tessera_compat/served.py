@@ -265,6 +265,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             nearest=nearest(fullname, [*SERVED, *packages()]),
             fix="docs/reference/compat-megatron.md lists the served modules, and files below mindspeed_mm/ are found; "
             "`except ImportError` around the import works too",
+            code="megatron.module-not-served",
         )
         error.name = fullname
         raise error
@@ -326,6 +327,7 @@ def serving() -> Iterator[None]:
         raise TesseraError(
             f"{', '.join(imported)} has been imported before, so it cannot be served from Tessera",
             fix="start the script with `tessera run --as-megatron` in a separate process",
+            code="megatron.already-imported",
         )
     finder = ServedFinder([Path(sys.path[0] or "."), Path.cwd()])
     for root in ROOTS:

@@ -55,6 +55,7 @@ def get_args() -> Any:
             "the arguments of the run are not parsed yet",
             where="get_args",
             fix="call pretrain(...) or initialize_megatron(...) first, or get_args() inside of a callback",
+            code="job.arguments-not-parsed",
         )
     return args
 

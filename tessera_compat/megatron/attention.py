@@ -98,7 +98,11 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.softmax_in_fp32 = softmax_in_fp32
         self.scale = scale
         if scale is not None and not softmax_in_fp32:
-            raise TesseraError("scores that are scaled need softmax in float32", where="FusedScaleMaskSoftmax")
+            raise TesseraError(
+                "scores that are scaled need softmax in float32",
+                where="FusedScaleMaskSoftmax",
+                code="megatron.scaled-softmax",
+            )
 
     def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
         scores = input.float() if self.softmax_in_fp32 and input.dtype.itemsize < 4 else input
@@ -162,7 +166,11 @@ class DotProductAttention(MegatronModule):
         packed_seq_params: Any = None,
     ) -> Tensor:
         if packed_seq_params is not None or attention_bias is not None:
-            raise TesseraError("packed sequences and attention biases are not offered", where="DotProductAttention")
+            raise TesseraError(
+                "packed sequences and attention biases are not offered",
+                where="DotProductAttention",
+                code="megatron.packed-sequences",
+            )
         if self.heads != self.groups:
             key = key.repeat_interleave(self.heads // self.groups, dim=2)
             value = value.repeat_interleave(self.heads // self.groups, dim=2)

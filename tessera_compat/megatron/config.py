@@ -90,12 +90,17 @@ class CheckedFields:
             if name not in names:
                 for beginning, reason in REFUSED_BEGINNINGS.items():
                     if name.startswith(beginning):
-                        raise TesseraError(f"{name} cannot be served: {reason}", where=f"{cls.__name__}({name}=...)")
+                        raise TesseraError(
+                            f"{name} cannot be served: {reason}",
+                            where=f"{cls.__name__}({name}=...)",
+                            code="megatron.unsupported-field",
+                        )
                 raise TesseraError(
                     f"{cls.__name__} has no field {name!r}",
                     where=f"{cls.__name__}({name}=...)",
                     nearest=nearest(name, names),
                     fix="fields are those of release 0.12.1; leave out what came later",
+                    code="megatron.unknown-field",
                 )
         return super().__new__(cls)
 
@@ -159,7 +164,9 @@ class ModelParallelConfig(CheckedFields):
     def refusal(self, name: str, reason: str) -> TesseraError:
         """Return the error for a field whose value cannot be served."""
         return TesseraError(
-            f"{name}={getattr(self, name)!r} cannot be served: {reason}", where=f"{type(self).__name__}.{name}"
+            f"{name}={getattr(self, name)!r} cannot be served: {reason}",
+            where=f"{type(self).__name__}.{name}",
+            code="megatron.unsupported-field",
         )
 
     def _check_offered(self) -> None:
@@ -307,7 +314,11 @@ class MLATransformerConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         """Raise: no layer here has it."""
-        raise TesseraError(f"MLATransformerConfig cannot be served: {_NO_MLA}", fix="use TransformerConfig")
+        raise TesseraError(
+            f"MLATransformerConfig cannot be served: {_NO_MLA}",
+            fix="use TransformerConfig",
+            code="megatron.unsupported-field",
+        )
 
 
 def init_method_normal(sigma: float) -> Init:

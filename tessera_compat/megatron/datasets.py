@@ -91,15 +91,23 @@ class BlendedMegatronDatasetConfig(CheckedFields):
                 "data sets of .bin and .idx files are not read here",
                 where=f"{type(self).__name__}.blend",
                 fix="leave blend out for mock data, or use a torch Dataset in the script",
+                code="megatron.indexed-dataset",
             )
         if self.sequence_length < 1:
-            raise TesseraError(f"sequence_length is {self.sequence_length}", where=type(self).__name__)
+            raise TesseraError(
+                f"sequence_length is {self.sequence_length}", where=type(self).__name__, code="megatron.dataset-length"
+            )
         try:
             weights = [float(part) for part in (self.split or "1,1,1").split(",")]
         except ValueError:
             weights = []
         if not 0 < len(weights) <= 3 or min(weights) < 0 or not sum(weights):
-            raise TesseraError(f"split {self.split!r} is not three weights", where="split", fix="split='969,30,1'")
+            raise TesseraError(
+                f"split {self.split!r} is not three weights",
+                where="split",
+                fix="split='969,30,1'",
+                code="megatron.dataset-split",
+            )
         shares = np.cumsum([0.0, *weights, *[0.0] * (3 - len(weights))]) / sum(weights)
         self.split_matrix = [(a, b) if b > a else None for a, b in itertools.pairwise(shares)]
 
@@ -121,7 +129,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         super().__post_init__()
         for name in ("tokenizer", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) is None:
-                raise TesseraError(f"{name} has no default", where="GPTDatasetConfig", fix=f"pass {name}=...")
+                raise TesseraError(
+                    f"{name} has no default",
+                    where="GPTDatasetConfig",
+                    fix=f"pass {name}=...",
+                    code="megatron.dataset-field-missing",
+                )
 
 
 class MockGPTDataset(Dataset[dict[str, Tensor]]):
@@ -134,7 +147,11 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         step, extra = config.sequence_length, int(config.add_extra_token_to_sequence)
         per_epoch = (int(lengths.sum()) - extra) // step
         if per_epoch < 1:
-            raise TesseraError("the split is too small for one sample", where="GPTDatasetConfig.split")
+            raise TesseraError(
+                "the split is too small for one sample",
+                where="GPTDatasetConfig.split",
+                code="megatron.dataset-too-small",
+            )
         count = per_epoch if num_samples is None else num_samples
         epochs = -(-count * step // int(lengths.sum())) + 1 if count > per_epoch else 1
         order = np.concatenate([chance.permutation(lengths) for _ in range(epochs)])
@@ -204,10 +221,18 @@ class BlendedMegatronDatasetBuilder:
     ) -> None:
         if cls is not MockGPTDataset:
             raise TesseraError(
-                f"{cls.__name__} is not built here", where=type(self).__name__, allowed=["MockGPTDataset"]
+                f"{cls.__name__} is not built here",
+                where=type(self).__name__,
+                allowed=["MockGPTDataset"],
+                code="megatron.dataset-class",
             )
         if len(sizes) != len(Split):
-            raise TesseraError(f"{len(sizes)} sizes are given", where=type(self).__name__, fix="train, valid, test")
+            raise TesseraError(
+                f"{len(sizes)} sizes are given",
+                where=type(self).__name__,
+                fix="train, valid, test",
+                code="megatron.dataset-sizes",
+            )
         assert isinstance(config, GPTDatasetConfig)
         self.sizes = sizes
         self.is_built_on_rank = is_built_on_rank

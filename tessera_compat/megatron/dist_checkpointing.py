@@ -79,7 +79,9 @@ def save(
 ) -> None:
     """Write a nested dict of `ShardedTensor`, `ShardedObject` and plain values; all ranks call it together."""
     if async_sharded_save:
-        raise CheckpointingException("async_sharded_save=True is not offered", where="dist_checkpointing.save")
+        raise CheckpointingException(
+            "async_sharded_save=True is not offered", where="dist_checkpointing.save", code="megatron.async-save"
+        )
     folder, ranks = Path(checkpoint_dir), Ranks.current()
     ranks.on_rank0(lambda: _make_folder(folder))
     tensors, objects, common = _sorted_out(sharded_state_dict)
@@ -107,7 +109,10 @@ def _make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CheckpointingException(
-            "the folder is not empty", where=str(folder), fix="empty it, or choose another folder"
+            "the folder is not empty",
+            where=str(folder),
+            fix="empty it, or choose another folder",
+            code="megatron.save-folder-not-empty",
         )
 
 
@@ -154,6 +159,7 @@ def _as_json(value: Any, name: str) -> Any:
             where="dist_checkpointing.save",
             fix="save numbers, strings, lists, dicts and tensors; wrap objects of this process in "
             "LocalNonpersistentObject",
+            code="megatron.state-not-json",
         ) from None
 
 
@@ -186,6 +192,7 @@ def _check_coverage(everything: list[dict[str, Any]]) -> None:
                 f"the parts of {key} hold {elements} elements of {whole}: some are missing, or written twice",
                 where="dist_checkpointing.save",
                 fix="one rank writes each part: give the others another replica_id",
+                code="megatron.shards-incomplete",
             )
 
 
@@ -193,13 +200,14 @@ def _metadata(checkpoint_dir: str | Path) -> dict[str, Any]:
     folder = Path(checkpoint_dir)
     if not (folder / METADATA).is_file():
         fix = "its writing was not finished" if (folder / COMMON).exists() else "name the folder that save() wrote"
-        raise CheckpointingException("this is no checkpoint", where=str(folder), fix=fix)
+        raise CheckpointingException("this is no checkpoint", where=str(folder), fix=fix, code="megatron.no-checkpoint")
     metadata = read_json_mapping(folder / METADATA)
     if metadata.get("sharded_backend") != BACKEND:
         raise CheckpointingException(
             f"the format {metadata.get('sharded_backend')!r} is not read here: its files contain pickles",
             where=str(folder / METADATA),
             fix="export the weights to safetensors where they were made, or load them there and save again",
+            code="megatron.checkpoint-format",
         )
     return metadata
 
@@ -220,7 +228,9 @@ def load(
             sizes = {folder / record["name"]: record["size"] for record in metadata["files"]}
         for path, size in sizes.items():
             if not path.is_file() or path.stat().st_size != size:
-                raise CheckpointingException("a file is missing or has another size", where=str(path))
+                raise CheckpointingException(
+                    "a file is missing or has another size", where=str(path), code="megatron.checkpoint-file-changed"
+                )
     leaves: dict[tuple[Any, ...], Any] = {}
     with _OpenFiles(folder) as files, foreign_values(str(folder / METADATA)):
         for path, leaf in _leaves(sharded_state_dict):
@@ -269,7 +279,12 @@ class _OpenFiles:
 
 
 def _missing(key: str, stored: Mapping[str, Any], folder: Path) -> CheckpointingException:
-    return CheckpointingException(f"the checkpoint has no {key!r}", where=str(folder), nearest=nearest(key, stored))
+    return CheckpointingException(
+        f"the checkpoint has no {key!r}",
+        where=str(folder),
+        nearest=nearest(key, stored),
+        code="megatron.checkpoint-key-missing",
+    )
 
 
 def _loaded(shard: ShardedTensor, tensors: Mapping[str, Any], files: _OpenFiles, folder: Path) -> Tensor:
@@ -280,6 +295,7 @@ def _loaded(shard: ShardedTensor, tensors: Mapping[str, Any], files: _OpenFiles,
         raise CheckpointingException(
             f"{shard.key} has the shape {entry['shape']} in the checkpoint, {list(shard.global_shape)} in the model",
             where=str(folder),
+            code="megatron.checkpoint-shape",
         )
     assert shard.data is not None
     result = torch.empty_like(shard.data.detach())
@@ -336,7 +352,9 @@ def verify(checkpoint_dir: str | Path) -> None:
     for record in _metadata(folder)["files"]:
         if hash_file(folder / record["name"]).sha256 != record["sha256"]:
             raise CheckpointingException(
-                "the file has changed since it was written", where=str(folder / record["name"])
+                "the file has changed since it was written",
+                where=str(folder / record["name"]),
+                code="megatron.checkpoint-file-changed",
             )
 
 

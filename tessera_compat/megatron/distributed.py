@@ -55,11 +55,20 @@ class DistributedDataParallelConfig(CheckedFields):
         """Refuse unsupported settings, and log settings without effect once."""
         for name, reason in _REFUSED.items():
             if vars(self)[name]:
-                raise TesseraError(f"{name}=True cannot be served: {reason}", where="DistributedDataParallelConfig")
+                raise TesseraError(
+                    f"{name}=True cannot be served: {reason}",
+                    where="DistributedDataParallelConfig",
+                    code="megatron.unsupported-field",
+                )
         if self.num_distributed_optimizer_instances != 1:
-            raise TesseraError("num_distributed_optimizer_instances above 1 cannot be served: there is one copy of it")
+            raise TesseraError(
+                "num_distributed_optimizer_instances above 1 cannot be served: there is one copy of it",
+                code="megatron.unsupported-field",
+            )
         if self.data_parallel_sharding_strategy != "no_shard":
-            raise TesseraError("only data_parallel_sharding_strategy='no_shard' is offered")
+            raise TesseraError(
+                "only data_parallel_sharding_strategy='no_shard' is offered", code="megatron.unsupported-field"
+            )
         hinted = [name for name in _HINTS if vars(self)[name]]
         if hinted:
             logger().info("%s: without effect here, gradients are exchanged after backward", ", ".join(hinted))
@@ -114,7 +123,11 @@ class DistributedDataParallel(ModelWrapper):
         for parameter in parameters:
             parameter.main_grad = parameter.grad
             if self.ddp_config.check_for_nan_in_grad and not bool(torch.isfinite(parameter.grad).all()):
-                raise TesseraError("a gradient is not finite", where="DistributedDataParallel.check_for_nan_in_grad")
+                raise TesseraError(
+                    "a gradient is not finite",
+                    where="DistributedDataParallel.check_for_nan_in_grad",
+                    code="megatron.gradient-not-finite",
+                )
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients."""

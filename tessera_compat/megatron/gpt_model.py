@@ -21,7 +21,12 @@ from tessera_compat.megatron.attention import (
     WrappedTorchNorm,
 )
 from tessera_compat.megatron.config import TransformerConfig
-from tessera_compat.megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tessera_compat.megatron.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    refuse_options,
+)
 from tessera_compat.megatron.mappings import scatter_to_sequence_parallel_region, vocab_parallel_cross_entropy
 from tessera_compat.megatron.module import (
     AttnMaskType,
@@ -65,6 +70,7 @@ def get_gpt_layer_local_spec(
                 f"{name}={value!r} is not offered in the local layer",
                 where="get_gpt_layer_local_spec",
                 fix="Tessera's own families have experts; leave it out here",
+                code="megatron.unsupported-argument",
             )
     norm = WrappedTorchNorm if normalization == "RMSNorm" else FusedLayerNorm
     head_norm = norm if qk_layernorm else IdentityOp
@@ -99,6 +105,7 @@ def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> Mod
         "layers of Transformer Engine are not offered",
         where="get_gpt_layer_with_transformer_engine_spec",
         fix="use get_gpt_layer_local_spec(); it has the same parameters under other names",
+        code="megatron.transformer-engine",
     )
 
 
@@ -116,7 +123,11 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         if num_tokentypes:
-            raise TesseraError("num_tokentypes above 0 is not offered", where="LanguageModelEmbedding")
+            raise TesseraError(
+                "num_tokentypes above 0 is not offered",
+                where="LanguageModelEmbedding",
+                code="megatron.unsupported-argument",
+            )
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
@@ -237,10 +248,9 @@ class GPTModel(LanguageModule):
                 f"position_embedding_type {position_embedding_type!r} is not offered",
                 where="GPTModel",
                 allowed=_POSITIONS,
+                code="megatron.position-embedding",
             )
-        refuse_inference(mtp_block_spec=mtp_block_spec)
-        if fp16_lm_cross_entropy:
-            raise TesseraError("fp16_lm_cross_entropy=True: the loss is computed in float32 here", where="GPTModel")
+        refuse_options("GPTModel", mtp_block_spec=mtp_block_spec, fp16_lm_cross_entropy=fp16_lm_cross_entropy)
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
@@ -335,7 +345,10 @@ class GPTModel(LanguageModule):
             return out
         if not self.parallel_output and parallel_state.get_tensor_model_parallel_world_size() > 1:
             raise TesseraError(
-                "a loss needs logits that are split over ranks", where="GPTModel", fix="parallel_output=True"
+                "a loss needs logits that are split over ranks",
+                where="GPTModel",
+                fix="parallel_output=True",
+                code="megatron.logits-not-split",
             )
         return self.compute_language_model_loss(labels, logits)
 

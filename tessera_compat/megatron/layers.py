@@ -106,6 +106,7 @@ class VocabParallelEmbedding(nn.Module):
                 f"a vocabulary of {num_embeddings} does not divide over {self.tensor_model_parallel_size} ranks",
                 where="VocabParallelEmbedding",
                 fix="pad vocab_size to a multiple of the tensor-parallel size",
+                code="megatron.vocabulary-not-divisible",
             )
         self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_global_vocab_size(
             num_embeddings, parallel_state.get_tensor_model_parallel_rank(), self.tensor_model_parallel_size
@@ -183,7 +184,12 @@ class ColumnParallelLinear(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         weight = self.weight if weight is None else weight
         if weight is None:
-            raise TesseraError("the layer was made without a weight", where="ColumnParallelLinear", fix="pass one")
+            raise TesseraError(
+                "the layer was made without a weight",
+                where="ColumnParallelLinear",
+                fix="pass one",
+                code="megatron.layer-without-weight",
+            )
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_)
         else:
@@ -241,7 +247,11 @@ class RowParallelLinear(nn.Module):
         self.input_size_per_partition = divide(input_size, self.ranks)
         self.sequence_parallel = config.sequence_parallel
         if self.sequence_parallel and not input_is_parallel:
-            raise TesseraError("sequence_parallel needs input_is_parallel=True", where="RowParallelLinear")
+            raise TesseraError(
+                "sequence_parallel needs input_is_parallel=True",
+                where="RowParallelLinear",
+                code="megatron.input-not-parallel",
+            )
         self.weight = make_weight(config, (output_size, input_size), 1, init_method, stride)
         if bias:
             self.bias = make_bias(config, output_size)
@@ -278,4 +288,9 @@ def refuse_options(layer: str, **options: Any) -> None:
     """Raise for an option that these layers do not have; values that switch something off are accepted."""
     for name, value in options.items():
         if value:
-            raise TesseraError(f"{name}={value!r} is not offered", where=layer, fix="leave it out")
+            raise TesseraError(
+                f"{name}={value!r} is not offered",
+                where=layer,
+                fix="leave it out",
+                code="megatron.unsupported-argument",
+            )

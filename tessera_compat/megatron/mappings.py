@@ -31,7 +31,11 @@ def divide(numerator: int, denominator: int) -> int:
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
     if numerator % denominator:
-        raise TesseraError(f"{numerator} is not a multiple of {denominator}", fix="change the size or the parallel one")
+        raise TesseraError(
+            f"{numerator} is not a multiple of {denominator}",
+            fix="change the size or the parallel one",
+            code="megatron.not-a-multiple",
+        )
 
 
 class VocabUtility:
@@ -126,7 +130,10 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
     missing, shapes = header
     if missing:
         raise TesseraError(
-            f"the batch does not hold {', '.join(missing)} as {datatype}", where="broadcast_data", fix="cast it before"
+            f"the batch does not hold {', '.join(missing)} as {datatype}",
+            where="broadcast_data",
+            fix="cast it before",
+            code="megatron.batch-type",
         )
     result = {}
     for key, shape in zip(keys, shapes, strict=True):
@@ -179,7 +186,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the loss of each token, in float32 or wider, from logits [..., vocabulary / ranks] and targets [...]."""
     if not 0.0 <= label_smoothing < 1.0:
-        raise TesseraError(f"label_smoothing must be at least 0 and below 1, not {label_smoothing}")
+        raise TesseraError(
+            f"label_smoothing must be at least 0 and below 1, not {label_smoothing}", code="megatron.label-smoothing"
+        )
     group = _tensor_group()
     if target.device.type == "cpu":
         vocabulary = vocab_parallel_logits.shape[-1] * group.size()
@@ -196,4 +205,5 @@ def check_ids(ids: Tensor, vocabulary: int, what: str) -> None:
         raise TesseraError(
             f"{what} hold ids from {int(ids.min())} to {int(ids.max())}, the vocabulary has {vocabulary}",
             fix="give the model the vocabulary of the tokenizer (vocab_size), and mask padding by loss_mask",
+            code="megatron.ids-outside-vocabulary",
         )

@@ -37,6 +37,7 @@ class Messages:
                 "stages need the type of the activations that they exchange",
                 where="TransformerConfig.pipeline_dtype",
                 fix="set pipeline_dtype=torch.float32, or that of the model",
+                code="megatron.pipeline-dtype",
             )
 
     def is_first(self, chunk: int) -> bool:
@@ -71,6 +72,7 @@ class Messages:
                 f"a stage sends {list(tensor.shape)}, and the schedule expects {list(self.shape)}",
                 where="forward_backward_func",
                 fix="give seq_length and micro_batch_size of the batches, or set variable_seq_lengths=True",
+                code="megatron.activation-shape",
             )
         self._start(tensor, peer, group)
 

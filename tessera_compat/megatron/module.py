@@ -150,7 +150,12 @@ class Float16Module(ModelWrapper):
         super().__init__(config)
         self.fp16, self.bf16 = config.fp16, config.bf16
         if not (self.fp16 or self.bf16):
-            raise TesseraError("Float16Module needs fp16 or bf16", where="TransformerConfig", fix="set fp16=True")
+            raise TesseraError(
+                "Float16Module needs fp16 or bf16",
+                where="TransformerConfig",
+                fix="set fp16=True",
+                code="megatron.half-precision-flag",
+            )
         dtype = torch.float16 if self.fp16 else torch.bfloat16
         self.add_module("module", module.to(dtype))
         self.float16_convertor = lambda value: value.to(dtype)
@@ -173,12 +178,19 @@ def wrapped(model: nn.Module) -> Iterator[nn.Module]:
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
     """Return an attribute of a model, or of the first model inside its wrappers that has it."""
     if isinstance(model, list):
-        raise TesseraError("one model is expected here, not a list of chunks", where="get_attr_wrapped_model")
+        raise TesseraError(
+            "one model is expected here, not a list of chunks",
+            where="get_attr_wrapped_model",
+            code="megatron.several-models",
+        )
     for part in wrapped(model):
         if hasattr(part, attr) and (allow_none or getattr(part, attr) is not None):
             return part if return_model_obj else getattr(part, attr)
     raise TesseraError(
-        f"the model has no {attr!r}", where=type(model).__name__, fix="models of these schedules are MegatronModules"
+        f"the model has no {attr!r}",
+        where=type(model).__name__,
+        fix="models of these schedules are MegatronModules",
+        code="megatron.model-attribute",
     )
 
 
@@ -203,4 +215,5 @@ def refuse_inference(**options: Any) -> None:
             raise TesseraError(
                 f"{name} is not offered: these layers train on unsharded sequences",
                 fix="leave it out, or see tessera.load",
+                code="megatron.context-parallel",
             )

@@ -65,8 +65,8 @@ class ParallelState:
         return self.ranks[name].index(dist.get_rank())
 
 
-def _refuse(what: str, where: str, fix: str | None = None) -> TesseraError:
-    return TesseraError(what, where=f"{WHERE}: {where}", fix=fix)
+def _refuse(code: str, what: str, where: str, fix: str | None = None) -> TesseraError:
+    return TesseraError(what, where=f"{WHERE}: {where}", fix=fix, code=code)
 
 
 def initialize_model_parallel(
@@ -91,9 +91,11 @@ def initialize_model_parallel(
 ) -> None:
     """Create the process groups of all axes; every rank calls it with the same numbers."""
     if not dist.is_initialized():
-        raise _refuse("the process group is missing", "first", "call torch.distributed.init_process_group before it")
+        fix = "call torch.distributed.init_process_group before it"
+        raise _refuse("megatron.process-group-missing", "the process group is missing", "first", fix)
     if current().parallel is not None:
-        raise _refuse("model parallelism is initialized already", "twice", "call destroy_model_parallel() first")
+        fix = "call destroy_model_parallel() first"
+        raise _refuse("megatron.initialized-twice", "model parallelism is initialized already", "twice", fix)
     for name, value, nothing in (
         ("pipeline_model_parallel_split_rank", pipeline_model_parallel_split_rank, None),
         ("hierarchical_context_parallel_sizes", hierarchical_context_parallel_sizes, None),
@@ -102,7 +104,8 @@ def initialize_model_parallel(
         ("encoder_pipeline_model_parallel_size", encoder_pipeline_model_parallel_size or 0, 0),
     ):
         if value != nothing:
-            raise _refuse(f"{name}={value} is not offered: models here have one stack of layers", name)
+            what = f"{name}={value} is not offered: models here have one stack of layers"
+            raise _refuse("megatron.unsupported-argument", what, name)
     if use_sharp or nccl_communicator_config_path:
         logger().info("use_sharp and nccl_communicator_config_path: without effect, groups take torch's settings")
     world = dist.get_world_size()
@@ -116,12 +119,17 @@ def initialize_model_parallel(
     for what, product in (("tensor x pipeline x context", tp * pp * cp), ("expert layers", etp * ep * pp)):
         if product < 1 or world % product:
             raise _refuse(
+                "megatron.rank-count",
                 f"{world} ranks cannot be split: {what} parallelism needs a multiple of {product}",
                 f"tensor {tp}, pipeline {pp}, context {cp}, expert {ep}",
                 "change the sizes or the number of ranks",
             )
     if virtual_pipeline_model_parallel_size is not None and pp < 2:
-        raise _refuse("an interleaved schedule needs two pipeline stages or more", "pipeline_model_parallel_size")
+        raise _refuse(
+            "megatron.interleaved-stages",
+            "an interleaved schedule needs two pipeline stages or more",
+            "pipeline_model_parallel_size",
+        )
     state = ParallelState(
         sizes={"tp": tp, "cp": cp, "ep": 1, "dp": world // (tp * pp * cp), "pp": pp},
         expert_sizes={"tp": etp, "cp": 1, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp},
@@ -141,10 +149,14 @@ def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
     """Return the axes, innermost first. `sizes`: of `AXES`."""
     names = tuple(order.lower().split("-"))
     if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
-        raise _refuse(f"order {order!r} must name each of {', '.join(AXES)} at most once", "order")
+        raise _refuse(
+            "megatron.axis-order", f"order {order!r} must name each of {', '.join(AXES)} at most once", "order"
+        )
     missing = [axis for axis, size in zip(AXES, sizes, strict=True) if size > 1 and axis not in names]
     if missing:
-        raise _refuse(f"order {order!r} leaves out {', '.join(missing)}, whose size is above 1", "order")
+        raise _refuse(
+            "megatron.axis-order", f"order {order!r} leaves out {', '.join(missing)}, whose size is above 1", "order"
+        )
     return names + tuple(axis for axis in AXES if axis not in names)
 
 
@@ -179,7 +191,10 @@ def _state() -> ParallelState:
     state: ParallelState | None = current().parallel
     if state is None:
         raise TesseraError(
-            "model parallelism is not initialized", where="parallel_state", fix=f"call parallel_state.{WHERE}(tp, pp)"
+            "model parallelism is not initialized",
+            where="parallel_state",
+            fix=f"call parallel_state.{WHERE}(tp, pp)",
+            code="megatron.not-initialized",
         )
     return state
 
@@ -215,6 +230,7 @@ def get_pipeline_message_group(wraps: bool, backward: bool) -> Any:
     group = _group("pp" + " wrap" * wraps + " backward" * backward)
     if group is None:
         raise _refuse(
+            "megatron.virtual-size-missing",
             "the groups for several model chunks are missing",
             "virtual_pipeline_model_parallel_size",
             f"give it to {WHERE}",

@@ -54,9 +54,18 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """Begin a stream from a seed that no other stream began from."""
         if seed in self.seeds_:
-            raise TesseraError(f"the seed {seed} is that of another random stream", where=f"add({name!r})")
+            raise TesseraError(
+                f"the seed {seed} is that of another random stream",
+                where=f"add({name!r})",
+                code="megatron.random-seed-taken",
+            )
         if name in self.states_:
-            raise TesseraError(f"there is a random stream {name!r} already", where="add", fix="call reset() before")
+            raise TesseraError(
+                f"there is a random stream {name!r} already",
+                where="add",
+                fix="call reset() before",
+                code="megatron.random-stream-exists",
+            )
         self.seeds_.add(seed)
         stream = _stream()
         before = stream.get_rng_state()
@@ -72,6 +81,7 @@ class CudaRNGStatesTracker:
                 f"there is no random stream {name!r}",
                 nearest=nearest(name, self.states_),
                 fix="call model_parallel_cuda_manual_seed(seed) after initialize_model_parallel",
+                code="megatron.random-stream-missing",
             )
         stream = _stream()
         before = stream.get_rng_state()
@@ -96,7 +106,10 @@ def initialize_rng_tracker(use_te_rng_tracker: bool = False, **options: bool) ->
     """Make the tracker of this run if there is none yet."""
     refused = [name for name, value in {"use_te_rng_tracker": use_te_rng_tracker, **options}.items() if value]
     if refused:
-        raise TesseraError(f"{refused[0]}=True cannot be served: there is one kind of tracker here")
+        raise TesseraError(
+            f"{refused[0]}=True cannot be served: there is one kind of tracker here",
+            code="megatron.unsupported-argument",
+        )
     get_cuda_rng_tracker()
 
 
@@ -148,7 +161,9 @@ def layout_independent_init(*words: object) -> Iterator[None]:
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Run a function without keeping its activations; backward computes them again with the same random numbers."""
     if distribute_saved_activations:
-        raise TesseraError("distribute_saved_activations=True cannot be served", fix="pass False")
+        raise TesseraError(
+            "distribute_saved_activations=True cannot be served", fix="pass False", code="megatron.unsupported-argument"
+        )
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
     recomputing = [False]

@@ -33,6 +33,7 @@ class RotaryEmbedding(nn.Module):
                 "rope_scaling=True is not offered",
                 where="RotaryEmbedding",
                 fix="use seq_len_interpolation_factor, or a family of Tessera's own, which reads rope_scaling",
+                code="megatron.unsupported-argument",
             )
         self.rotary_interleaved = rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
@@ -77,7 +78,9 @@ def _rotated(x: Tensor, interleaved: bool) -> Tensor:
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return [sequence, batch, heads, channels] rotated by the angles; channels beyond them stay as they are."""
     if cu_seqlens is not None:
-        raise TesseraError("packed sequences are not offered", where="apply_rotary_pos_emb")
+        raise TesseraError(
+            "packed sequences are not offered", where="apply_rotary_pos_emb", code="megatron.packed-sequences"
+        )
     size = freqs.shape[-1]
     turned, rest = t[..., :size], t[..., size:]
     angles = freqs[: t.shape[0]].to(t.device)

@@ -65,6 +65,7 @@ def forward_step(
             "forward_step_func must return (output, loss_func)",
             where=_WHERE,
             fix="return output, partial(loss_func, mask)",
+            code="megatron.forward-step-result",
         )
     output, loss_func = returned
     tokens = torch.zeros((), dtype=torch.int, device=device)
@@ -79,10 +80,16 @@ def forward_step(
             "loss_func must return (loss, report) or (loss, tokens, report)",
             where=_WHERE,
             fix="the loss is a tensor of one element, the report a dict",
+            code="megatron.loss-result",
         )
     loss, report = results[0], results[-1]
     if loss.numel() != 1:
-        raise TesseraError(f"loss_func returned a loss of shape {list(loss.shape)}", where=_WHERE, fix="sum or mean it")
+        raise TesseraError(
+            f"loss_func returned a loss of shape {list(loss.shape)}",
+            where=_WHERE,
+            fix="sum or mean it",
+            code="megatron.loss-shape",
+        )
     per_token = _reads(config, "calculate_per_token_loss")
     if len(results) == 3:
         tokens = torch.as_tensor(results[1], device=loss.device).detach().to(torch.int)
@@ -153,7 +160,9 @@ def _in_turn(table: Sequence[tuple[int, int]], ahead: int, chunks: int) -> list[
 def _single(value: Any, what: str) -> Any:
     if isinstance(value, list):
         if len(value) != 1:
-            raise TesseraError(f"this schedule takes one {what}, not {len(value)}", where=_WHERE)
+            raise TesseraError(
+                f"this schedule takes one {what}, not {len(value)}", where=_WHERE, code="megatron.several-models"
+            )
         return value[0]
     return value
 
@@ -190,7 +199,12 @@ def _finish(config: ModelParallelConfig, models: list[nn.Module], tokens: Tensor
 
 def _check(num_microbatches: int) -> None:
     if num_microbatches < 1:
-        raise TesseraError(f"num_microbatches is {num_microbatches}", where=_WHERE, fix="it must be at least 1")
+        raise TesseraError(
+            f"num_microbatches is {num_microbatches}",
+            where=_WHERE,
+            fix="it must be at least 1",
+            code="megatron.micro-batch-count",
+        )
 
 
 def forward_backward_no_pipelining(
@@ -330,6 +344,7 @@ def forward_backward_pipelining_with_interleaving(
             "the interleaved schedule takes a list of model chunks and as many data iterators",
             where=_WHERE,
             fix="build one model per chunk (get_model does), and one iterator for each",
+            code="megatron.chunks-missing",
         )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     config = get_model_config(model[0])
@@ -342,6 +357,7 @@ def forward_backward_pipelining_with_interleaving(
             f"{num_microbatches} micro-batches do not fit groups of {group} on {stages} stages",
             where="microbatch_group_size_per_vp_stage",
             fix=f"take a multiple of {stages} micro-batches, and a group of at least {stages}",
+            code="megatron.micro-batch-groups",
         )
     stage = parallel_state.get_pipeline_model_parallel_rank()
     order = interleaved(num_microbatches, len(model), group, stage, stages)

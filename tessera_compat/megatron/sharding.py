@@ -53,6 +53,7 @@ class ShardedTensor:
                 raise TesseraError(
                     f"axis {axis}, part {position} of {count} does not exist in a tensor of {len(local)} axes",
                     where=f"ShardedTensor {key!r}",
+                    code="megatron.shard-axis",
                 )
             offset[axis], shape[axis], parts[axis] = position * local[axis], count * local[axis], count
         axis = rank_offsets[-1][0] if rank_offsets else 0

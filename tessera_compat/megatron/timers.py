@@ -25,7 +25,12 @@ class Timer:
     def start(self, barrier: bool = False) -> None:
         """Begin to measure; `barrier`: when all ranks do."""
         if self._since is not None:
-            raise TesseraError(f"timer {self.name!r} has been started", where="timers", fix="stop it first")
+            raise TesseraError(
+                f"timer {self.name!r} has been started",
+                where="timers",
+                fix="stop it first",
+                code="megatron.timer-state",
+            )
         if barrier and dist.is_initialized():
             dist.barrier()
         self._since = time.perf_counter()
@@ -33,7 +38,9 @@ class Timer:
     def stop(self, barrier: bool = False) -> None:
         """Add the time since `start`."""
         if self._since is None:
-            raise TesseraError(f"timer {self.name!r} is not started", where="timers", fix="start it first")
+            raise TesseraError(
+                f"timer {self.name!r} is not started", where="timers", fix="start it first", code="megatron.timer-state"
+            )
         if barrier and dist.is_initialized():
             dist.barrier()
         self._seconds += time.perf_counter() - self._since

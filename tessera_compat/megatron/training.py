@@ -38,6 +38,7 @@ def _provided(provider: Provider, pre_process: bool, post_process: bool) -> nn.M
             "model_provider takes no pre_process and post_process, by which the first stage differs from the last",
             where="get_model",
             fix="def model_provider(pre_process=True, post_process=True)",
+            code="megatron.model-provider-parameters",
         )
     return provider()
 
@@ -49,7 +50,12 @@ def get_model(
 ) -> list[nn.Module]:
     """Return the model chunks of this rank, on its device, in the configured type, and wrapped for data parallelism."""
     if model_type is not ModelType.encoder_or_decoder:
-        raise TesseraError(f"{model_type} is not offered", where="get_model", allowed=["ModelType.encoder_or_decoder"])
+        raise TesseraError(
+            f"{model_type} is not offered",
+            where="get_model",
+            allowed=["ModelType.encoder_or_decoder"],
+            code="megatron.model-type",
+        )
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     models: list[nn.Module] = []
     for chunk in range(chunks or 1):
@@ -94,7 +100,11 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict[str, torch.Tensor]] |
     """Return the next batch on all tensor-parallel ranks; only the first one reads it from its iterator."""
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     if first and data_iterator is None:
-        raise TesseraError("the first tensor-parallel rank has no data", where="get_batch_on_this_tp_rank")
+        raise TesseraError(
+            "the first tensor-parallel rank has no data",
+            where="get_batch_on_this_tp_rank",
+            code="megatron.no-data-on-first-rank",
+        )
     data = next(data_iterator) if first and data_iterator is not None else None
     types: list[Any] = [None if data is None else {name: tensor.dtype for name, tensor in data.items()}]
     source, group = (
@@ -121,7 +131,10 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
             dim = 2 if name == "attention_mask" else 1
             slices = torch.tensor_split(tensor, 2 * ranks, dim=dim)
             if tensor.shape[dim] % (2 * ranks):
-                raise TesseraError(f"a sequence of {tensor.shape[dim]} does not divide into {2 * ranks} slices")
+                raise TesseraError(
+                    f"a sequence of {tensor.shape[dim]} does not divide into {2 * ranks} slices",
+                    code="megatron.sequence-not-divisible",
+                )
             tensor = torch.cat([slices[rank], slices[-1 - rank]], dim=dim)
         shards[name] = tensor
     return shards

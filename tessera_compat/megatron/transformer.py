@@ -198,7 +198,10 @@ class TransformerBlock(MegatronModule):
         hidden = hidden_states if self.pre_process else self.input_tensor
         if hidden is None:
             raise TesseraError(
-                "this pipeline stage has no input", where="TransformerBlock", fix="run the model by its schedule"
+                "this pipeline stage has no input",
+                where="TransformerBlock",
+                fix="run the model by its schedule",
+                code="megatron.stage-without-input",
             )
         refuse_inference(inference_context=inference_context, packed_seq_params=packed_seq_params, **options)
         tracker = get_cuda_rng_tracker()

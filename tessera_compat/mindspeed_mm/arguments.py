@@ -49,6 +49,7 @@ class Args(argparse.Namespace):
             f"there is no argument {name!r}",
             where="get_args()",
             nearest=nearest(name, [str(key) for key in vars(self)]),
+            code="job.unknown-argument",
         )
 
 
@@ -56,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """Raise user errors instead of leaving the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise TesseraError(message, where=WHERE)
+        raise TesseraError(message, where=WHERE, code="job.invalid-flag")
 
 
 def parse_args(
@@ -108,6 +109,7 @@ def refuse_flags(args: Args) -> None:
             f"{len(refused)} of the flags cannot be honoured:\n    {lines}",
             where=WHERE,
             fix="leave them out; docs/reference/compat-flags.md lists what every flag becomes",
+            code="job.refused-flags",
         )
 
 
@@ -157,18 +159,25 @@ def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
         flag = FLAGS.get(name)
         if flag is not None:
             fix = "put it before the name of the script" if flag.state == "honoured" else "leave it out"
-            raise TesseraError(f"{name}: {flag.note}", where=WHERE, fix=fix)
+            raise TesseraError(f"{name}: {flag.note}", where=WHERE, fix=fix, code="job.refused-flag")
         if name in ("--help", "-h"):
             names = sorted(one.name for one in FLAGS.values() if one.scope == "training" and one.state != "refused")
             print("flags (docs/reference/compat-flags.md explains each):", *names, sep="\n  ")
             raise SystemExit(0)
         if word.startswith("-"):
-            raise TesseraError(f"unknown flag {name}", where=WHERE, nearest=nearest(name, FLAGS))
+            raise TesseraError(
+                f"unknown flag {name}", where=WHERE, nearest=nearest(name, FLAGS), code="job.unknown-flag"
+            )
         raise _several_words(words, word)
     values: dict[str, str] = {}
     for word, value in zip(words, [*words, ""][1:], strict=True):
         if word.startswith("--") and not value.startswith("--") and values.setdefault(word, value) != value:
-            raise TesseraError(f"{word} is given twice: {values[word]} and {value}", where=WHERE, fix="give it once")
+            raise TesseraError(
+                f"{word} is given twice: {values[word]} and {value}",
+                where=WHERE,
+                fix="give it once",
+                code="job.flag-twice",
+            )
 
 
 def _several_words(words: Sequence[str], extra: str) -> TesseraError:
@@ -176,7 +185,7 @@ def _several_words(words: Sequence[str], extra: str) -> TesseraError:
     end = words.index(extra)
     start = max((at for at in range(end) if words[at].startswith("-")), default=None)
     if start is None or words[start].partition("=")[0] not in FLAGS:
-        return TesseraError(f"a word that belongs to no flag: {extra}", where=WHERE)
+        return TesseraError(f"a word that belongs to no flag: {extra}", where=WHERE, code="job.stray-word")
     while end < len(words) and not words[end].startswith("-"):
         end += 1
     flag, value = words[start], " ".join(words[start + 1 : end])
@@ -185,6 +194,7 @@ def _several_words(words: Sequence[str], extra: str) -> TesseraError:
         where=WHERE,
         fix=f'write the path in the place of {value!r} in the script, or put it into quotes ({flag} "{value}") '
         "where blanks belong to it",
+        code="job.several-words",
     )
 
 
@@ -193,7 +203,9 @@ def _flatten_yaml(path: Path, more: Sequence[str]) -> tuple[list[str], dict[str,
     data = read_job_yaml(path)
     if "gpt_args" not in data:
         near = nearest("gpt_args", data)
-        raise TesseraError("a job of this form has a section gpt_args", where=str(path), nearest=near)
+        raise TesseraError(
+            "a job of this form has a section gpt_args", where=str(path), nearest=near, code="job.section-missing"
+        )
     words: list[str] = []
     for section in ("gpt_args", "lora_args"):
         words += _words_of(data.get(section) or {}, f"{path}: {section}")
@@ -203,7 +215,13 @@ def _flatten_yaml(path: Path, more: Sequence[str]) -> tuple[list[str], dict[str,
     for key, value in data.items():
         if key not in _YAML_PARTS and isinstance(value, (dict, list)):  # scalars at the top are anchors
             near = nearest(key, _YAML_PARTS)
-            raise TesseraError(f"unknown section {key!r}", where=str(path), allowed=_YAML_PARTS, nearest=near)
+            raise TesseraError(
+                f"unknown section {key!r}",
+                where=str(path),
+                allowed=_YAML_PARTS,
+                nearest=near,
+                code="job.unknown-section",
+            )
     return [*words, *more], parts
 
 
@@ -233,7 +251,11 @@ def _config_files(args: Args, parts: Mapping[str, Any]) -> ConfigReader:
     for name in ("model", "data", "tool"):
         path = getattr(args, f"mm_{name}")
         if path is not None and name in parts:
-            raise TesseraError(f"--mm-{name} and the section {name!r} of the YAML file both set it", where=WHERE)
+            raise TesseraError(
+                f"--mm-{name} and the section {name!r} of the YAML file both set it",
+                where=WHERE,
+                code="job.section-and-flag",
+            )
         files[name] = read_job_file(Path(path)) if path is not None else parts.get(name) or {}
     reader = ConfigReader({}, "args.mm")
     for name, data in files.items():
@@ -256,6 +278,7 @@ def _derive(args: Args, world_size: int | None) -> None:
             "sizes together",
             where=WHERE,
             fix="start as many ranks (NPUS_PER_NODE x NNODES), or choose other sizes",
+            code="job.rank-count",
         )
     args.data_parallel_size = args.world_size // model_ranks
     if args.micro_batch_size is None:
@@ -270,11 +293,15 @@ def _check_values(args: Args) -> None:
         value, flag = getattr(args, name), "--" + name.replace("_", "-")
         least = 1 if name.endswith(("parallel_size", "batch_size")) else 0
         if isinstance(value, int) and value < least:
-            raise TesseraError(f"{flag} {value}", where=WHERE, allowed=[f"{least} or more"])
+            raise TesseraError(f"{flag} {value}", where=WHERE, allowed=[f"{least} or more"], code="job.flag-too-small")
         if value == "":
-            raise TesseraError(f"{flag} is empty", where=WHERE, fix="give it a value, or leave it out")
+            raise TesseraError(
+                f"{flag} is empty", where=WHERE, fix="give it a value, or leave it out", code="job.empty-flag"
+            )
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction <= 1:
-        raise TesseraError(f"--lr-warmup-fraction {args.lr_warmup_fraction}", where=WHERE, allowed=["0 to 1"])
+        raise TesseraError(
+            f"--lr-warmup-fraction {args.lr_warmup_fraction}", where=WHERE, allowed=["0 to 1"], code="job.flag-value"
+        )
 
 
 _TOGETHER = "these two contradict each other"
@@ -337,7 +364,9 @@ def _check(args: Args) -> None:
     """Raise an error for flags that contradict each other, and for values that no flag can have."""
     contradictions = [message for condition, message in _CONTRADICTIONS if condition(args)]
     if contradictions:
-        raise TesseraError("\n    ".join(contradictions), where=WHERE, fix="keep one of each pair")
+        raise TesseraError(
+            "\n    ".join(contradictions), where=WHERE, fix="keep one of each pair", code="job.contradicting-flags"
+        )
     words = {
         "lr_decay_style": ("constant", "linear", "cosine"),
         "recompute_granularity": ("full", "selective", None),
@@ -351,7 +380,9 @@ def _check(args: Args) -> None:
         if value not in allowed:
             choices = [word for word in allowed if word]
             flag = "--" + name.replace("_", "-")
-            raise TesseraError(f"{flag} {value}", where=WHERE, allowed=choices, nearest=nearest(value, choices))
+            raise TesseraError(
+                f"{flag} {value}", where=WHERE, allowed=choices, nearest=nearest(value, choices), code="job.flag-value"
+            )
     step = args.micro_batch_size * args.data_parallel_size
     if min(args.micro_batch_size, args.global_batch_size) < 1 or args.global_batch_size % step:
         raise TesseraError(
@@ -359,4 +390,5 @@ def _check(args: Args) -> None:
             f"{args.data_parallel_size} (data parallel ranks)",
             where=WHERE,
             fix=f"--global-batch-size {max(1, args.global_batch_size // step) * step}",
+            code="job.global-batch",
         )

@@ -75,6 +75,7 @@ def check_save_folder(args: Any) -> None:
             f"{args.save} already holds a run with checkpoints",
             where="--save",
             fix=f"--load {args.save} goes on with it; another --save begins a new one",
+            code="job.save-folder-used",
         )
 
 
@@ -89,6 +90,7 @@ def _check_parallel(args: Any) -> None:
                 fix="leave the flag out: --use-torch-fsdp2 or --use-distributed-optimizer shards the model over the "
                 f"ranks. A family of Tessera is split by parallel.{key}={size} in a recipe "
                 "(docs/how-to/add-a-model-family.md makes one of your model)",
+                code="job.provided-model-parallel",
             )
 
 

@@ -54,6 +54,7 @@ def plain(config: Any) -> dict[str, Any]:
         f"a model is configured by a mapping, this is a {type(config).__name__}",
         where=WHERE,
         fix="give args.mm.model, or the content of model.json as a dict",
+        code="job.model-not-mapping",
     )
 
 
@@ -99,6 +100,7 @@ class ModelHub:
                 allowed=[*classes, *ClassHub().classes, "a class of transformers"],
                 nearest=nearest(str(model_id), [*classes, *ClassHub().classes]),
                 fix='ModelHub.MODEL_MAPPINGS["ID"] = YourClass, and model_id: ID',
+                code="job.unknown-model-class",
             ) from None
         return chosen
 
@@ -117,7 +119,10 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
         folder = data.get("init_from_hf_path")
         if not folder:
             raise TesseraError(
-                "no folder to build the model from", where=WHERE, fix="init_from_hf_path: a folder with config.json"
+                "no folder to build the model from",
+                where=WHERE,
+                fix="init_from_hf_path: a folder with config.json",
+                code="job.model-folder-missing",
             )
         self.transformer_config, self.model = _load(config, str(folder))
         self.model.train()
@@ -214,17 +219,23 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
         raise TesseraError(
             "TransformersModel builds classes of the transformers library, which is not installed",
             fix="pip install 'tessera-mm[hf]'",
+            code="environment.transformers-missing",
         ) from None
     if flag("trust_remote_code"):
         raise TesseraError(
             "--trust-remote-code would run code of a model folder, which is never done",
             where="command line",
             fix="install the code as a package, and put its class into ModelHub.MODEL_MAPPINGS",
+            code="job.remote-code",
         )
     try:
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise TesseraError(f"{folder} has no configuration that transformers reads: {error}", where=WHERE) from None
+        raise TesseraError(
+            f"{folder} has no configuration that transformers reads: {error}",
+            where=WHERE,
+            code="model.unreadable-config",
+        ) from None
     kind: Any = ModelHub.build(config, settings)
     if isinstance(kind, OverwritesConfig):
         settings = kind.overwrite_transformer_config(settings)
@@ -232,7 +243,9 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
     try:
         model = build_from_config(kind, settings, torch.float32, "sdpa")
     except Exception as error:  # constructors raise anything for a wrong field
-        raise TesseraError(f"{kind.__name__} cannot be built from {folder}: {error}", where=WHERE) from error
+        raise TesseraError(
+            f"{kind.__name__} cannot be built from {folder}: {error}", where=WHERE, code="job.model-not-built"
+        ) from error
     if not flag("init_model_with_meta_device"):
         fill_from(Path(folder), model_tensors(model), _weight_map(kind, settings), tied_names(model))
     return settings, model
@@ -258,6 +271,7 @@ def _loss_type(loss_cfg: Mapping[str, Any]) -> LossType:
             f"which loss is meant: {', '.join(map(str, sorted(losses)))}",
             where=f"{WHERE}: loss_cfg.loss_type, and the flags --calculate-...",
             allowed=[*get_args(LossType), "one of them"],
+            code="job.loss-ambiguous",
         )
     if loss_cfg.get("compute_mode", "default") != "default":
         logger().warning(

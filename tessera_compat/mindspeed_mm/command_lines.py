@@ -43,7 +43,9 @@ def _answers(args: Args, report: JobReport) -> Commands:
     settings = read_settings(data, source, report)
     prompts, images = _listed(data.get("prompts")), _listed(data.get("image_path") or data.get("file_path"))
     if not prompts:
-        raise TesseraError("prompts asks nothing", where=source, fix='"prompts": "What is shown?"')
+        raise TesseraError(
+            "prompts asks nothing", where=source, fix='"prompts": "What is shown?"', code="job.prompts-missing"
+        )
     report.add(source, "prompts", data["prompts"], "mapped", "questions")
     _without_option(report, *settings.processor)
     folder = _model_folder(args, settings.folders, report)
@@ -58,7 +60,9 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
     settings = read_settings({key: value for key, value in data.items() if key not in OWN_KEYS}, source, report)
     table = data.get("dataset_path")
     if not table:
-        raise TesseraError("dataset_path names no table", where=source, fix='"dataset_path": "AI2D_TEST.tsv"')
+        raise TesseraError(
+            "dataset_path names no table", where=source, fix='"dataset_path": "AI2D_TEST.tsv"', code="job.table-missing"
+        )
     report.add(source, "dataset_path", table, "mapped", "--data: its name selects the benchmark")
     report.add(
         source, "evaluation_dataset", data.get("evaluation_dataset"), "not needed", "the table's name selects it"
@@ -77,7 +81,12 @@ def _videos(args: Args, report: JobReport) -> Commands:
     videos = read_videos({key: value for key, value in data.items() if key != "image"}, source, report)
     folder = videos.parts or args.load
     if folder is None:
-        raise TesseraError("no section names the model's folder", where=source, fix="--load FOLDER/transformer")
+        raise TesseraError(
+            "no section names the model's folder",
+            where=source,
+            fix="--load FOLDER/transformer",
+            code="job.model-folder-missing",
+        )
     if args.load is not None and Path(args.load).parent != Path(folder):
         note = f"weights of another folder: convert them back (mm-convert ... mm_to_hf) into {folder}/transformer"
         report.add("command line", "--load", args.load, "differs", note)
@@ -95,7 +104,7 @@ def _videos(args: Args, report: JobReport) -> Commands:
     frames = [[one.strip() for one in line.split(",")] for line in lines if line.strip()]
     if len(frames) != len(videos.prompts):
         said = f"{len(videos.prompts)} prompts and {len(frames)} lines of images"
-        raise TesseraError(said, where=source, fix="write one line for each prompt")
+        raise TesseraError(said, where=source, fix="write one line for each prompt", code="job.image-lines")
     outs = [["--out", f"{videos.folder}/video_{number}.mp4"] for number in range(len(frames))]
     return {}, tuple(
         _line("generate", folder, "--prompt", prompt, *_frames(pair), *out, *options)
@@ -124,7 +133,7 @@ ENTRIES = tuple(_WRITERS)
 
 def _json_of(args: Args) -> tuple[dict[str, Any], str]:
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model names no JSON file", where="command line")
+        raise TesseraError("--mm-model names no JSON file", where="command line", code="job.model-json-missing")
     return args.mm.model.to_dict(), str(args.mm_model)
 
 
@@ -136,7 +145,9 @@ def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
     load = args.load
     if load is None or (named and not any((Path(load) / name).is_file() for name in (CONFIG_FILE, "config.yaml"))):
         if not named:
-            raise TesseraError("--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL")
+            raise TesseraError(
+                "--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL", code="job.load-missing"
+            )
         if load is not None and Path(load) != Path(named[0]):
             note = f"{named[0]}: the folder with its configuration. Trained shards are converted back first: "
             report.add("command line", "--load", load, "differs", f"{note}mm-convert CONVERTER mm_to_hf")

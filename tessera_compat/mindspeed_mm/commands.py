@@ -41,19 +41,32 @@ def migrate(
                 "a workspace needs a folder, and nothing else",
                 where="tessera migrate",
                 fix="tessera migrate workspace DIR",
+                code="job.workspace-folder",
             )
         written = jobs.lay_out(folder)
         typer.echo(f"wrote {len(written)} files to {folder}: entry points, examples/, mindspeed_mm/")
         return
     if folder is not None:
-        raise TesseraError(f"one job at a time; {folder} is a second word", where="tessera migrate")
+        raise TesseraError(
+            f"one job at a time; {folder} is a second word", where="tessera migrate", code="job.several-jobs"
+        )
     path = Path(job)
     if not path.is_file():
-        raise TesseraError(f"no such file: {path}", where="tessera migrate", fix="name a launch script or a YAML job")
+        raise TesseraError(
+            f"no such file: {path}",
+            where="tessera migrate",
+            fix="name a launch script or a YAML job",
+            code="job.file-missing",
+        )
     target = output or Path(f"{path.stem}.recipe.yaml")
     check_output(target, "--output")
     if target.exists() and not overwrite:
-        raise TesseraError(f"{target} is there already", where="--output", fix="--overwrite, or another name")
+        raise TesseraError(
+            f"{target} is there already",
+            where="--output",
+            fix="--overwrite, or another name",
+            code="output.already-exists",
+        )
     done = jobs.migrate(path, world_size=world, environment=os.environ)
     for line in done.report.lines():
         typer.echo(line)
@@ -84,6 +97,7 @@ def run_script(
             "--as-megatron is missing",
             where="tessera run",
             fix=f"tessera run --as-megatron {script}; a script without imports of Megatron runs with plain python",
+            code="job.as-megatron-missing",
         )
     log.setup(environment_ranks()[0])
     start(script, context.args)

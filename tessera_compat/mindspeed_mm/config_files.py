@@ -42,7 +42,11 @@ class ConfigReader:
             raise AttributeError(name)
         keys = self.keys()
         raise MissingKeyError(
-            f"no key {name!r}", where=vars(self).get("_where"), allowed=keys, nearest=nearest(name, keys)
+            f"no key {name!r}",
+            where=vars(self).get("_where"),
+            allowed=keys,
+            nearest=nearest(name, keys),
+            code="job.unknown-key",
         )
 
     def __contains__(self, name: object) -> bool:
@@ -122,9 +126,13 @@ def read_job_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise TesseraError(f"not readable as YAML: {getattr(error, 'problem', None) or error}", where=where) from None
+        raise TesseraError(
+            f"not readable as YAML: {getattr(error, 'problem', None) or error}", where=where, code="job.invalid-yaml"
+        ) from None
     except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TesseraError(f"not readable as YAML: {str(error)[:200]}", where=str(path)) from None
+        raise TesseraError(
+            f"not readable as YAML: {str(error)[:200]}", where=str(path), code="job.invalid-yaml"
+        ) from None
     _check_extent(data, str(path))
     return _mapping(_with_numbers(data), path)
 
@@ -136,16 +144,20 @@ def read_job_json(path: Path) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise TesseraError(f"key {twice!r} is given twice", where=str(path), fix="keep one of the two")
+            raise TesseraError(
+                f"key {twice!r} is given twice", where=str(path), fix="keep one of the two", code="job.key-twice"
+            )
         return values
 
     try:
         data = json.loads(_text(path), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
-        raise TesseraError(f"not readable as JSON: {error.msg}", where=where) from None
+        raise TesseraError(f"not readable as JSON: {error.msg}", where=where, code="job.invalid-json") from None
     except (RecursionError, ValueError) as error:
-        raise TesseraError(f"not readable as JSON: {str(error)[:200]}", where=str(path)) from None
+        raise TesseraError(
+            f"not readable as JSON: {str(error)[:200]}", where=str(path), code="job.invalid-json"
+        ) from None
     _check_extent(data, str(path))
     return _mapping(data, path)
 
@@ -162,9 +174,9 @@ def _check_extent(data: Any, where: str) -> None:
         value, depth = waiting.pop()
         nodes += 1
         if depth > MAX_DEPTH:
-            raise TesseraError("nested too deeply to be a configuration", where=where)
+            raise TesseraError("nested too deeply to be a configuration", where=where, code="job.file-too-large")
         if nodes > MAX_NODES:
-            raise TesseraError("too large to be a configuration", where=where)
+            raise TesseraError("too large to be a configuration", where=where, code="job.file-too-large")
         if isinstance(value, (dict, list)):
             waiting += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
 
@@ -179,14 +191,20 @@ def _with_numbers(value: Any) -> Any:
 
 def _mapping(data: Any, path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise TesseraError(f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path))
+        raise TesseraError(
+            f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path), code="job.not-a-mapping"
+        )
     return data
 
 
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise TesseraError(f"too large to be a configuration ({path.stat().st_size} bytes)", where=str(path))
+            raise TesseraError(
+                f"too large to be a configuration ({path.stat().st_size} bytes)",
+                where=str(path),
+                code="job.file-too-large",
+            )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         beside = sorted(p.name for p in path.parent.glob("*")) if path.parent.is_dir() else []
@@ -194,8 +212,9 @@ def _text(path: Path) -> str:
             f"no such file: {path}",
             nearest=nearest(path.name, beside),
             fix="paths are relative to the folder that the job is started in",
+            code="job.file-missing",
         ) from None
     except UnicodeDecodeError:
-        raise TesseraError("not a text file", where=str(path)) from None
+        raise TesseraError("not a text file", where=str(path), code="job.file-unreadable") from None
     except OSError as error:
-        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path)) from None
+        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path), code="job.file-unreadable") from None

@@ -55,6 +55,7 @@ def refuse_change(saved: RunConfig, key: str, report: JobReport, folder: Path) -
             f"{flags_of(key, report)}: the run in {folder} was trained with {was}; {_FIXED[key]}",
             where="--load",
             fix=f"set it as it was, or begin a new run with its weights: --load {folder} --save ANOTHER_FOLDER",
+            code="job.fixed-setting",
         )
 
 

@@ -30,7 +30,9 @@ def main(words: Sequence[str] | None = None) -> None:
         try:
             written = run(sys.argv[1:] if words is None else list(words))
         except OSError as error:
-            raise TesseraError(first_line(error), where=str(error.filename or "mm-convert")) from None
+            raise TesseraError(
+                first_line(error), where=str(error.filename or "mm-convert"), code="output.system-error"
+            ) from None
         if written is not None:
             print(f"wrote {written}")
 
@@ -53,7 +55,7 @@ def run(words: Sequence[str]) -> Path | None:
         print(help_of(" ".join(line.path), method))
         return None
     if method.refused is not None or method.run is None:
-        raise TesseraError(f"{' '.join(line.path)}: {method.refused}", where="mm-convert")
+        raise TesseraError(f"{' '.join(line.path)}: {method.refused}", where="mm-convert", code="job.converter-refused")
     built = _constructor(line, converter)
     values = {**collect(line, method), **built}
     if line.show is not None:
@@ -61,7 +63,11 @@ def run(words: Sequence[str]) -> Path | None:
         return None
     missing = [key for key, option in method.options.items() if option.required and key not in values]
     if missing:
-        raise TesseraError(f"missing: {', '.join(f'--{method.prefix}{key}' for key in missing)}", where=where)
+        raise TesseraError(
+            f"missing: {', '.join(f'--{method.prefix}{key}' for key in missing)}",
+            where=where,
+            code="job.converter-option-missing",
+        )
     if not name.startswith("lora_"):
         for key in FOLDERS:
             if key in values:
@@ -81,7 +87,11 @@ def _constructor(line: CommandLine, converter: Converter) -> dict[str, Any]:
 def _entry(name: str, entries: Mapping[str, T], kind: str) -> T:
     if name not in entries:
         raise TesseraError(
-            f"no {kind} {name!r}", where="mm-convert", allowed=sorted(entries), nearest=nearest(name, entries)
+            f"no {kind} {name!r}",
+            where="mm-convert",
+            allowed=sorted(entries),
+            nearest=nearest(name, entries),
+            code="job.converter-unknown",
         )
     return entries[name]
 
@@ -96,6 +106,7 @@ def _check_folder(converter: Converter, folder: Path) -> None:
             f"this converter is for {converter.family or types[0]}, the folder's model_type is {kind!r}",
             where=str(folder / "config.json"),
             allowed=types,
+            code="job.converter-family",
         )
 
 

@@ -119,7 +119,12 @@ class Naming:
             rules.append(Rule(self.of(name), sources, ExpertMatrices(len(sources) // parts, parts, flat)))
         twice = len(rules) - len({rule.native for rule in rules})
         if twice:
-            raise TesseraError(f"{twice} names become those of others", where=where, fix="check hf_prefix, dcp_prefix")
+            raise TesseraError(
+                f"{twice} names become those of others",
+                where=where,
+                fix="check hf_prefix, dcp_prefix",
+                code="weights.names-collide",
+            )
         return rules
 
     def copies(self) -> dict[str, str]:
@@ -137,7 +142,7 @@ def _experts(stored: Mapping[str, PlannedTensor], where: str) -> dict[str, tuple
     sources: dict[str, tuple[str, ...]] = {}
     for path, kinds in experts.items():
         if sorted(kinds) != list(range(len(kinds))) or any(len(kind) != 3 for kind in kinds.values()):
-            raise TesseraError(f"some matrices of {path} are missing", where=where)
+            raise TesseraError(f"some matrices of {path} are missing", where=where, code="weights.experts-incomplete")
         for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
             sources[f"{path}.{name}"] = tuple(f"{path}.{n}.{part}.weight" for n in range(len(kinds)) for part in parts)
     return sources
@@ -202,7 +207,11 @@ def merge_experts(folder: Path, target: Path, *, split: bool, shard_bytes: int) 
             return target
         rules = naming.rules(tensors, str(folder))
         if not any(isinstance(rule.op, ExpertMatrices) for rule in rules):
-            raise TesseraError("no matrices of single experts here: nothing to merge", where=str(folder))
+            raise TesseraError(
+                "no matrices of single experts here: nothing to merge",
+                where=str(folder),
+                code="weights.nothing-to-merge",
+            )
         _write_folder(target, _native(stored, WeightMap(tuple(rules)), rules), _SAME, folder, shard_bytes)
     return target
 
@@ -213,7 +222,9 @@ def _split_rules(
     count = _number_of_experts(config)
     merged = [name for name in tensors if _MERGED.fullmatch(name)]
     if not merged or count is None:
-        raise TesseraError("there are no merged experts here: nothing is split", where=where)
+        raise TesseraError(
+            "there are no merged experts here: nothing is split", where=where, code="weights.nothing-to-split"
+        )
     begin = "thinker." if omni else ""
     rules = [Rule(name, begin + name) for name in tensors if name not in merged]
     for name in merged:
@@ -221,7 +232,11 @@ def _split_rules(
         assert match is not None
         parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
         if tensors[name].shape[0] % count:
-            raise TesseraError(f"{name} {list(tensors[name].shape)} is not that of {count} experts", where=where)
+            raise TesseraError(
+                f"{name} {list(tensors[name].shape)} is not that of {count} experts",
+                where=where,
+                code="weights.expert-shape",
+            )
         sources = tuple(f"{begin}{match[1]}.{n}.{part}.weight" for n in range(count) for part in parts)
         rules.append(Rule(name, sources, ExpertMatrices(count, len(parts), naming.merge == "flat")))
     return rules
@@ -245,7 +260,12 @@ def lora_hf_to_dcp(folder: Path, target: Path) -> Path:
 
     def job(name: str) -> str:
         if not _LORA_NAME.fullmatch(name) or not name.startswith("base_model."):
-            raise TesseraError(f"{name} is no matrix of an adapter", where=str(folder), fix="name a folder of PEFT")
+            raise TesseraError(
+                f"{name} is no matrix of an adapter",
+                where=str(folder),
+                fix="name a folder of PEFT",
+                code="adapter.unknown-tensor",
+            )
         return "base_model.model." + name.removeprefix("base_model.").removesuffix(".weight") + ".default.weight"
 
     with SafetensorsForm(folder) as stored:
@@ -271,7 +291,11 @@ def merge_lora(
                 continue
             layer = names.get(match[1].removeprefix(begin) + ".weight")
             if layer is None or not match[1].startswith(begin):
-                raise TesseraError(f"{name} adapts a layer that {base} does not have", where=str(adapters))
+                raise TesseraError(
+                    f"{name} adapts a layer that {base} does not have",
+                    where=str(adapters),
+                    code="adapter.unknown-layer",
+                )
             layers.setdefault(layer, {})[match[2]] = name
         _check_chosen(layers, modules, str(adapters))
         form = _Merged(stored, trained, layers, scaling)
@@ -283,14 +307,23 @@ def merge_lora(
 def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str], where: str) -> None:
     for layer, sides in layers.items():
         if set(sides) != {"A", "B"}:
-            raise TesseraError(f"of the adapter of {layer} only lora_{''.join(sides)} is there", where=where)
+            raise TesseraError(
+                f"of the adapter of {layer} only lora_{''.join(sides)} is there",
+                where=where,
+                code="adapter.matrix-missing",
+            )
     unused = [module for module in modules if not any(module in layer for layer in layers)]
     if unused or not layers:
-        raise TesseraError(f"no adapter of {', '.join(unused) or 'any layer'} is here", where=where)
+        raise TesseraError(
+            f"no adapter of {', '.join(unused) or 'any layer'} is here", where=where, code="adapter.target-missing"
+        )
     lost = [layer for layer in layers if not any(module in layer for module in modules)]
     if lost:
         raise TesseraError(
-            f"the adapter of {lost[0]} would be lost", where=where, fix="name all modules: --lora_target_modules"
+            f"the adapter of {lost[0]} would be lost",
+            where=where,
+            fix="name all modules: --lora_target_modules",
+            code="adapter.target-left-out",
         )
 
 
@@ -361,7 +394,9 @@ class _Merged(_Changed):
             return weight
         a, b = (self._trained.read(self._layers[name][side]) for side in "AB")
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tuple(weight.shape):
-            raise TesseraError(f"the adapter of {name} does not fit it", where=self._trained.where)
+            raise TesseraError(
+                f"the adapter of {name} does not fit it", where=self._trained.where, code="adapter.shape-mismatch"
+            )
         return add_product(weight.clone(), b, a, self._scaling)
 
 

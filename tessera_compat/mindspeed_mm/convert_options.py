@@ -98,15 +98,18 @@ class CommandLine:
                             allowed=_SHOW,
                             nearest=nearest(flag, _SHOW),
                             fix=f"{key}={_SHOW[0]}",
+                            code="job.converter-option",
                         )
             elif key.startswith("--"):
                 if not sign and not rest:
-                    raise TesseraError(f"{key} has no value", where="mm-convert")
+                    raise TesseraError(f"{key} has no value", where="mm-convert", code="job.converter-option-value")
                 line.options.append((len(line.path), key, value if sign else rest.pop(0)))
             elif len(line.path) < (1 if line.path and line.path[0] in single else 2):
                 line.path.append(word)
             else:
-                raise TesseraError(f"what is {word!r}?", where="mm-convert", fix="--key value")
+                raise TesseraError(
+                    f"what is {word!r}?", where="mm-convert", fix="--key value", code="job.converter-option"
+                )
         return line
 
 
@@ -126,7 +129,13 @@ def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
             raw |= _parsed(key.removeprefix("--" + method.prefix), value, method)
         else:
             names = [f"--{'' if name in method.plain else method.prefix}{name}" for name in method.options]
-            raise TesseraError(f"no option {key} here", where=where, nearest=nearest(key, names), allowed=names)
+            raise TesseraError(
+                f"no option {key} here",
+                where=where,
+                nearest=nearest(key, names),
+                allowed=names,
+                code="job.converter-option",
+            )
     return {key: _checked(key, value, method, where) for key, value in raw.items() if value is not None}
 
 
@@ -147,7 +156,12 @@ def _parsed(key: str, text: str, method: Method) -> dict[str, Any]:
     if option is None or option.kind in ("path", "text"):
         return {key: text}
     if not text.strip():  # such as a variable of a shell that is not set
-        raise TesseraError("the value is empty", where=f"--{method.prefix}{key}", fix="give one, or leave it out")
+        raise TesseraError(
+            "the value is empty",
+            where=f"--{method.prefix}{key}",
+            fix="give one, or leave it out",
+            code="job.converter-option-value",
+        )
     if option.kind == "names" and text[:1] != "[":
         return {key: [name.strip() for name in text.split(",")]}
     return {key: parse_yaml(text, key)}
@@ -158,20 +172,28 @@ def _from_file(content: Mapping[str, Any], path: Sequence[str], method: Method, 
     for name in path:
         inner = content.get(name, {})
         if not isinstance(inner, Mapping):
-            raise TesseraError(f"{name} in it is no mapping", where=where)
+            raise TesseraError(f"{name} in it is no mapping", where=where, code="job.converter-file")
         content = inner
     if method.prefix:
         outer = method.prefix.rstrip(".")
         for key in content:
             if key != outer:
-                raise TesseraError(f"no option {key}", where=where, allowed=[outer], nearest=nearest(str(key), [outer]))
+                raise TesseraError(
+                    f"no option {key}",
+                    where=where,
+                    allowed=[outer],
+                    nearest=nearest(str(key), [outer]),
+                    code="job.converter-option",
+                )
         content = content.get(outer, {})
     return _flat(content, method)
 
 
 def _flat(tree: Any, method: Method, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
-        raise TesseraError(f"{prefix.rstrip('.') or 'it'} is no mapping of options", where="mm-convert")
+        raise TesseraError(
+            f"{prefix.rstrip('.') or 'it'} is no mapping of options", where="mm-convert", code="job.converter-file"
+        )
     values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -192,7 +214,11 @@ def _variables(path: Sequence[str], method: Method, where: str) -> dict[str, Any
         elif name in variables:
             values |= _parsed(variables[name], value, method)
         elif name.startswith(start):
-            raise TesseraError(f"no option of {where} has the variable {name}", nearest=nearest(name, variables))
+            raise TesseraError(
+                f"no option of {where} has the variable {name}",
+                nearest=nearest(name, variables),
+                code="job.converter-variable",
+            )
     return values
 
 
@@ -207,15 +233,22 @@ def _checked(key: str, value: Any, method: Method, where: str) -> Any:
             where=where,
             allowed=allowed,
             nearest=None if near is None else f"--{method.prefix}{near}",
+            code="job.converter-option",
         )
     words, fits = _SHAPES[option.kind]
     if not fits(value):
-        raise TesseraError(f"--{method.prefix}{key} must be {words}, not {value!r}", where=where)
+        raise TesseraError(
+            f"--{method.prefix}{key} must be {words}, not {value!r}", where=where, code="job.converter-option-value"
+        )
     if option.choices and value not in option.choices:
         near = nearest(value, option.choices)
-        raise TesseraError(f"no {key} {value!r}", where=where, allowed=option.choices, nearest=near)
+        raise TesseraError(
+            f"no {key} {value!r}", where=where, allowed=option.choices, nearest=near, code="job.converter-option-value"
+        )
     if option.refused is not None and value != option.default:
-        raise TesseraError(f"--{method.prefix}{key}: {option.refused}", where=where)
+        raise TesseraError(
+            f"--{method.prefix}{key}: {option.refused}", where=where, code="job.converter-option-refused"
+        )
     return value
 
 

@@ -84,13 +84,17 @@ def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, A
         flat = isinstance(lists, list) and bool(lists) and not any(isinstance(inner, list) for inner in lists)
         if not (nested if two_levels else flat):
             shape = "a list of lists, such as [[28]]" if two_levels else "a list, such as [28]"
-            raise TesseraError(f"{prefix}{key} must be {shape}, not {lists!r}", where="mm-convert")
+            raise TesseraError(
+                f"{prefix}{key} must be {shape}, not {lists!r}", where="mm-convert", code="job.converter-option-value"
+            )
         layers[part] = lists
     tp = options.get(prefix + "tp_size", 1)
     for key in ("vit_tp_size", "audio_tp_size"):
         if options.get(prefix + key, 0) not in (0, None, tp):
             raise TesseraError(
-                f"{prefix}{key} must be tp_size: encoders are divided as the decoder is", where="mm-convert"
+                f"{prefix}{key} must be tp_size: encoders are divided as the decoder is",
+                where="mm-convert",
+                code="job.encoder-tensor-parallel",
             )
     return {**layers, "tp": tp, "ep": options.get(prefix + "ep_size", 1)}
 
@@ -148,10 +152,20 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
     names = {foreign: native for native, foreign in _names(form)}
     odd = [name for name in tensors if name not in names]
     if odd:
-        raise TesseraError(f"{odd[0]} is no matrix of an adapter", where=str(source), nearest=nearest(odd[0], names))
+        raise TesseraError(
+            f"{odd[0]} is no matrix of an adapter",
+            where=str(source),
+            nearest=nearest(odd[0], names),
+            code="adapter.unknown-tensor",
+        )
     began = options.get("hf_config.hf_dir")
     if began is not None and not is_adapter_folder(Path(began)):
-        raise TesseraError(f"no {CONFIG} here", where=str(began), fix="name the folder of PEFT that the job began with")
+        raise TesseraError(
+            f"no {CONFIG} here",
+            where=str(began),
+            fix="name the folder of PEFT that the job began with",
+            code="adapter.config-missing",
+        )
 
     def write(staging: Path) -> None:
         entries = storage_order([Entry(names[name], tensor.dtype, tensor.shape) for name, tensor in tensors.items()])
@@ -172,6 +186,7 @@ def _checked_layout(options: Options, *, two_levels: bool) -> MegatronLayout:
             "jobs that train adapters have layers as the folder has them",
             where=f"--cfg.{_CANONICAL}",
             fix=f"--cfg.{_CANONICAL} true",
+            code="adapter.separate-layers",
         )
     return parse_layout(layout_of(options, "parallel_config.", two_levels=two_levels))
 
@@ -220,4 +235,5 @@ def _unknown_layer(name: str, form: MegatronForm, folder: Path) -> TesseraError:
         where=str(folder),
         nearest=nearest(name, layers),
         fix='check model_prefix (PEFT: "base_model.model.") and new_transformers_weight_key',
+        code="adapter.unknown-layer",
     )

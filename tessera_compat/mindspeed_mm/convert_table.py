@@ -274,7 +274,9 @@ _EXPERT_NAMES = {
 
 def type_of(folder: Path) -> str:
     if not (folder / "config.json").is_file():
-        raise TesseraError("no config.json here", where=str(folder), fix="name a Hugging Face folder")
+        raise TesseraError(
+            "no config.json here", where=str(folder), fix="name a Hugging Face folder", code="weights.no-config"
+        )
     content = read_mapping(folder / "config.json")
     return str(content.get("model_type") or content.get(CLASS_NAME, ""))
 
@@ -294,7 +296,9 @@ def _moe_expert(_: str, options: Options) -> Path:
     style, size = options["style"], options.get("max_shard_size", "4GB")
     match = re.fullmatch(r"(\d{1,6})([KMGT]?)B", size, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
-        raise TesseraError(f"{size!r} is no size", where="--max_shard_size", fix="--max_shard_size 4GB")
+        raise TesseraError(
+            f"{size!r} is no size", where="--max_shard_size", fix="--max_shard_size 4GB", code="job.shard-size"
+        )
     shard_bytes = int(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
     folder, target = Path(options["hf_dir"]), Path(options["save_dir"])
     return convert_dcp.merge_experts(folder, target, split=style == "split", shard_bytes=shard_bytes)

@@ -69,15 +69,36 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
     stages = sum(len(one) for one in layers) if nested else len(layers)
     where = f"--cfg.{_TARGET}"
     if tp > 1 and family not in _TENSORS:
-        raise TesseraError(f"jobs do not split {family} over tensor ranks", where=f"{where}tp_size", allowed=[1])
+        raise TesseraError(
+            f"jobs do not split {family} over tensor ranks",
+            where=f"{where}tp_size",
+            allowed=[1],
+            code="layout.tensor-ranks-refused",
+        )
     if tp > 1 and options.get("version") == "i2v" and family == "hunyuan_video":
-        raise TesseraError("jobs that continue images are not divided over tensor ranks", where=f"{where}tp_size")
+        raise TesseraError(
+            "jobs that continue images are not divided over tensor ranks",
+            where=f"{where}tp_size",
+            code="layout.tensor-ranks-refused",
+        )
     if stages > 1 and family not in _PIPELINES:
-        raise TesseraError(f"jobs of {family} have no pipeline", where=f"{where}pp_layers", allowed=["[]"])
+        raise TesseraError(
+            f"jobs of {family} have no pipeline",
+            where=f"{where}pp_layers",
+            allowed=["[]"],
+            code="layout.pipeline-refused",
+        )
     if nested and len(layers) > 1 and family not in _VIRTUAL:
-        raise TesseraError(f"jobs of {family} have no virtual stages", where=f"{where}pp_layers", fix="give one list")
+        raise TesseraError(
+            f"jobs of {family} have no virtual stages",
+            where=f"{where}pp_layers",
+            fix="give one list",
+            code="layout.virtual-stages-refused",
+        )
     if options.get(f"{_TARGET}ep_size", 1) not in (0, 1):
-        raise TesseraError("these models have no experts", where=f"{where}ep_size", allowed=[1])
+        raise TesseraError(
+            "these models have no experts", where=f"{where}ep_size", allowed=[1], code="layout.experts-refused"
+        )
     return {"tp": tp, **({"dit": layers} if stages > 1 else {})}
 
 
@@ -96,6 +117,7 @@ def _check_version(options: Options) -> None:
             where="--version",
             allowed=["t2v", "i2v"],
             fix="adapters of PEFT or diffusers are read as they are: model.lora.path in a recipe",
+            code="adapter.original-format",
         )
 
 
@@ -165,13 +187,25 @@ def _source_tensors(path: Path) -> Tensors:
             with safe_open(path, "pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise TesseraError(f"not a safetensors file: {first_line(error)}", where=str(path)) from None
+            raise TesseraError(
+                f"not a safetensors file: {first_line(error)}", where=str(path), code="weights.invalid-safetensors"
+            ) from None
     if not path.is_file():
-        raise TesseraError(f"no such file: {path}", where="--cfg.source_path", fix="name a .pt or .safetensors file")
+        raise TesseraError(
+            f"no such file: {path}",
+            where="--cfg.source_path",
+            fix="name a .pt or .safetensors file",
+            code="job.file-missing",
+        )
     content = read_torch_file(path)
     content = content.get("module", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not any(isinstance(one, StoredTensor) for one in content.values()):
-        raise TesseraError("it holds no model", where=str(path), fix="tensors by name are expected, or under `module`")
+        raise TesseraError(
+            "it holds no model",
+            where=str(path),
+            fix="tensors by name are expected, or under `module`",
+            code="weights.no-model-in-file",
+        )
     return {str(name): one.read() for name, one in content.items() if isinstance(one, StoredTensor)}
 
 
@@ -202,6 +236,7 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
             where=str(source),
             nearest=nearest(strange[0], [part.layers for part in form.parts]) if strange else None,
             fix="name the original checkpoint of the model",
+            code="weights.unknown-tensor",
         )
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -233,7 +268,9 @@ def merge_lora(family: str, options: Options) -> Path:
     """Merge adapters of a job into shards of the model that they were trained beside."""
     rank, alpha = options.get("lora_rank", 8), options.get("lora_alpha", 16)
     if not rank or rank < 0:
-        raise TesseraError(f"adapters of rank {rank}", where="--lora_rank", allowed=["1 or more"])
+        raise TesseraError(
+            f"adapters of rank {rank}", where="--lora_rank", allowed=["1 or more"], code="adapter.invalid-rank"
+        )
     folders = {key: Path(options[key]) for key in ("source_path", "lora_path")}
     for key, folder in folders.items():
         if is_run(folder):
@@ -241,13 +278,16 @@ def merge_lora(family: str, options: Options) -> Path:
                 f"{folder} is the run of a job, which is unsharded",
                 where=f"--cfg.{key}",
                 fix=f"tessera convert {folder} TARGET merges its adapters; --to mm writes shards",
+                code="adapter.run-not-shards",
             )
     base, adapters = (_whole(family, folder) for folder in folders.values())
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapters.items():
         match = _ADAPTER.fullmatch(name)
         if match is None:
-            raise TesseraError(f"{name} is no matrix of an adapter", where=str(folders["lora_path"]))
+            raise TesseraError(
+                f"{name} is no matrix of an adapter", where=str(folders["lora_path"]), code="adapter.unknown-tensor"
+            )
         pairs.setdefault(f"{match[1].removeprefix('base_model.model.')}.weight", {})[match[2]] = tensor
     merged = dict(base)
     for name, pair in pairs.items():
@@ -256,9 +296,14 @@ def merge_lora(family: str, options: Options) -> Path:
                 f"the adapter of {name} {'has one matrix' if name in base else 'belongs to no layer'}",
                 where=str(folders["lora_path"]),
                 nearest=nearest(name, base),
+                code="adapter.unknown-layer",
             )
         if pair["A"].shape[0] != rank:
-            raise TesseraError(f"the adapter of {name} has rank {pair['A'].shape[0]}", where="--lora_rank")
+            raise TesseraError(
+                f"the adapter of {name} has rank {pair['A'].shape[0]}",
+                where="--lora_rank",
+                code="adapter.rank-mismatch",
+            )
         added = (alpha / rank) * (pair["B"].to(torch.float32) @ pair["A"].to(torch.float32))
         merged[name] = (base[name].to(torch.float32) + added).to(base[name].dtype)
     return _write(family, options, merged)
@@ -273,6 +318,7 @@ def _whole(family: str, folder: Path) -> Tensors:
             f"its files are of {before.tp} tensor and {before.pp} pipeline ranks",
             where=str(folder),
             fix="join them first: mm-convert CONVERTER resplit, without pp_layers and tp_size",
+            code="layout.several-ranks",
         )
     free = replace(form, weights=WeightMap((), same_names=True), parts=(), splits=())
     tensors, _ = read_megatron(folder, free)

@@ -99,6 +99,7 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
                 f"sample {source.location(row)} cannot be used: {error}",
                 where=str(source.path),
                 fix="mend or remove it",
+                code="data.invalid-sample",
             ) from None
         encoded = self.processor.encode(sample, media, sizes)
         if len(encoded.tokens) > self.length:
@@ -106,6 +107,7 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
                 f"sample {sample.id} has {len(encoded.tokens)} tokens, cutoff_len is {self.length}",
                 where=str(source.path),
                 fix="raise basic_parameters.cutoff_len or --seq-length, or remove the sample",
+                code="data.sample-too-long",
             )
         tensors = {
             "input_ids": encoded.tokens,
@@ -139,7 +141,13 @@ def build_mm_dataset(dataset_param: Any) -> ConversationDataset | tuple[Conversa
     param = _plain(dataset_param)
     for key in ("dataset_type", "basic_parameters", "preprocess_parameters"):
         if key not in param:
-            raise TesseraError(f"dataset_param has no {key}", where=WHERE, allowed=param, fix=f'add "{key}"')
+            raise TesseraError(
+                f"dataset_param has no {key}",
+                where=WHERE,
+                allowed=param,
+                fix=f'add "{key}"',
+                code="job.data-key-missing",
+            )
     report = JobReport()
     file = read_data({"dataset_param": param}, WHERE, report, None)
     report.check()
@@ -149,12 +157,14 @@ def build_mm_dataset(dataset_param: Any) -> ConversationDataset | tuple[Conversa
             f"{what}: build_mm_dataset gives single conversations",
             where=f"{WHERE}: dataset_param",
             fix="train by the recipe that `tessera migrate JOB.sh` writes",
+            code="job.data-form",
         )
     if file.processor_folder is None:
         raise TesseraError(
             "no folder with a tokenizer is named",
             where=f"{WHERE}: dataset_param.preprocess_parameters",
             fix='"model_name_or_path": "./ckpt/hf_path/..."',
+            code="job.tokenizer-missing",
         )
     settings = build(DataSection, nested(file.section), WHERE)
     processor = _processor(Path(file.processor_folder), settings)
@@ -171,6 +181,7 @@ def _processor(folder: Path, settings: DataSection) -> ChatProcessor:
             f"family {spec.name}: build_mm_dataset supports only the Qwen-VL and GLM-4.1V families",
             where=str(folder),
             fix="train by the recipe that `tessera migrate JOB.sh` writes, or return a data set of your own",
+            code="job.data-family",
         )
     return processor.training_on(settings.train_on, last_only=settings.mask_history)
 
@@ -217,7 +228,10 @@ def build_mm_dataloader(
     report.check()
     if "dataloader_mode" not in param:
         raise TesseraError(
-            "dataloader_param has no dataloader_mode", where=WHERE, fix='"dataloader_mode": "sampler" or "base"'
+            "dataloader_param has no dataloader_mode",
+            where=WHERE,
+            fix='"dataloader_mode": "sampler" or "base"',
+            code="job.data-key-missing",
         )
     ranks, rank = 1, 0
     if dist.is_initialized():

@@ -124,7 +124,11 @@ def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: s
     if not isinstance(param, Mapping):
         near = nearest("dataset_param", data)
         raise TesseraError(
-            "there is no dataset_param", where=source, nearest=near, fix="it names the files to train on"
+            "there is no dataset_param",
+            where=source,
+            nearest=near,
+            fix="it names the files to train on",
+            code="job.data-section-missing",
         )
     kind = param.get("dataset_type")
     if kind not in _SAMPLE_TYPES:
@@ -134,6 +138,7 @@ def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: s
             allowed=_SAMPLE_TYPES,
             nearest=nearest(str(kind), _SAMPLE_TYPES),
             fix="data of generation models and audio is not here yet",
+            code="job.data-type",
         )
     report.add(source, "dataset_param.dataset_type", kind, "mapped", "data.kind")
     file = DataFile()
@@ -201,7 +206,10 @@ def _conversations(
             report.add(source, f"{at}basic_parameters.{limit}", basic[limit], outcome, note)  # type: ignore[arg-type]
     if "train" not in file.section:
         raise TesseraError(
-            f"{at}basic_parameters.dataset names no file", where=source, fix='"dataset": "./data/a.json"'
+            f"{at}basic_parameters.dataset names no file",
+            where=source,
+            fix='"dataset": "./data/a.json"',
+            code="job.data-file-missing",
         )
 
 
@@ -236,7 +244,13 @@ def _columns(
     formatting = attr.get("formatting") or ("sharegpt" if attr else "auto")
     if formatting not in (*_FORMATS, "auto"):
         near = nearest(str(formatting), _FORMATS)
-        raise TesseraError(f"{at}attr.formatting {formatting!r}", where=source, allowed=_FORMATS, nearest=near)
+        raise TesseraError(
+            f"{at}attr.formatting {formatting!r}",
+            where=source,
+            allowed=_FORMATS,
+            nearest=near,
+            code="job.data-formatting",
+        )
     columns: dict[str, str] = {}
     for key, value in attr.items():
         name = f"{at}attr.{key}"
@@ -302,11 +316,17 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
     file.section["train"] = []
     for entry in sections:
         if not isinstance(entry, Mapping):
-            raise TesseraError(f"{at}basic_parameters: {entry!r:.80} is no section with data_path", where=source)
+            raise TesseraError(
+                f"{at}basic_parameters: {entry!r:.80} is no section with data_path",
+                where=source,
+                code="job.data-section",
+            )
         rules = {"repeat_time": fixed(1), "max_samples": sets("max_samples")}
         more = translate(entry, rules, source, report, f"{at}basic_parameters.", {"data_path", "data_folder"})
         if not entry.get("data_path"):
-            raise TesseraError(f"{at}basic_parameters.data_path names no file", where=source)
+            raise TesseraError(
+                f"{at}basic_parameters.data_path names no file", where=source, code="job.data-file-missing"
+            )
         root = str(entry.get("data_folder") or Path(str(entry["data_path"])).parent)
         file.section["train"].append({"path": entry["data_path"], "root": root, "format": "llava", **more})
         for key in ("data_path", "data_folder"):
@@ -331,6 +351,7 @@ def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobR
                 f"collate_param.{key} {name!r} and attr.ranking {str(file.pairs).lower()} contradict each other",
                 where=source,
                 fix="pairs of answers need both, conversations neither",
+                code="job.data-pairs",
             )
         report.add(source, f"dataloader_param.collate_param.{key}", name, "not needed", "the family has its collator")
 

@@ -59,7 +59,12 @@ def get_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
         return dtype
     kind = names.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise TesseraError(f"{dtype!r} is no type of numbers", where="get_dtype", allowed=[n for n in names if n])
+        raise TesseraError(
+            f"{dtype!r} is no type of numbers",
+            where="get_dtype",
+            allowed=[n for n in names if n],
+            code="job.unknown-dtype",
+        )
     return kind
 
 
@@ -70,7 +75,9 @@ class _NotHere:
         self.name, self.fix = name, fix
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TesseraError(f"{self.name} does nothing that a run here needs", where=self.name, fix=self.fix)
+        raise TesseraError(
+            f"{self.name} does nothing that a run here needs", where=self.name, fix=self.fix, code="job.no-effect-here"
+        )
 
     apply = __call__
 

@@ -60,6 +60,7 @@ def pretrain(argv: Sequence[str]) -> None:
             "the section dpo belongs to another job, which compares pairs of videos",
             where=f"{args.mm_model}: dpo",
             fix="start it with posttrain_sora_dpo.py, or leave the section out",
+            code="job.preference-entry",
         )
     _train(args, recipe, report)
 
@@ -71,7 +72,10 @@ def posttrain_dpo(argv: Sequence[str]) -> None:
     report.check()
     if recipe["train"].get("task") != "dpo":
         raise TesseraError(
-            "the data has no pairs of answers", where=args.mm_data, fix='set "ranking": true, "chosen" and "rejected"'
+            "the data has no pairs of answers",
+            where=args.mm_data,
+            fix='set "ranking": true, "chosen" and "rejected"',
+            code="job.pairs-missing",
         )
     _train(args, recipe, report)
 
@@ -82,14 +86,24 @@ def posttrain_sora_dpo(argv: Sequence[str]) -> None:
     recipe, report = recipe_of(args)
     report.check()
     if recipe["train"].get("task") != "diffusion_dpo":
-        raise TesseraError("the section dpo is missing", where=args.mm_model, fix='"dpo": {"loss_beta": 2000}')
+        raise TesseraError(
+            "the section dpo is missing",
+            where=args.mm_model,
+            fix='"dpo": {"loss_beta": 2000}',
+            code="job.preference-section-missing",
+        )
     _train(args, recipe, report)
 
 
 def pretrain_fsdp2(argv: Sequence[str]) -> None:
     """Train by the YAML file of the FSDP2 trainer; `section.key=value` words change it."""
     if not argv or not argv[0].endswith((".yaml", ".yml")):
-        raise TesseraError("the first word has to be a YAML file", where="command line", fix="trainer.py config.yaml")
+        raise TesseraError(
+            "the first word has to be a YAML file",
+            where="command line",
+            fix="trainer.py config.yaml",
+            code="job.yaml-missing",
+        )
     data = apply_overrides(read_job_yaml(Path(argv[0])), parse_overrides(argv[1:]), argv[0])
     world_size = environment_ranks()[1]
     recipe, report = recipe_of_yaml(data, argv[0], world_size)
@@ -129,6 +143,7 @@ def _sampling_ranks(args: Args) -> Iterator[dict[str, int] | None]:
             "ranks share layers or tokens of a model that samples, not stages of it",
             where="--pipeline-model-parallel-size",
             fix="--pipeline-model-parallel-size 1; --context-parallel-size shares tokens",
+            code="job.sampling-pipeline",
         )
     if args.world_size == 1:
         yield None
@@ -158,6 +173,7 @@ def _alone(args: Args) -> Args:
             f"{args.world_size} ranks were started, and one does the work",
             where="command line",
             fix="NPUS_PER_NODE=1; tessera.load(..., parallel={'tp': 2}) spreads a language model over ranks",
+            code="job.several-ranks",
         )
     return args
 
@@ -170,6 +186,7 @@ def refuse(script: str) -> NoReturn:
             f"{script}: not here yet: {NOT_HERE[script]}",
             fix="pretrain_vlm.py and pretrain_transformers.py train vision-language models, pretrain_sora.py models of "
             "videos",
+            code="job.entry-not-offered",
         )
 
     run_command(command)

@@ -68,6 +68,7 @@ class OneMicroBatch(Iterator[Any]):
             f"{self._owner} took a second batch from its data iterator",
             where=self._owner,
             fix="take one batch in each call: a step calls it once for every micro-batch",
+            code="job.second-batch",
         )
 
 
@@ -104,6 +105,7 @@ class ForwardStepTask(Task):
                 where=name,
                 allowed=["(output, loss_func)"],
                 fix="return the model's output and the function that computes the loss of it",
+                code="job.forward-step-result",
             )
         return ForwardResult(*result)
 
@@ -132,6 +134,7 @@ class ForwardStepTask(Task):
                 f"{name} returned a loss without a gradient",
                 where=name,
                 fix="compute it from the output of the model, and return it without detach() or item()",
+                code="job.loss-without-gradient",
             )
         if not isinstance(report, Mapping):
             raise self._wrong(name, f"{described(report)} as the report")
@@ -145,6 +148,7 @@ class ForwardStepTask(Task):
                 where=name,
                 allowed=["(sum of losses, number of tokens, report)"],
                 fix="return three values, or leave the flag out",
+                code="job.token-count-missing",
             )
         return loss.reshape(()), tokens, {str(key): self._ratio(name, str(key), value) for key, value in report.items()}
 
@@ -161,6 +165,7 @@ class ForwardStepTask(Task):
             where=name,
             allowed=["(loss, report)", "(sum of losses, number of tokens, report)", "loss"],
             fix="the loss is a tensor with one element; the report is a dict of numbers, or of pairs (sum, count)",
+            code="job.loss-result",
         )
 
 

@@ -127,6 +127,7 @@ def create_device_mesh(sharding_size: int | str | None, process_group: dist.Proc
             f"{len(ranks)} ranks cannot form groups of {size}",
             where="sharding_size",
             allowed=[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0],
+            code="job.group-size",
         )
     kind = device_of_group(process_group).type
     if size == len(ranks):
@@ -153,6 +154,7 @@ def _current() -> tuple[nn.Module, Fsdp2Config, dict[str, Any]]:
         raise TesseraError(
             "no module is being sharded",
             fix="call it from `_fully_shard`, or give it the module and a list of patterns",
+            code="job.fully-shard-call",
         )
     return current().sharding[-1]
 

@@ -94,6 +94,7 @@ def read_fsdp2_file(path: Path) -> Fsdp2File:
             "always share their weights here",
             where=str(path),
             fix="leave it out, or set expert_parallel_size to sharding_size: then no two ranks have the same experts",
+            code="job.local-experts",
         )
     return file
 
@@ -134,5 +135,6 @@ def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
                 f"{ours} is {settings[key]!r} in the recipe, but {theirs} is {getattr(file, theirs)!r} here",
                 where=str(path),
                 fix="give it in one of the two places",
+                code="job.fsdp2-conflict",
             )
     return {**recipe, **sections}

@@ -73,7 +73,11 @@ def _described(section: Mapping[str, Any], source: str, report: JobReport) -> di
     if name not in _CONTAINERS:
         near = nearest(name, _CONTAINERS)
         raise TesseraError(
-            f"model.model_id {name!r} is no container here", where=source, allowed=_CONTAINERS, nearest=near
+            f"model.model_id {name!r} is no container here",
+            where=source,
+            allowed=_CONTAINERS,
+            nearest=near,
+            code="job.unknown-container",
         )
     models = {key: dict(part_of(section["models"], key, source)) for key in ("ae", "text_encoder", "predictor")}
     for key, part in models.items():

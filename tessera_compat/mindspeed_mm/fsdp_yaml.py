@@ -174,10 +174,14 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
     for name in data:
         if name not in (*SECTIONS, "inference") and isinstance(data[name], Mapping):
             near = nearest(name, SECTIONS)
-            raise TesseraError(f"unknown section {name!r}", where=source, allowed=SECTIONS, nearest=near)
+            raise TesseraError(
+                f"unknown section {name!r}", where=source, allowed=SECTIONS, nearest=near, code="job.unknown-section"
+            )
     for name in ("model", "data", "training"):
         if not isinstance(data.get(name), Mapping):
-            raise TesseraError(f"there is no section {name!r}", where=source, nearest=nearest(name, data))
+            raise TesseraError(
+                f"there is no section {name!r}", where=source, nearest=nearest(name, data), code="job.section-missing"
+            )
     recipe: dict[str, Any] = {"guard": {"coverage": "warn"}}
     training = data["training"]
     if is_container(data):
@@ -272,7 +276,7 @@ def _set_model(
     converted = bool(loaded) and _is_converted(Path(str(loaded)), training.get("load_format"))
     folder = described if converted else loaded or described
     if not folder:
-        raise TesseraError("model.model_name_or_path names no folder", where=source)
+        raise TesseraError("model.model_name_or_path names no folder", where=source, code="job.model-folder-missing")
     model: dict[str, Any] = {"path": str(folder), **({"weights": str(loaded)} if converted else {})}
     report.add(source, "model.model_name_or_path", described, "mapped", "model.path")
     if "load" in training:
@@ -357,7 +361,9 @@ def _set_training(
     recipe |= {"checkpoint": {"keep": KEEP_ALL}, "train": {"steps": 10000}, "optim": {"lr": 5e-5}, "log": {"every": 1}}
     _put_all(recipe, translate(section, TRAINING_KEYS, source, report, "training.", OWN_TRAINING_KEYS))
     if world_size % ranks_of_a_row:
-        raise TesseraError(f"{world_size} ranks do not split into groups of {ranks_of_a_row}", where=source)
+        raise TesseraError(
+            f"{world_size} ranks do not split into groups of {ranks_of_a_row}", where=source, code="job.rank-count"
+        )
     micro = recipe["train"].setdefault("micro_batch", 1)
     batches = section.get("gradient_accumulation_steps") or 1
     recipe["train"]["global_batch"] = micro * batches * (world_size // ranks_of_a_row)
@@ -370,7 +376,7 @@ def _set_training(
     kind = section.get("lr_decay_style", "cosine")
     if kind not in ("constant", "linear", "cosine"):
         allowed = ["constant", "linear", "cosine"]
-        raise TesseraError(f"training.lr_decay_style {kind!r}", where=source, allowed=allowed)
+        raise TesseraError(f"training.lr_decay_style {kind!r}", where=source, allowed=allowed, code="job.decay-style")
     optim["schedule"] = {"kind": kind, "warmup": round(float(section.get("lr_warmup_ratio") or 0) * steps)}
     if kind != "constant" and section.get("lr_min"):
         optim["schedule"]["final"] = float(section["lr_min"]) / optim["lr"]

@@ -102,7 +102,13 @@ def read_settings(data: Mapping[str, Any], source: str, report: JobReport) -> An
     pipeline = data.get("pipeline_class") or data.get("model_id")
     if pipeline not in PIPELINES:
         near = nearest(str(pipeline), PIPELINES)
-        raise TesseraError(f"pipeline_class {pipeline!r} is not here", where=source, allowed=PIPELINES, nearest=near)
+        raise TesseraError(
+            f"pipeline_class {pipeline!r} is not here",
+            where=source,
+            allowed=PIPELINES,
+            nearest=near,
+            code="job.pipeline-class",
+        )
     processor = translate(data, _TOP, source, report, handled=_OWN | _MODEL_KEYS, section="data.processor.")
     if data.get("image_encoder"):
         described = {key: data[key] for key in data if key in _MODEL_KEYS and key != "model_id"}
@@ -122,12 +128,14 @@ def read_inference(data: Mapping[str, Any], source: str, report: JobReport) -> A
     settings = read_settings(data, source, report)
     prompts = data.get("prompts")
     if not prompts:
-        raise TesseraError("prompts asks nothing", where=source, fix='"prompts": "What is shown?"')
+        raise TesseraError(
+            "prompts asks nothing", where=source, fix='"prompts": "What is shown?"', code="job.prompts-missing"
+        )
     images = data.get("image_path") or data.get("file_path") or []
     images = [images] if isinstance(images, str) else list(images)
     for image in images:
         if not Path(image).is_file():
-            raise TesseraError(f"no such image: {image}", where=f"{source}: image_path")
+            raise TesseraError(f"no such image: {image}", where=f"{source}: image_path", code="job.image-missing")
     report.add(source, "prompts", prompts, "mapped", "questions")
     return Asked([prompts] if isinstance(prompts, str) else list(prompts), images, settings)
 
@@ -150,7 +158,9 @@ def load_model(args: Args, settings: AnswerSettings) -> tuple[LoadedModel, Loade
     """Load the model that answers: that of `--load`. Converted weights belong to the folder of the tokenizer."""
     load_path = args.load or next(iter(settings.folders), None)
     if load_path is None:
-        raise TesseraError("--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL")
+        raise TesseraError(
+            "--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL", code="job.load-missing"
+        )
     if not is_foreign_checkpoint(Path(load_path)):
         return load(load_path, device="auto", processor=settings.processor)
     places = [Path(one) for one in settings.folders]
@@ -164,7 +174,7 @@ def load_model(args: Args, settings: AnswerSettings) -> tuple[LoadedModel, Loade
 def ask(args: Args) -> Iterator[tuple[str, str]]:
     """Yield each question of `--mm-model` with the answer of the model in `--load`."""
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model names no inference JSON", where="command line")
+        raise TesseraError("--mm-model names no inference JSON", where="command line", code="job.model-json-missing")
     report = JobReport()
     job = read_inference(args.mm.model.to_dict(), args.mm_model, report)
     report.check()

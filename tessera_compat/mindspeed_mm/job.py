@@ -69,7 +69,12 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
     for name, source in (("model", model_source), ("data", data_source)):
         if not args.mm.get(name).keys():
-            raise TesseraError(f"the job has no {source}", where=WHERE, fix=f"name it: --mm-{name} {name}.json")
+            raise TesseraError(
+                f"the job has no {source}",
+                where=WHERE,
+                fix=f"name it: --mm-{name} {name}.json",
+                code="job.json-missing",
+            )
     model = read_model(args.mm.model.to_dict(), model_source, report)
     compare_shell_sizes(args, model, model_source, report)
     family = model.family or family_of_folder(args.load_base_model or args.load or model.folder)
@@ -114,7 +119,12 @@ def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobRe
                 f"--{name.replace('_', '-')}", f"{source} has {model.fields[target]}, which counts there and here"
             )
     if args.untie_embeddings_and_output_weights and model.fields.get("tie_word_embeddings"):
-        raise TesseraError(f"--untie-embeddings-and-output-weights: {source} ties them", where=WHERE, fix="say one")
+        raise TesseraError(
+            f"--untie-embeddings-and-output-weights: {source} ties them",
+            where=WHERE,
+            fix="say one",
+            code="job.tied-embeddings",
+        )
 
 
 def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataFile, report: JobReport) -> None:
@@ -181,10 +191,14 @@ def _set_training(recipe: dict[str, Any], args: Args, data: DataFile, report: Jo
                 f"--ref-model {args.ref_model} is not what training begins from",
                 where=WHERE,
                 fix="the reference is the model of --load as it was; leave --ref-model out",
+                code="job.reference-model",
             )
     elif any(name.startswith("dpo_") for name in args.typed):
         raise TesseraError(
-            "--dpo-beta and its like need pairs of answers", where=WHERE, fix='set "ranking": true in attr of data.json'
+            "--dpo-beta and its like need pairs of answers",
+            where=WHERE,
+            fix='set "ranking": true in attr of data.json',
+            code="job.pairs-missing",
         )
     optim = optimizer_section(args, steps)
     groups = [

@@ -93,9 +93,12 @@ def migrate(
             "this is no job: it has neither gpt_args nor training",
             where=str(path),
             allowed=["gpt_args, data, model", "parallel, model, data, training"],
+            code="job.not-a-job",
         )
     if path.suffix != ".sh":
-        raise TesseraError(f"{path.name} is no job file", where=str(path), allowed=["*.sh", "*.yaml"])
+        raise TesseraError(
+            f"{path.name} is no job file", where=str(path), allowed=["*.sh", "*.yaml"], code="job.not-a-job"
+        )
     job, launch, joined = _read_script(path, environment)
     ranks = launch.world_size if world_size is None else world_size
     machines = ranks // launch.ranks_per_machine if ranks % launch.ranks_per_machine == 0 else 1
@@ -104,7 +107,9 @@ def migrate(
         migrated = MigratedJob(other[0], commands_report, ranks, commands=other[1])
     elif Path(launch.entry).name == FSDP_TRAINER.name:
         if not launch.argv:
-            raise TesseraError(f"{launch.entry} is started without a YAML file", where=launch.where)
+            raise TesseraError(
+                f"{launch.entry} is started without a YAML file", where=launch.where, code="job.yaml-missing"
+            )
         data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
         migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
     else:
@@ -156,6 +161,7 @@ def _launch_of(job: ShellJob) -> Launch:
             f"the script starts {len(training)} jobs, in lines {lines}, and a recipe is one",
             where=training[1].where,
             fix="make a script of each",
+            code="job.several-jobs",
         )
     asking = [one for one in job.launches if Path(one.entry).name in ENTRIES]
     launch = (training or asking or job.launches)[0]
@@ -221,13 +227,17 @@ def _check_entry(launch: Launch) -> None:
     launcher, name = Path(launch.launcher[0]).name, Path(launch.entry).name
     if launcher in ("msrun", "accelerate"):
         raise TesseraError(
-            f"{launcher} starts another framework or trainer", where=launch.where, fix="start the ranks with torchrun"
+            f"{launcher} starts another framework or trainer",
+            where=launch.where,
+            fix="start the ranks with torchrun",
+            code="job.unknown-launcher",
         )
     if name not in (*_TRAINING, *ENTRIES, FSDP_TRAINER.name):
         raise TesseraError(
             f"{name} is no entry point that has a recipe or a command here",
             where=launch.where,
             allowed=[*_TRAINING, *ENTRIES, str(FSDP_TRAINER)],
+            code="job.unknown-entry",
         )
 
 
@@ -247,7 +257,9 @@ def lay_out(folder: Path) -> list[Path]:
     Existing files are not replaced; imports of this package under its earlier name are updated in them.
     """
     if folder.exists() and not folder.is_dir():
-        raise TesseraError(f"{folder} is a file", where="tessera migrate workspace", fix="name a folder")
+        raise TesseraError(
+            f"{folder} is a file", where="tessera migrate workspace", fix="name a folder", code="output.not-a-folder"
+        )
     sources = {path.name: path for path in sorted((HERE / "entry").glob("*.py")) if path.name != "__init__.py"}
     features = sources.pop(FEATURES[0])
     files = {Path(name): path for name, path in sources.items() if name != "fsdp_trainer.py"}
@@ -276,5 +288,9 @@ def lay_out(folder: Path) -> list[Path]:
                 shutil.copy(files[name], target)
             written.append(target)
     except OSError as error:
-        raise TesseraError(f"{folder} cannot be written: {error.strerror}", where="tessera migrate workspace") from None
+        raise TesseraError(
+            f"{folder} cannot be written: {error.strerror}",
+            where="tessera migrate workspace",
+            code="output.not-writable",
+        ) from None
     return written

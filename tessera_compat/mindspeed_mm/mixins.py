@@ -89,6 +89,7 @@ class FSDP2Mixin:
                 where=f"{fsdp2_config_path}: expert_parallel_size",
                 allowed=[1],
                 fix="train it by a recipe of a family with experts, where it is parallel.ep",
+                code="job.experts-of-class",
             )
         self.fsdp2_config = config
         self.fsdp2_kwargs = {**config.to_dict(), "mesh": create_device_mesh(config.sharding_size, process_group)}
@@ -128,6 +129,7 @@ class FSDP2Mixin:
             raise TesseraError(
                 f"{type(self).__name__} is on the meta device and has no init_weights() to fill its parameters",
                 fix="add WeightInitMixin to its bases, or build it on a device",
+                code="job.meta-without-init",
             )
         module.to_empty(device="cpu" if self.fsdp2_config.offload_to_cpu else device_of_group(group))
         put_back_buffers(module, buffers)

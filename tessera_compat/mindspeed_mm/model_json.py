@@ -237,7 +237,10 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     """Translate a `model.json`, or the `model` section of a YAML job. Every key gets a line in the report."""
     if "predictor" in data or "ae" in data:
         raise TesseraError(
-            "this describes a model of image or video generation", where=source, fix="pretrain_sora.py trains it"
+            "this describes a model of image or video generation",
+            where=source,
+            fix="pretrain_sora.py trains it",
+            code="job.generation-model",
         )
     encoder, text = part_of(data, "image_encoder", source), part_of(data, "text_decoder", source)
     vision, projector = (part_of(encoder, name, source) for name in ("vision_encoder", "vision_projector"))
@@ -255,14 +258,8 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     loss = translate(part_of(data, "loss_cfg", source), LOSS_KEYS, source, report, "loss_cfg.", section="model.config.")
     file.fields |= with_aux_loss(loss)
     handled = _OWN | RECOMPUTE_KEYS
-    translate(
-        encoder,
-        {"tp": _SPLIT, "pp": _SPLIT, "cp": _SPLIT},
-        source,
-        report,
-        "image_encoder.",
-        {"vision_encoder", "vision_projector"},
-    )
+    towers = {"vision_encoder", "vision_projector"}
+    translate(encoder, all_of(_SPLIT, "tp pp cp"), source, report, "image_encoder.", towers)
     if vision:
         rules = {**VISION_KEYS, **FAMILY_VISION_KEYS[family]}
         at = "image_encoder.vision_encoder."
@@ -306,6 +303,7 @@ def _family(vision: Mapping[str, Any], source: str) -> str:
             allowed=_ENCODERS,
             nearest=nearest(name, _ENCODERS),
             fix="name one of these, or a Hugging Face folder in init_from_hf_path",
+            code="job.vision-encoder",
         )
     return "qwen2_5_vl" if name == "qwen2vit" and "window_attn_size" in vision else _ENCODERS[name]
 
@@ -359,7 +357,9 @@ def _set_mlp_ratio(fields: dict[str, Any], source: str) -> None:
     width = fields["vision.embed_dim"]
     if not isinstance(wide, int) or not isinstance(width, int) or width < 1 or wide % width:
         raise TesseraError(
-            f"vision_encoder: ffn_hidden_size {wide} is not a multiple of hidden_size {width}", where=source
+            f"vision_encoder: ffn_hidden_size {wide} is not a multiple of hidden_size {width}",
+            where=source,
+            code="job.width-not-multiple",
         )
     fields["vision.mlp_ratio"] = wide // width
 
@@ -391,13 +391,8 @@ def _towers(
             report.add(source, f"{name}.freeze", "(not set)", "mapped", f"model.freeze={modules}: frozen by default")
         if section.get("pipeline_num_layers") is not None:
             file.layers[stream] = flat_layers(section["pipeline_num_layers"], f"{source}: {name}.pipeline_num_layers")
-            report.add(
-                source,
-                f"{name}.pipeline_num_layers",
-                section["pipeline_num_layers"],
-                "mapped",
-                f"parallel.layers.{stream}",
-            )
+            counts = section["pipeline_num_layers"]
+            report.add(source, f"{name}.pipeline_num_layers", counts, "mapped", f"parallel.layers.{stream}")
             file.depths[stream] = section.get("num_layers")
         recompute = {key: section[key] for key in sorted(RECOMPUTE_KEYS) if section.get(key) is not None}
         if recompute:
@@ -417,9 +412,14 @@ def flat_layers(value: Any, where: str) -> list[int]:
     rows = [row if isinstance(row, list) else [None] for row in rows]
     flat = [layers for row in rows for layers in row]
     if not flat or any(not isinstance(layers, int) or layers < 0 for layers in flat):
-        raise TesseraError(f"{value!r} is no list of numbers of layers", where=where, fix="write [1, 10, 10, 7]")
+        raise TesseraError(
+            f"{value!r} is no list of numbers of layers",
+            where=where,
+            fix="write [1, 10, 10, 7]",
+            code="job.layer-counts",
+        )
     if len({len(row) for row in rows}) > 1:
-        raise TesseraError("every virtual stage needs as many entries", where=where)
+        raise TesseraError("every virtual stage needs as many entries", where=where, code="job.layer-counts")
     return flat
 
 

@@ -74,6 +74,7 @@ class ProvidedRows(LoaderBatches):
                     "None",
                 ],
                 fix="return three of these: train, valid and test",
+                code="job.provided-data",
             )
         sampler = distributed_sampler(data)
         self._positioned = starts_anywhere(data)
@@ -85,6 +86,7 @@ class ProvidedRows(LoaderBatches):
                 f"and this rank is number {self._position // self.cp} of {replicas} that read different batches",
                 where=PROVIDER,
                 fix="make it with num_replicas=mpu.get_data_parallel_world_size(), rank=mpu.get_data_parallel_rank()",
+                code="job.sampler-ranks",
             )
         super().__init__(Given.of(data), data, seed=self.seed)
         self.bound, self._first = True, None
@@ -93,7 +95,12 @@ class ProvidedRows(LoaderBatches):
         self.check_none(lost)
         (row,) = rows
         if not self.bound:
-            raise TesseraError(f"there is no {self.name} data", where=PROVIDER, fix="return it from the provider")
+            raise TesseraError(
+                f"there is no {self.name} data",
+                where=PROVIDER,
+                fix="return it from the provider",
+                code="job.provided-data-missing",
+            )
         number = row // self._ranks  # among the micro-batches of this rank
         if self._in_turn:
             replicas = self._ranks // self.cp
@@ -122,6 +129,7 @@ class ProvidedRows(LoaderBatches):
                 f"the {self.name} data is an iterator, which cannot go back to batch {number}",
                 where=PROVIDER,
                 fix="return the DataLoader instead of its iterator",
+                code="job.data-iterator",
             )
         super()._begin(number)
 
@@ -131,6 +139,7 @@ class ProvidedRows(LoaderBatches):
                 f"the {self.name} data ended after {self._next} micro-batches of this rank",
                 where=PROVIDER,
                 fix="return the DataLoader instead of its iterator, or one that begins again (`build_iterations`)",
+                code="job.data-ended",
             )
         return super()._new_pass()
 

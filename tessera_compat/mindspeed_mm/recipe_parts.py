@@ -116,7 +116,9 @@ def refuse_lora_flags(args: Any) -> None:
     flags = [name for name in args.typed if name.startswith("lora")]
     if flags:
         raise TesseraError(
-            f"--{flags[0].replace('_', '-')} has no effect without --lora-target-modules", where=COMMAND_LINE
+            f"--{flags[0].replace('_', '-')} has no effect without --lora-target-modules",
+            where=COMMAND_LINE,
+            code="job.adapter-flags",
         )
 
 
@@ -169,6 +171,7 @@ def check_stages(layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any],
                 f"pipeline_num_layers of {stream} has {len(counts)} entries for {stages} stages",
                 where=model_json,
                 fix="it needs one entry for each stage (--pipeline-model-parallel-size, times the virtual stages)",
+                code="job.layer-counts",
             )
         depth = depths.get(stream)
         if isinstance(depth, int) and sum(counts) != depth:
@@ -176,6 +179,7 @@ def check_stages(layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any],
                 f"pipeline_num_layers {list(counts)} of {stream} adds up to {sum(counts)}, num_layers is {depth}",
                 where=model_json,
                 fix="the two must agree",
+                code="job.layer-counts",
             )
 
 
@@ -184,7 +188,9 @@ def training_steps(args: Any) -> int:
     steps = args.train_iters if args.train_iters is not None else (args.train_samples or 0) // args.global_batch_size
     if not steps or args.lr is None:
         missing = "--lr 1e-5" if steps else "--train-iters N"
-        raise TesseraError(f"{missing.split()[0]} is not given", where=COMMAND_LINE, fix=missing)
+        raise TesseraError(
+            f"{missing.split()[0]} is not given", where=COMMAND_LINE, fix=missing, code="job.required-flag"
+        )
     return int(steps)
 
 
@@ -192,12 +198,19 @@ def optimizer_section(args: Any, steps: int) -> dict[str, Any]:
     """Return the optimizer and its schedule, without parameter groups."""
     if args.optimizer != "adam":
         raise TesseraError(
-            f"--optimizer {args.optimizer} is not among the optimizers", where=COMMAND_LINE, allowed=["adam"]
+            f"--optimizer {args.optimizer} is not among the optimizers",
+            where=COMMAND_LINE,
+            allowed=["adam"],
+            code="job.flag-value",
         )
     if args.optimizer_selection not in _OPTIMIZERS:
         near = nearest(args.optimizer_selection, _OPTIMIZERS)
         raise TesseraError(
-            f"--optimizer-selection {args.optimizer_selection}", where=COMMAND_LINE, allowed=_OPTIMIZERS, nearest=near
+            f"--optimizer-selection {args.optimizer_selection}",
+            where=COMMAND_LINE,
+            allowed=_OPTIMIZERS,
+            nearest=near,
+            code="job.flag-value",
         )
     return {
         "lr": args.lr,
@@ -221,6 +234,7 @@ def _schedule(args: Any, steps: int) -> dict[str, Any]:
             f"--lr-decay-iters is {args.lr_decay_iters}, and there are {steps} steps",
             where=COMMAND_LINE,
             fix="the learning rate decays until the end of the run here; leave it out",
+            code="job.decay-steps",
         )
     warmup = args.lr_warmup_iters or round((args.lr_warmup_fraction or 0) * steps)
     schedule: dict[str, Any] = {"kind": args.lr_decay_style, "warmup": warmup}
@@ -262,6 +276,7 @@ def foreign_checkpoint(folder: str, where: str, named: str = "as tokenizer in da
         where=where,
         fix=f"name the Hugging Face folder that they were converted from: {named}, or in place of "
         "them (LOAD_PATH=ckpt/hf_path/...); or convert them back with mm-convert CONVERTER mm_to_hf",
+        code="job.shards-without-model",
     )
 
 
@@ -279,7 +294,11 @@ def compare_with_folder(folder: str, model: ModelFile) -> None:
         return
     spec, config = resolve(ModelSection(path=Path(folder)))
     if spec.name != model.family:
-        raise TesseraError(f"{folder} is a {spec.name}, model.json describes a {model.family}", where="model.json")
+        raise TesseraError(
+            f"{folder} is a {spec.name}, model.json describes a {model.family}",
+            where="model.json",
+            code="job.model-family-differs",
+        )
     for dotted, value in model.fields.items():
         at: Any = config
         for part in dotted.split("."):
@@ -289,6 +308,7 @@ def compare_with_folder(folder: str, model: ModelFile) -> None:
                 f"{dotted} is {value} in model.json, and {at} in {folder}",
                 where="model.json",
                 fix="describe the model that the weights belong to",
+                code="job.model-size-differs",
             )
 
 
@@ -299,13 +319,19 @@ def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list
     """
     chosen = {_PARTS.get(part, "") for part in parts if part != "all"} or {"text", "vision"}
     if "" in chosen:
-        raise TesseraError(f"--lora-apply-modules {' '.join(parts)}", where=where, allowed=["all", *_PARTS])
+        raise TesseraError(
+            f"--lora-apply-modules {' '.join(parts)}", where=where, allowed=["all", *_PARTS], code="job.adapter-part"
+        )
     patterns: list[str] = []
     for name in names:
         last = name.rpartition(".")[2]
         if last not in _LINEAR:
             raise TesseraError(
-                f"no linear layer is called {name!r} here", where=where, allowed=_LINEAR, nearest=nearest(last, _LINEAR)
+                f"no linear layer is called {name!r} here",
+                where=where,
+                allowed=_LINEAR,
+                nearest=nearest(last, _LINEAR),
+                code="job.adapter-layer",
             )
         text, vision = _LINEAR[last]
         patterns += [f"{TEXT}.{{*}}.{layer}" for layer in text if "text" in chosen]
@@ -313,7 +339,9 @@ def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list
         if vision and "vision" in chosen and (not text or "image_encoder" in parts):
             patterns += [f"{VISION}.{{*}}.{layer}" for layer in vision]
     if not patterns:
-        raise TesseraError(f"{' '.join(names)} names no layer of {' '.join(parts)}", where=where)
+        raise TesseraError(
+            f"{' '.join(names)} names no layer of {' '.join(parts)}", where=where, code="job.adapter-layer"
+        )
     return list(dict.fromkeys(patterns))
 
 
@@ -331,6 +359,7 @@ def our_modules(name: str, where: str) -> list[str]:
         where=where,
         allowed=VISION_LANGUAGE_NAMES,
         nearest=nearest(name, VISION_LANGUAGE_NAMES),
+        code="job.unknown-module",
     )
 
 
@@ -339,7 +368,9 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
     for name in tools:
         if name not in TOOL_KEYS:
             near = nearest(name, TOOL_KEYS)
-            raise TesseraError(f"unknown tool {name!r}", where=source, allowed=TOOL_KEYS, nearest=near)
+            raise TesseraError(
+                f"unknown tool {name!r}", where=source, allowed=TOOL_KEYS, nearest=near, code="job.unknown-tool"
+            )
         section = part_of(tools, name, source)
         for key, value in _leaves(section):
             target = TOOL_KEYS[name].get(key)
@@ -359,7 +390,9 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
     ranks = (times.get("ranks") if times.get("enable") else memory.get("dump_ranks")) or [0]
     numbers = [steps.get("start_step") or 1, steps.get("end_step") or 1, *(ranks if isinstance(ranks, list) else [""])]
     if not all(isinstance(number, int) for number in numbers):
-        raise TesseraError("start_step, end_step and ranks are integers", where=source, fix='"ranks": [0]')
+        raise TesseraError(
+            "start_step, end_step and ranks are integers", where=source, fix='"ranks": [0]', code="job.profile-steps"
+        )
     first = max(1, numbers[0])
     recipe["profile"] = {
         "steps": [first, max(first, numbers[1])],

@@ -79,6 +79,7 @@ class JobReport:
         raise TesseraError(
             f"{len(self.refused)} settings of this job are not supported:\n    {lines}",
             fix="leave them out or change them; tessera migrate JOB writes the recipe of the rest",
+            code="job.refused-settings",
         )
 
 
@@ -208,7 +209,9 @@ def part_of(data: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]
     """Return a section of a file; an empty one where it is missing or null."""
     value = data.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise TesseraError(f"{key} must be a section with keys, not {value!r:.80}", where=source)
+        raise TesseraError(
+            f"{key} must be a section with keys, not {value!r:.80}", where=source, code="job.section-type"
+        )
     return value or {}
 
 

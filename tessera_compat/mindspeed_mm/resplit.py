@@ -47,6 +47,7 @@ def resplit(
             "how the heads of this encoder are divided is said by config.json alone",
             where=family,
             fix="name the Hugging Face folder: --cfg.hf_config.hf_dir FOLDER",
+            code="job.config-folder-missing",
         )
     else:
         form = _form_by_lists(

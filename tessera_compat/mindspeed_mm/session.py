@@ -50,6 +50,7 @@ def call_provider(function: Callable[..., Any], name: str, *args: Any, **kwargs:
                 f"{name} cannot be called with ({arguments}): {error}",
                 where=name,
                 fix="give it the parameters that Megatron calls it with, or none",
+                code="job.callback-parameters",
             ) from None
         return function()
     return function(*args, **kwargs)
@@ -109,6 +110,7 @@ class Session:
                 "the model is not set up yet",
                 where="setup_model_and_optimizer",
                 fix="call setup_model_and_optimizer(model_provider, model_type) first",
+                code="job.model-not-set-up",
             )
         return self._trainer
 
@@ -130,6 +132,7 @@ class Session:
                 where="model_provider",
                 allowed=["an nn.Module"],
                 fix="return the unsharded model; it is sharded here",
+                code="job.provided-model",
             )
         optim = {"groups": _groups(model, self.config, self.args, no_weight_decay, scale_lr, lr_mult)}
         self.config = self.config.model_copy(
@@ -180,6 +183,7 @@ class Session:
                 where=PROVIDER,
                 allowed=["(train, valid, test): a DataLoader, a Dataset, an iterator, or None for valid and test"],
                 fix="return three values, of which the first is training data",
+                code="job.provided-data",
             )
         train, valid, test = datasets
         return train, valid, test
@@ -240,7 +244,12 @@ class Session:
         finally:
             self.task.collected = None
         if totals is None:
-            raise TesseraError("there is nothing to evaluate", where="--eval-iters", fix="--eval-iters 1 or more")
+            raise TesseraError(
+                "there is nothing to evaluate",
+                where="--eval-iters",
+                fix="--eval-iters 1 or more",
+                code="job.nothing-to-evaluate",
+            )
         means = {key: float(value) for key, value in mean_reports(self.task.reports).items()}
         self.task.reports.clear()
         return means or {"loss": float(totals.loss())}
@@ -320,6 +329,7 @@ class _BatchSizes(Callback):
                 f"{now['micro_batch_size']} times the data-parallel ranks",
                 where="--micro-batch-size",
                 fix=f"--micro-batch-size {before['micro_batch_size']}, with which the run was trained",
+                code="job.micro-batch-changed",
             )
         trainer.go_to_row(samples * now["context_parallel_size"] // now["micro_batch_size"])
 
@@ -386,7 +396,9 @@ def _adapters(model: nn.Module, args: Any) -> LoraSection | None:
         if path in linear and (not parts or any(path == one or path.startswith(f"{one}.") for one in inside))
     ]
     if not targets:
-        raise TesseraError("no linear layer is named", where="--lora-target-modules", allowed=sorted(linear))
+        raise TesseraError(
+            "no linear layer is named", where="--lora-target-modules", allowed=sorted(linear), code="job.adapter-layer"
+        )
     section: dict[str, Any] = {"rank": args.lora_r, "alpha": args.lora_alpha, "dropout": args.lora_dropout}
     if args.load_base_model and args.load:
         section["path"] = args.load
@@ -401,6 +413,12 @@ def modules_named(model: nn.Module, names: Sequence[str], where: str) -> list[st
         matching = [path for path in paths if path == name or path.endswith(f".{name}")]
         if not matching:
             last = sorted({path.rpartition(".")[2] for path in paths})
-            raise TesseraError(f"no module is called {name!r}", where=where, allowed=last, nearest=nearest(name, last))
+            raise TesseraError(
+                f"no module is called {name!r}",
+                where=where,
+                allowed=last,
+                nearest=nearest(name, last),
+                code="job.unknown-module",
+            )
         modules += matching
     return list(dict.fromkeys(modules))

@@ -84,11 +84,19 @@ def read_generation_data(data: Mapping[str, Any], source: str, report: JobReport
     param = data.get("dataset_param")
     if not isinstance(param, Mapping):
         near = nearest("dataset_param", data)
-        raise TesseraError("there is no dataset_param", where=source, nearest=near, fix="it names the videos")
+        raise TesseraError(
+            "there is no dataset_param",
+            where=source,
+            nearest=near,
+            fix="it names the videos",
+            code="job.data-section-missing",
+        )
     kind, at = param.get("dataset_type"), "dataset_param."
     if kind not in TYPES:
         near = nearest(str(kind), TYPES)
-        raise TesseraError(f"dataset_type {kind!r} is not read here", where=source, allowed=TYPES, nearest=near)
+        raise TesseraError(
+            f"dataset_type {kind!r} is not read here", where=source, allowed=TYPES, nearest=near, code="job.data-type"
+        )
     report.add(source, f"{at}dataset_type", kind, "mapped", "data.kind")
     file = GenerationData({"kind": "generation", "pack": False, "balance": False}, features=kind == "feature")
     parts = {"dataset_type", "basic_parameters", "preprocess_parameters", "tokenizer_config"}
@@ -146,7 +154,7 @@ def _size(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str
     pixels = preprocess.get("max_hxw")
     for key, value in {**sides, "max_hxw": pixels}.items():
         if value is not None and (type(value) is not int or value < 1):
-            raise TesseraError(f"{at}{key} {value!r} is no number of pixels", where=source)
+            raise TesseraError(f"{at}{key} {value!r} is no number of pixels", where=source, code="job.video-size")
     chosen: dict[str, Any] = {}
     if area and pixels:
         chosen = {"processor.max_pixels": pixels}
@@ -186,7 +194,9 @@ def _tokenizers(file: GenerationData, config: Any, source: str, report: JobRepor
     for number, section in enumerate(listed):
         name = f"dataset_param.tokenizer_config{f'.{number}' if isinstance(config, list) else ''}."
         if not isinstance(section, Mapping):
-            raise TesseraError(f"{name[:-1]} must be a section with keys, not {section!r:.60}", where=source)
+            raise TesseraError(
+                f"{name[:-1]} must be a section with keys, not {section!r:.60}", where=source, code="job.section-type"
+            )
         translate(section, TOKENIZER_KEYS, source, report, name, {"from_pretrained"})
         if section.get("from_pretrained"):
             file.tokenizers.append(str(section["from_pretrained"]).rstrip("/"))
@@ -201,11 +211,20 @@ def _sets(file: GenerationData, basic: Mapping[str, Any], source: str, report: J
     path, folder = basic.get("data_path"), basic.get("data_folder")
     mode = str(basic.get("data_storage_mode") or ("standard" if folder else "combine"))
     if not isinstance(path, str) or not path:
-        raise TesseraError(f"{at}data_path names no file", where=source, fix='"data_path": "./data/data.txt"')
+        raise TesseraError(
+            f"{at}data_path names no file",
+            where=source,
+            fix='"data_path": "./data/data.txt"',
+            code="job.data-file-missing",
+        )
     if mode not in ("combine", "standard"):
         near = nearest(mode, ("combine", "standard"))
         raise TesseraError(
-            f"{at}data_storage_mode {mode!r}", where=source, allowed=["combine", "standard"], nearest=near
+            f"{at}data_storage_mode {mode!r}",
+            where=source,
+            allowed=["combine", "standard"],
+            nearest=near,
+            code="job.storage-mode",
         )
     if file.features:
         file.section["train"] = [{"path": _feature_folder(path, folder, source)}]
@@ -227,6 +246,7 @@ def _feature_folder(path: str, folder: Any, source: str) -> str:
             where=source,
             fix="run mindspeed_mm/tools/feature_extraction/get_sora_feature.py of the workspace, or tessera data "
             "features RECIPE -o FOLDER",
+            code="job.feature-manifest",
         )
     return str(features)
 
@@ -243,10 +263,16 @@ def _combined(path: Path, source: str) -> list[dict[str, Any]]:
                 f"{line.strip()[:80]!r} is no pair of a folder and an annotation file",
                 where=f"{path}:{number}",
                 fix="./data/videos,./data/videos/data.json",
+                code="job.data-list",
             )
         sources.append({"path": words[1], "root": words[0]})
     if not sources:
-        raise TesseraError("no line names a set", where=str(path), fix="write lines such as folder,annotation.json")
+        raise TesseraError(
+            "no line names a set",
+            where=str(path),
+            fix="write lines such as folder,annotation.json",
+            code="job.data-list",
+        )
     return sources
 
 

@@ -35,11 +35,18 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
     sources = {name: getattr(args, f"mm_{name}") or f"section {name}" for name in ("model", "data")}
     for name, source in sources.items():
         if not args.mm.get(name).keys():
-            raise TesseraError(f"the job has no {source}", where="command line", fix=f"name it: --mm-{name} FILE")
+            raise TesseraError(
+                f"the job has no {source}",
+                where="command line",
+                fix=f"name it: --mm-{name} FILE",
+                code="job.json-missing",
+            )
     model = read_generation_model(args.mm.model.to_dict(), sources["model"], report)
     data = read_generation_data(args.mm.data.to_dict(), sources["data"], report)
     if data.features:
-        raise TesseraError("the data are features already", where=sources["data"], fix="name the videos")
+        raise TesseraError(
+            "the data are features already", where=sources["data"], fix="name the videos", code="job.data-are-features"
+        )
     model.features = False
     pipeline = model.pipeline_folder(sources["model"])
     if pipeline is None:
@@ -47,12 +54,14 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
             "no section names the VAE and the text encoders",
             where=sources["model"],
             fix='"ae": {"from_pretrained": "FOLDER/vae"}, "text_encoder": {"from_pretrained": "FOLDER/text_encoder"}',
+            code="job.encoders-missing",
         )
     if not (Path(pipeline) / DiffusersFolder.TRAINED / CONFIG_FILE).is_file():
         raise TesseraError(
             f"no {DiffusersFolder.TRAINED}/{CONFIG_FILE} in {pipeline}: features belong to a model",
             where=sources["model"],
             fix="name the parts of one diffusers folder; of the transformer its configuration is enough",
+            code="job.transformer-config",
         )
     spec, config = resolve(ModelSection(path=Path(pipeline)))
     family = generation_family_of(spec, config, pipeline)

@@ -92,6 +92,7 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
             allowed=PIPELINES,
             nearest=near,
             fix="tessera generate FOLDER --prompt ... samples every family from its diffusers folder",
+            code="job.pipeline-class",
         )
     report.add(source, "pipeline_class", name, "mapped", f"family {PIPELINES[name]}")
     options = translate(data, TOP_KEYS, source, report, handled=_OWN)
@@ -104,7 +105,9 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
     if data.get("image"):
         report.add(source, "image", data["image"], "mapped", "--image")
     if not data.get("save_path"):
-        raise TesseraError("save_path names no folder", where=source, fix='"save_path": "samples/"')
+        raise TesseraError(
+            "save_path names no folder", where=source, fix='"save_path": "samples/"', code="job.save-path-missing"
+        )
     report.add(source, "save_path", data["save_path"], "mapped", "--out")
     dtype = data.get("dtype")
     if dtype is not None:
@@ -171,7 +174,11 @@ def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobRepo
     size = config.get("input_size")
     if size is not None:
         if not isinstance(size, list) or len(size) != 3 or any(type(one) is not int or one < 1 for one in size):
-            raise TesseraError(f"pipeline_config.input_size {size!r:.60} is no [frames, height, width]", where=source)
+            raise TesseraError(
+                f"pipeline_config.input_size {size!r:.60} is no [frames, height, width]",
+                where=source,
+                code="job.video-size",
+            )
         chosen |= dict(zip(("frames", "height", "width"), size, strict=True))
         report.add(source, "pipeline_config.input_size", size, "mapped", "--frames, --height, --width")
     return {**options, **chosen}
@@ -186,7 +193,12 @@ def _prompts(data: Mapping[str, Any], source: str, report: JobReport) -> list[st
         return read_prompts(Path(prompt))
     if isinstance(prompt, str) and prompt.strip():
         return [prompt]
-    raise TesseraError("prompt asks for nothing", where=source, fix='"prompt": "samples_prompts.txt", a prompt a line')
+    raise TesseraError(
+        "prompt asks for nothing",
+        where=source,
+        fix='"prompt": "samples_prompts.txt", a prompt a line',
+        code="job.prompts-missing",
+    )
 
 
 def _images(images: Any, prompts: int, source: str) -> list[list[str]]:
@@ -197,14 +209,21 @@ def _images(images: Any, prompts: int, source: str) -> list[list[str]]:
     frames = [[one.strip() for one in str(line).split(",") if one.strip()] for line in lines if str(line).strip()]
     if len(frames) != prompts:
         raise TesseraError(
-            f"{prompts} prompts and {len(frames)} lines of images", where=source, fix="write one line for each prompt"
+            f"{prompts} prompts and {len(frames)} lines of images",
+            where=source,
+            fix="write one line for each prompt",
+            code="job.image-lines",
         )
     for line in frames:
         if len(line) > 2:
-            raise TesseraError(f"{len(line)} images in a line: a video has a first and a last frame", where=source)
+            raise TesseraError(
+                f"{len(line)} images in a line: a video has a first and a last frame",
+                where=source,
+                code="job.image-lines",
+            )
         for image in line:
             if not Path(image).is_file():
-                raise TesseraError(f"no such image: {image}", where=f"{source}: image")
+                raise TesseraError(f"no such image: {image}", where=f"{source}: image", code="job.image-missing")
     return frames
 
 
@@ -214,7 +233,7 @@ def write_videos(
     """Yield each video of `--mm-model` when it is written, made by the model in `--load`. `parallel`: how the ranks
     share it, which all call this; the first one writes."""
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model names no inference JSON", where="command line")
+        raise TesseraError("--mm-model names no inference JSON", where="command line", code="job.model-json-missing")
     report, source = JobReport(), args.mm_model or "section model"
     videos = read_videos(args.mm.model.to_dict(), source, report)
     report.check()
@@ -222,7 +241,9 @@ def write_videos(
     model = videos.parts if shards is not None else args.load or videos.parts
     if model is None:
         fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
-        raise TesseraError("the folder of the model is missing", where="--load", fix=fix)
+        raise TesseraError(
+            "the folder of the model is missing", where="--load", fix=fix, code="job.model-folder-missing"
+        )
     _check_experts(videos, source)
     check_out(videos.folder / "video_0.mp4", videos.options.get("frames", 2))
     pipeline = load_pipeline(model, "auto", videos.dtype, shards=shards, parts=videos.parts, parallel=parallel)
@@ -253,6 +274,7 @@ def _check_experts(videos: AskedVideos, source: str) -> None:
             f"low_noise_predictor {videos.second} is not transformer_2 of the folder with VAE and text encoders",
             where=source,
             fix="put it there under that name",
+            code="job.second-expert",
         )
     boundary = DiffusersFolder(home).index.get("boundary_ratio") if DiffusersFolder.detect(home) else videos.boundary
     if videos.boundary is not None and boundary != videos.boundary:
@@ -260,4 +282,5 @@ def _check_experts(videos: AskedVideos, source: str) -> None:
             f"boundary_ratio is {videos.boundary}, and {boundary} in {home / DiffusersFolder.marker}",
             where=source,
             fix="say the same in both",
+            code="job.boundary-differs",
         )

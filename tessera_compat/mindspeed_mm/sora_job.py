@@ -73,9 +73,16 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
     model = read_generation_model(args.mm.model.to_dict(), model_source, report)
     if model.family is None:
-        raise TesseraError("there is no predictor to train", where=model_source, fix="describe it, or extract features")
+        raise TesseraError(
+            "there is no predictor to train",
+            where=model_source,
+            fix="describe it, or extract features",
+            code="job.predictor-missing",
+        )
     if not args.mm.data.keys():
-        raise TesseraError("the job has no data.json", where=COMMAND_LINE, fix="name it: --mm-data data.json")
+        raise TesseraError(
+            "the job has no data.json", where=COMMAND_LINE, fix="name it: --mm-data data.json", code="job.json-missing"
+        )
     data = read_generation_data(args.mm.data.to_dict(), data_source, report)
     if data.features != model.features:
         said = "latents and embeddings" if data.features else "videos"
@@ -83,6 +90,7 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
             f"the data are {said}, and load_video_features is {str(model.features).lower()}",
             where=model_source,
             fix=f"load_video_features and load_text_features: {str(data.features).lower()}",
+            code="job.features-differ",
         )
     if model.family == "cogvideox" and model.folders.get("ae.from_pretrained", "").endswith(".pt"):
         file, folder = model.folders["ae.from_pretrained"], pipeline_of(model, data, model_source)
@@ -134,6 +142,7 @@ def _set_model(
                 where="--load",
                 fix="name the transformer of the diffusers folder that they were converted from, or convert them back: "
                 "mm-convert WanConverter mm_to_hf",
+                code="job.shards-without-model",
             )
     described = ModelSection(family=model.family, config=model.config)
     spec, config = resolve(described)
@@ -177,7 +186,11 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
         return {key: value for key, value in chosen.items() if value != usual[key]}
     spec, config = resolve(ModelSection(path=folder))
     if spec.name != model.family:
-        raise TesseraError(f"{folder} is a {spec.name}, {source} describes a {model.family}", where=source)
+        raise TesseraError(
+            f"{folder} is a {spec.name}, {source} describes a {model.family}",
+            where=source,
+            code="job.model-family-differs",
+        )
     stated = config.model_dump()
     for key, value in model.config.items():
         theirs = stated[key]
@@ -187,6 +200,7 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
                 f"{key} is {value} in {source}, and {theirs} in {folder if is_run else here / CONFIG_FILE}",
                 where=source,
                 fix="describe the model that the weights belong to",
+                code="job.model-size-differs",
             )
     family = family_of(spec, config)
     assert family is not None
@@ -225,6 +239,7 @@ def row_length(data: GenerationData, family: GenerationFamily, strides: tuple[in
             "the size of videos is missing",
             where=f"{source}: dataset_param.preprocess_parameters",
             fix="give num_frames, max_height and max_width; for features, the values of their extraction",
+            code="job.video-size",
         )
     time, space = strides
     latent_frames = ceil(((frames - 1) // time + 1) / family.patch[0])
@@ -240,7 +255,10 @@ def _task_options(
     dropped = {share for share in (options.get("caption_dropout", 0.0), data.dropped) if share}
     if len(dropped) > 1:
         raise TesseraError(
-            f"ucg_rate and cfg both leave out captions: {sorted(dropped)}", where=source, fix="give one of them"
+            f"ucg_rate and cfg both leave out captions: {sorted(dropped)}",
+            where=source,
+            fix="give one of them",
+            code="job.caption-dropout",
         )
     if dropped:
         options["caption_dropout"] = dropped.pop()
@@ -252,6 +270,7 @@ def _task_options(
             "no section names the VAE and the text encoders",
             where=source,
             fix='"ae": {"from_pretrained": "FOLDER/vae"}, "text_encoder": {"from_pretrained": "FOLDER/text_encoder"}',
+            code="job.encoders-missing",
         )
     options["encoders"] = {**({} if folder is None else {"folder": folder}), **nested(model.encoders)}
     return options
@@ -307,6 +326,7 @@ def lora_targets(names: Sequence[str], family: str) -> list[str]:
                 where="--lora-target-modules",
                 allowed=layers,
                 nearest=nearest(name, layers),
+                code="job.adapter-layer",
             )
         for layer in layers[key]:
             single = layer.startswith("single_blocks.")
@@ -325,6 +345,7 @@ def _refuse_language_flags(args: Args) -> None:
             f"--{flags[0].replace('_', '-')} has no meaning in a job of video generation",
             where=COMMAND_LINE,
             fix="leave it out; a recipe has optim.groups for single modules",
+            code="job.no-meaning-for-video",
         )
 
 

@@ -34,7 +34,7 @@ class SoRAModel(GenerationModel):
         file = read_generation_model(plain(config), WHERE, report)
         report.check()
         if file.family is None:
-            raise TesseraError("there is no predictor", where=WHERE)
+            raise TesseraError("there is no predictor", where=WHERE, code="job.predictor-missing")
         spec, family_config = resolve(ModelSection(family=file.family, config=file.config))
         predictor = spec.main.build(family_config)
         options = dict(file.options)
@@ -74,7 +74,9 @@ class SoRAModel(GenerationModel):
             return super().forward(video)
         unknown = [name for name, value in others.items() if value is not None and name != "skip_encode"]
         if unknown or video_mask is not None:
-            raise TesseraError(f"SoRAModel takes no {(unknown or ['video_mask'])[0]!r}", where="SoRAModel")
+            raise TesseraError(
+                f"SoRAModel takes no {(unknown or ['video_mask'])[0]!r}", where="SoRAModel", code="job.unknown-input"
+            )
         drawn = int(torch.randint(2**31, ())) if seed is None else seed
         texts: list[Tensor] = list(prompt_ids) if not isinstance(prompt_ids, Tensor) else [prompt_ids]
         masks: list[Any] = (

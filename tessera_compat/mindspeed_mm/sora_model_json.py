@@ -178,6 +178,7 @@ class GenerationFile:
                 where=source,
                 allowed=["FOLDER/vae", "FOLDER/text_encoder", "FOLDER/text_encoder_2"],
                 fix=f"name the parts of the model's diffusers folder, which has a {DiffusersFolder.marker}",
+                code="job.encoder-folder",
             )
         return folders[0] if folders else None
 
@@ -212,13 +213,19 @@ def _pairs(file: GenerationFile, data: Mapping[str, Any], source: str, report: J
         return
     options = translate(part_of(data, "dpo", source), DPO_KEYS, source, report, "dpo.", section="train.task_options.")
     if "beta" not in options:
-        raise TesseraError("dpo.loss_beta is missing", where=source, fix='"dpo": {"loss_beta": 2000, ...}')
+        raise TesseraError(
+            "dpo.loss_beta is missing",
+            where=source,
+            fix='"dpo": {"loss_beta": 2000, ...}',
+            code="job.preference-beta-missing",
+        )
     file.options |= {**options, "beta_by_time": True}
     if file.features:
         raise TesseraError(
             "pairs are read as videos, not as features of them",
             where=source,
             fix='"load_video_features": false and "load_text_features": false, with sections ae and text_encoder',
+            code="job.preference-features",
         )
 
 
@@ -231,6 +238,7 @@ def _predictor(file: GenerationFile, section: Mapping[str, Any], source: str, re
             allowed=PREDICTORS,
             nearest=nearest(name, PREDICTORS),
             fix="HunyuanVideo 1.5 and the other families are trained by a recipe that names their diffusers folder",
+            code="job.unknown-predictor",
         )
     file.family, rules = PREDICTORS[name]
     report.add(source, "predictor.model_id", name, "mapped", f"model.family={file.family}")
@@ -285,7 +293,11 @@ def _finish_wan(file: GenerationFile, kind: str, source: str) -> None:
     config = file.config
     width, heads = config.pop("attention_head_dim", None), config.get("num_attention_heads")
     if not (isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0):
-        raise TesseraError(f"predictor: hidden_size {width!r} does not split into num_heads {heads!r}", where=source)
+        raise TesseraError(
+            f"predictor: hidden_size {width!r} does not split into num_heads {heads!r}",
+            where=source,
+            code="job.width-not-multiple",
+        )
     config["attention_head_dim"] = width // heads
     embeds = config.pop("image_dim", 1280)
     if kind in ("i2v", "flf2v") and not config.get("token_times"):  # Wan 2.2 reads input frames only as channels
@@ -297,7 +309,9 @@ def _finish_wan(file: GenerationFile, kind: str, source: str) -> None:
 def _patch(config: dict[str, Any], patch: Sequence[int], family: str, source: str) -> None:
     frames, rows, columns = patch
     if rows != columns:
-        raise TesseraError(f"predictor.patch_size {list(patch)}: patches are squares", where=source)
+        raise TesseraError(
+            f"predictor.patch_size {list(patch)}: patches are squares", where=source, code="job.patch-size"
+        )
     config["patch_size"] = rows
     if family == "hunyuan_video" or frames > 1:
         config["patch_size_t"] = frames
@@ -307,7 +321,7 @@ def _patch(config: dict[str, Any], patch: Sequence[int], family: str, source: st
 
 def _numbers(value: Any, count: int, where: str) -> list[int]:
     if not isinstance(value, list) or len(value) != count or any(type(one) is not int or one < 1 for one in value):
-        raise TesseraError(f"{value!r:.60} is no list of {count} sizes", where=where)
+        raise TesseraError(f"{value!r:.60} is no list of {count} sizes", where=where, code="job.size-list")
     return value
 
 
@@ -317,7 +331,9 @@ def _task(
     task = str(data.get("task") or "t2v")
     if task not in _GIVEN:
         near = nearest(task, _GIVEN)
-        raise TesseraError(f"task {task!r} is not here", where=source, allowed=_GIVEN, nearest=near)
+        raise TesseraError(
+            f"task {task!r} is not here", where=source, allowed=_GIVEN, nearest=near, code="job.generation-task"
+        )
     frames = "first_last" if predictor.get("model_type") == "flf2v" else _GIVEN[task]
     if frames != "none":
         file.options["given"] = frames
@@ -334,7 +350,9 @@ def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, re
     for number, section in enumerate(listed):
         name = f"text_encoder.{number}" if isinstance(text, list) else "text_encoder"
         if not isinstance(section, Mapping):
-            raise TesseraError(f"{name} must be a section with keys, not {section!r:.60}", where=source)
+            raise TesseraError(
+                f"{name} must be a section with keys, not {section!r:.60}", where=source, code="job.section-type"
+            )
         _part(file, section, name, TEXT_KEYS, source, report)
     interval = data.get("encoder_offload_interval")
     if interval is not None:
@@ -397,6 +415,7 @@ def _features(file: GenerationFile, data: Mapping[str, Any], source: str, report
             + ": latents and embeddings of a sample are both features, or both encoded",
             where=source,
             fix="set both to the same value",
+            code="job.features-differ",
         )
     file.features = values[keys[0]]
     for key in keys:

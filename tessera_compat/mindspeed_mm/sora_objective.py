@@ -43,6 +43,7 @@ def read_objective(options: dict[str, Any], section: Mapping[str, Any], source: 
             where=source,
             allowed=OBJECTIVES,
             nearest=nearest(name, OBJECTIVES),
+            code="job.diffusion-class",
         )
     report.add(source, "diffusion.model_id", name, "mapped", f"{SECTION}time" if name != "cogvideo_diffusion" else "v")
     OBJECTIVES[name](options, section, source, report)
@@ -76,6 +77,7 @@ def wan_boundaries(section: Mapping[str, Any], shift: float, source: str) -> lis
             f"min_timestep_boundary {first!r} and max_timestep_boundary {last!r}",
             where=source,
             allowed=["0 <= min < max <= 1"],
+            code="job.timestep-boundary",
         )
     return [shift * (1 - end) / (1 + (shift - 1) * (1 - end)) for end in (last, first)]
 
@@ -85,7 +87,13 @@ def _discrete(options: dict[str, Any], section: Mapping[str, Any], source: str, 
     density = str(section.get("sample_method", "logit_normal"))
     if density not in _DENSITIES:
         near = nearest(density, _DENSITIES)
-        raise TesseraError(f"diffusion.sample_method {density!r}", where=source, allowed=_DENSITIES, nearest=near)
+        raise TesseraError(
+            f"diffusion.sample_method {density!r}",
+            where=source,
+            allowed=_DENSITIES,
+            nearest=near,
+            code="job.sample-method",
+        )
     if "sample_method" in section:
         report.add(source, "diffusion.sample_method", density, "mapped", f"{SECTION}time")
     options |= {**levels, "time": _DENSITIES[density]}
@@ -115,7 +123,12 @@ def _cogvideo(options: dict[str, Any], section: Mapping[str, Any], source: str, 
         )
         scales |= set(shift.values())
     if len(scales) > 1:
-        raise TesseraError(f"diffusion: two values of shift_scale: {sorted(scales)}", where=source, fix="give one")
+        raise TesseraError(
+            f"diffusion: two values of shift_scale: {sorted(scales)}",
+            where=source,
+            fix="give one",
+            code="job.shift-scale",
+        )
     options |= {"time": "uniform", "betas": {"snr_shift": scales.pop() if scales else 3.0, "zero_snr": True}}
 
 

@@ -73,10 +73,13 @@ def initialize_megatron(
             "unknown flags are refused here",
             where="initialize_megatron(ignore_unknown_args=True)",
             fix="add them to the parser with extra_args_provider",
+            code="job.unknown-flags-callback",
         )
     if skip_mpu_initialization or unused:
         words = ", ".join(["skip_mpu_initialization"] * skip_mpu_initialization + list(unused))
-        raise TesseraError(f"initialize_megatron does not take {words} here", fix="leave it out")
+        raise TesseraError(
+            f"initialize_megatron does not take {words} here", fix="leave it out", code="job.unsupported-option"
+        )
     session = _begin(extra_args_provider, args_defaults)
     atexit.register(session.abandon)
 
@@ -87,6 +90,7 @@ def _begin(extra_args_provider: Callable[..., Any] | None, args_defaults: Mappin
             "this process has begun a run already",
             where="pretrain",
             fix="call pretrain once, or initialize_megatron and the functions after it",
+            code="job.run-twice",
         )
     args = parse_args(extra_args_provider=extra_args_provider, args_defaults=args_defaults)
     check_save_folder(args)
@@ -123,7 +127,10 @@ def current_session() -> Session:
     session = state.current().session
     if session is None:
         raise TesseraError(
-            "no run has begun", where="training", fix="call initialize_megatron(...) first, or only pretrain(...)"
+            "no run has begun",
+            where="training",
+            fix="call initialize_megatron(...) first, or only pretrain(...)",
+            code="job.no-run",
         )
     assert isinstance(session, Session)
     return session
@@ -154,6 +161,7 @@ class ParamScheduler:
             "the learning rate follows from the number of steps, which train_step counts",
             where="opt_param_scheduler.step",
             fix="leave the call out",
+            code="job.schedule-step",
         )
 
 
@@ -182,6 +190,7 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> NoReturn:
         "the optimizer is made together with the sharded model",
         where="get_megatron_optimizer",
         fix="model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type)",
+        code="job.optimizer-alone",
     )
 
 
@@ -190,10 +199,16 @@ def load_checkpoint(
 ) -> tuple[int, int]:
     """Go back to the newest checkpoint of the run; return its iteration, and 0 for the floating-point operations."""
     if options:
-        raise TesseraError(f"load_checkpoint does not take {', '.join(options)} here", fix="leave it out")
+        raise TesseraError(
+            f"load_checkpoint does not take {', '.join(options)} here",
+            fix="leave it out",
+            code="job.unsupported-option",
+        )
     trainer = current_session().trainer
     if not trainer.resume():
-        raise TesseraError("the run has no checkpoint yet", where=str(trainer.config.folder))
+        raise TesseraError(
+            "the run has no checkpoint yet", where=str(trainer.config.folder), code="job.checkpoint-missing"
+        )
     return trainer.step, 0
 
 
@@ -213,9 +228,15 @@ def save_checkpoint(
             f"save_checkpoint {what}, and the run is at iteration {trainer.step}",
             where="save_checkpoint",
             fix=f"save_checkpoint({trainer.step}, model, optimizer, opt_param_scheduler)",
+            code="job.save-arguments",
         )
     if state.get_args().save is None:
-        raise TesseraError("there is no folder to save to", where="save_checkpoint", fix="--save FOLDER")
+        raise TesseraError(
+            "there is no folder to save to",
+            where="save_checkpoint",
+            fix="--save FOLDER",
+            code="job.save-folder-missing",
+        )
     trainer.save()
 
 
@@ -284,7 +305,9 @@ def train(
     session = current_session()
     _check_ours(session, model, optimizer)
     if call_backs:
-        raise TesseraError("train takes no call_backs here", where="train", fix="leave them out")
+        raise TesseraError(
+            "train takes no call_backs here", where="train", fix="leave them out", code="job.unsupported-option"
+        )
     session.task.forward_step = forward_step_func
     session.process_non_loss_data = process_non_loss_data_func
     for name, data in (("train", train_data_iterator), ("valid", valid_data_iterator)):
@@ -336,6 +359,7 @@ def evaluate_and_print_results(
             "non_loss_data_func is not supported: nothing here calls it",
             where="evaluate_and_print_results",
             fix="give process_non_loss_data_func: it is called with what loss_func(output, non_loss_data=True) returns",
+            code="job.unsupported-option",
         )
     session.task.forward_step = forward_step_func
     collected: list[Any] | None = None if process_non_loss_data_func is None else []
@@ -378,6 +402,7 @@ class PatchesManager:
                 where="model.json: patch",
                 allowed=_PATCHES_WITHOUT_EFFECT,
                 fix="remove them; the flags and the callbacks of the run define its computation",
+                code="job.model-patches",
             )
 
 
@@ -391,6 +416,7 @@ def _check_model_type(model_type: Any) -> None:
             f"{model_type}: pretrain does not train models with a separate pipeline for the encoder",
             where="model_type",
             allowed=["ModelType.encoder_or_decoder"],
+            code="job.model-type",
         )
 
 
@@ -403,4 +429,5 @@ def _check_ours(session: Session, model: Sequence[nn.Module], optimizer: Optimiz
             "this is not the model and the optimizer of the run",
             where="train",
             fix="give what setup_model_and_optimizer returned",
+            code="job.foreign-model",
         )

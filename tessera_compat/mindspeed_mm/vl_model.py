@@ -53,7 +53,7 @@ class VLModel(MultimodalModel):
         spec, family_config = resolve(ModelSection(family=file.family, path=folder, config=fields))
         built = spec.main.build(family_config)
         if not isinstance(built, MultimodalModel):
-            raise TesseraError(f"family {spec.name} has no image encoder", where=WHERE)
+            raise TesseraError(f"family {spec.name} has no image encoder", where=WHERE, code="job.no-image-encoder")
         paths = [path for one in built.encoders for path in (one.stream.module, one.stream.projector)]
         assert built.text is not None
         assert built.head is not None
@@ -148,10 +148,11 @@ class VLModel(MultimodalModel):
                 where="VLModel",
                 allowed=GRID_FAMILIES,
                 fix="call it with a batch of the family's processor, or train the family by a recipe",
+                code="job.tensors-not-translated",
             )
         unknown = [name for name, value in others.items() if value is not None and name != "position_ids"]
         if unknown:
-            raise TesseraError(f"VLModel takes no {unknown[0]!r}", where="VLModel")
+            raise TesseraError(f"VLModel takes no {unknown[0]!r}", where="VLModel", code="job.unknown-input")
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         images = _media("image", pixel_values, image_grid_thw, None)
         videos = _media("video", pixel_values_videos, video_grid_thw, second_per_grid_ts)
@@ -164,7 +165,9 @@ class VLModel(MultimodalModel):
                 kind = "image" if token == config.image_token_id else "video"
                 item = next(images if kind == "image" else videos, None)
                 if item is None:
-                    raise TesseraError(f"the text has more {kind}s than {kind}_grid_thw", where="VLModel")
+                    raise TesseraError(
+                        f"the text has more {kind}s than {kind}_grid_thw", where="VLModel", code="job.media-count"
+                    )
                 grid, pixels, interval = item
                 layout = self._layout(grid, interval)
                 _check_run(count, layout)
@@ -188,7 +191,9 @@ class VLModel(MultimodalModel):
             at += len(ids)
         for kind, rest in (("image", images), ("video", videos)):
             if next(rest, None) is not None:
-                raise TesseraError(f"{kind}_grid_thw has more {kind}s than the text", where="VLModel")
+                raise TesseraError(
+                    f"{kind}_grid_thw has more {kind}s than the text", where="VLModel", code="job.media-count"
+                )
         tensors = {
             "tokens": torch.cat(tokens),
             "labels": torch.cat(targets),
@@ -257,4 +262,5 @@ def _check_run(count: int, layout: MediaLayout) -> None:
             f"an image or video of {layout.grid} patches makes {layout.tokens[0]} tokens, the text has {count} for it",
             where="VLModel: input_ids and the grids",
             fix="processor and model must agree on patch size and merge size",
+            code="job.media-tokens",
         )

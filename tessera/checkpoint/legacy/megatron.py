@@ -70,6 +70,7 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
                 where=where,
                 allowed=sorted(options),
                 nearest=nearest(option, options),
+                code="layout.unknown-part",
             )
     for part in form.parts:
         chunks = layout.layers.get(part.option, ((part.count,),) if layout.pp == layout.virtual == 1 else ())
@@ -79,25 +80,34 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
                 f"layers of {part.option!r} must have {layout.virtual} lists of {layout.pp} numbers, like the others",
                 where=where,
                 fix="give every part a list of the same length; 0 where it has no layer",
+                code="layout.layer-counts",
             )
         total = sum(layout.stages(part))
         if total != part.count or min(layout.stages(part)) < 0:
-            raise TesseraError(f"layers of {part.option!r} sum to {total}; the model has {part.count}", where=where)
+            raise TesseraError(
+                f"layers of {part.option!r} sum to {total}; the model has {part.count}",
+                where=where,
+                code="layout.layer-counts",
+            )
     if form.kv_heads % layout.tp and not form.splits:
         raise TesseraError(
             f"tp {layout.tp}: this family's shards are divided over pipeline stages alone, not over tensor ranks",
             where=where,
             allowed=["tp=1"],
             fix="leave out tp, or divide the layers over pp stages instead",
+            code="layout.tensor-ranks-refused",
         )
     if form.kv_heads % layout.tp:
         raise TesseraError(
             f"tp {layout.tp} does not divide {form.kv_heads} key-value heads",
             where=where,
             allowed=[str(n) for n in range(1, form.kv_heads + 1) if form.kv_heads % n == 0],
+            code="layout.tensor-ranks-refused",
         )
     if layout.ep > 1 and (not form.experts or form.experts % layout.ep):
-        raise TesseraError(f"ep {layout.ep} does not divide {form.experts} experts", where=where)
+        raise TesseraError(
+            f"ep {layout.ep} does not divide {form.experts} experts", where=where, code="layout.expert-ranks"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- places of tensors
@@ -115,7 +125,7 @@ class _Slot:
 def _slot(form: MegatronForm, layout: MegatronLayout, name: str, where: str) -> _Slot:
     part = form.part_of(name)
     if part is None:
-        raise TesseraError(f"{name} belongs to no part of this model", where=where)
+        raise TesseraError(f"{name} belongs to no part of this model", where=where, code="weights.unknown-tensor")
     stages = layout.stages(part)
     used = [stage for stage, count in enumerate(stages) if count]
     if not name.startswith(part.layers):
@@ -230,7 +240,9 @@ class MegatronTensor:
         split = self.form.split_of(self.name)
         if len({(part.dim(), part.dtype) for part in slices}) > 1:
             raise TesseraError(
-                f"{self.name} has other types or axes on other tensor ranks", where=str(self.slices[0].file)
+                f"{self.name} has other types or axes on other tensor ranks",
+                where=str(self.slices[0].file),
+                code="megatron.slices-differ",
             )
         if split is None or len(slices) == 1:
             return slices[0]
@@ -238,7 +250,9 @@ class MegatronTensor:
             return split.join(slices)
         except (RuntimeError, IndexError, ValueError) as error:
             raise TesseraError(
-                f"the slices of {self.name} do not fit together: {first_line(error)}", where=str(self.slices[0].file)
+                f"the slices of {self.name} do not fit together: {first_line(error)}",
+                where=str(self.slices[0].file),
+                code="megatron.slices-differ",
             ) from None
 
 
@@ -260,7 +274,9 @@ def read_megatron(
     contents = {rank: _models(path, iterations) for rank, path in files.items()}
     if len(iterations) > 1:
         numbers = ", ".join(f"{path.parent.name} of iteration {number}" for number, path in iterations.items())
-        raise TesseraError(f"it has files of different iterations: {numbers}", where=str(folder))
+        raise TesseraError(
+            f"it has files of different iterations: {numbers}", where=str(folder), code="megatron.mixed-iterations"
+        )
     if (
         form.experts
         and not any(third for _, _, third in contents)
@@ -275,7 +291,7 @@ def read_megatron(
     check_layout(form, stored, str(folder))
     if layout is not None and not _same(form, layout, stored):
         what = f"its files are divided as {_layout_text(stored)}, not as {_layout_text(layout)}"
-        raise TesseraError(what, where=str(folder))
+        raise TesseraError(what, where=str(folder), code="megatron.other-layout")
     tensors: dict[str, MegatronTensor] = {}
     for pp in range(stored.pp):
         for ep in range(stored.ep):
@@ -296,7 +312,7 @@ def _same(form: MegatronForm, expected: MegatronLayout, stored: MegatronLayout) 
 
 def _slice(shard: list[dict[str, StoredTensor]], chunk: int, name: str, folder: Path) -> StoredTensor:
     if chunk >= len(shard) or name not in shard[chunk]:
-        raise TesseraError(f"{name} is missing on some tensor ranks", where=str(folder))
+        raise TesseraError(f"{name} is missing on some tensor ranks", where=str(folder), code="megatron.slice-missing")
     return shard[chunk][name]
 
 
@@ -306,12 +322,20 @@ def newest_iteration(folder: Path) -> Path:
         with open(folder / LATEST, encoding="utf-8") as opened:
             newest = opened.read(100).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise TesseraError(f"{LATEST} cannot be read: {first_line(error)}", where=str(folder)) from None
+        raise TesseraError(
+            f"{LATEST} cannot be read: {first_line(error)}", where=str(folder), code="megatron.latest-iteration"
+        ) from None
     if newest != "release" and not (newest.isdecimal() and len(newest) < 20):
-        raise TesseraError(f"{LATEST} has {newest[:40]!r}, not release and no iteration", where=str(folder))
+        raise TesseraError(
+            f"{LATEST} has {newest[:40]!r}, not release and no iteration",
+            where=str(folder),
+            code="megatron.latest-iteration",
+        )
     inner = folder / (newest if newest == "release" else f"iter_{int(newest):07d}")
     if not inner.is_dir():
-        raise TesseraError(f"{inner.name} is missing, which {LATEST} names", where=str(folder))
+        raise TesseraError(
+            f"{inner.name} is missing, which {LATEST} names", where=str(folder), code="megatron.iteration-missing"
+        )
     return inner
 
 
@@ -320,7 +344,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     inner = newest_iteration(folder)
     named = [(match, path) for path in sorted(inner.iterdir()) if (match := _RANK.fullmatch(path.name))]
     if not named:
-        raise TesseraError("it has no mp_rank folder", where=str(inner))
+        raise TesseraError("it has no mp_rank folder", where=str(inner), code="megatron.no-rank-files")
     files = {}
     for match, path in named:
         second, third = (int(number) if number else 0 for number in match.groups()[1:])
@@ -330,7 +354,9 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     expected = [(tp, pp, ep) for tp in ranks[0] for pp in ranks[1] for ep in ranks[2]]
     missing = [key for key in expected if key not in files]
     if missing or any(numbers != list(range(len(numbers))) for numbers in ranks):
-        raise TesseraError(f"files of some ranks are missing: {missing or ranks}", where=str(inner))
+        raise TesseraError(
+            f"files of some ranks are missing: {missing or ranks}", where=str(inner), code="megatron.rank-files-missing"
+        )
     return files
 
 
@@ -338,14 +364,19 @@ def _models(path: Path, iterations: dict[Any, Path]) -> list[dict[str, StoredTen
     """Return the tensors of a rank's file for each virtual stage, and note a file of each iteration."""
     content = read_torch_file(path)
     if not isinstance(content, dict):
-        raise TesseraError("it holds no model", where=str(path))
+        raise TesseraError("it holds no model", where=str(path), code="weights.no-model-in-file")
     if isinstance(number := content.get("iteration"), int):
         iterations.setdefault(number, path)
     chunks = [content["model"]] if "model" in content else []
     while f"model{len(chunks)}" in content:
         chunks.append(content[f"model{len(chunks)}"])
     if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
-        raise TesseraError("it holds no model", where=str(path), fix="the key `model` or `model0` is expected")
+        raise TesseraError(
+            "it holds no model",
+            where=str(path),
+            fix="the key `model` or `model0` is expected",
+            code="weights.no-model-in-file",
+        )
     return [dict(_tensors(chunk, path)) for chunk in chunks]
 
 
@@ -356,7 +387,7 @@ def _tensors(chunk: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Stored
         elif value is not None and not str(name).endswith(
             "_extra_state"
         ):  # what Transformer Engine keeps beside layers
-            raise TesseraError(f"{name} in it is no tensor", where=str(path))
+            raise TesseraError(f"{name} in it is no tensor", where=str(path), code="weights.not-a-tensor")
 
 
 def stored_layout(folder: Path, parts: Sequence[PipelinePart]) -> MegatronLayout:
@@ -396,7 +427,7 @@ def _global_name(form: MegatronForm, layout: MegatronLayout, stage: int, ep: int
         return local
     number, _, rest = local.removeprefix(part.layers).partition(".")
     if not number.isdecimal() or len(number) > 6 or int(number) >= sum(layout.stages(part)[stage : stage + 1]):
-        raise TesseraError(f"{local[:200]} has no number of a layer on its stage")
+        raise TesseraError(f"{local[:200]} has no number of a layer on its stage", code="megatron.no-layer-number")
     name = f"{part.layers}{int(number) + sum(layout.stages(part)[:stage])}.{rest}"
     expert = LOCAL_EXPERT.fullmatch(name)
     if expert is None or layout.ep == 1:

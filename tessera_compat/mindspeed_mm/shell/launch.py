@@ -59,7 +59,9 @@ class Launch:
             return default
         refuse_unknown(value, f"--{name}", str(self.path))
         if not value.isdecimal() or len(value) > 6 or not int(value):
-            raise TesseraError(f"--{name} {value or '(nothing)'} is no number above 0", where=self.where)
+            raise TesseraError(
+                f"--{name} {value or '(nothing)'} is no number above 0", where=self.where, code="job.launch-number"
+            )
         return int(value)
 
     @staticmethod

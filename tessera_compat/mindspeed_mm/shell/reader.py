@@ -59,12 +59,12 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, mach
     """
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise TesseraError("too large to be a launch script", where=str(path))
+            raise TesseraError("too large to be a launch script", where=str(path), code="job.script-too-large")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TesseraError(f"cannot be read: {error}", where=str(path)) from None
+        raise TesseraError(f"cannot be read: {error}", where=str(path), code="job.file-unreadable") from None
     if "\x00" in text:
-        raise TesseraError("not a text file", where=str(path))
+        raise TesseraError("not a text file", where=str(path), code="job.file-unreadable")
     reader = _Reader(path, environment or {}, machines)
     block, ended = Parser(text.replace("\r\n", "\n"), str(path)).parse(), None
     try:
@@ -79,6 +79,7 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, mach
             fix="make the condition before it hold on this machine"
             if ended
             else "a line has to start torchrun with a Python file",
+            code="job.script-ends-early" if ended else "job.script-starts-nothing",
         )
     return reader.job
 
@@ -406,7 +407,10 @@ class _Reader:
         if at is None:
             if Path(words[0]).name == "torchrun" and len(words) > 1 and not words[1].endswith(("help", "version")):
                 raise TesseraError(
-                    "torchrun starts no Python file", where=where, fix="torchrun ... pretrain_vlm.py ..."
+                    "torchrun starts no Python file",
+                    where=where,
+                    fix="torchrun ... pretrain_vlm.py ...",
+                    code="job.script-starts-nothing",
                 )
             return False
         if self.doubt:
@@ -416,6 +420,7 @@ class _Reader:
                 f"the script changes to {self.folder} before it starts the job",
                 where=where,
                 fix=f"cd {self.folder}, and begin there",
+                code="job.script-folder",
             )
         for word in words[at:]:
             refuse_unknown(word, "a flag", str(self.path))

@@ -110,7 +110,12 @@ Command = Simple | Group | If | Loop | Choice | Function
 
 
 def unreadable(what: str, where: str) -> TesseraError:
-    return TesseraError(f"not readable as a launch script: {what}", where=where, fix="write it out in plain commands")
+    return TesseraError(
+        f"not readable as a launch script: {what}",
+        where=where,
+        fix="write it out in plain commands",
+        code="job.script-unreadable",
+    )
 
 
 def end_of(text: str, start: int, where: str, depth: int = 0) -> int:
@@ -146,7 +151,7 @@ def end_of(text: str, start: int, where: str, depth: int = 0) -> int:
 
 def _closed(end: int, opened: str, where: str) -> int:
     if not end:
-        raise TesseraError(f"{opened} is opened and never closed", where=where)
+        raise TesseraError(f"{opened} is opened and never closed", where=where, code="job.script-unreadable")
     return end
 
 
@@ -189,7 +194,9 @@ def tokens_of(text: str, path: str, line: int = 1) -> list[Token]:
             line += text.count("\n", at, end)
             at = end
     if documents:
-        raise TesseraError(f"the text after <<{documents[0][0]} has no end", where=f"{path}:{line}")
+        raise TesseraError(
+            f"the text after <<{documents[0][0]} has no end", where=f"{path}:{line}", code="job.script-unreadable"
+        )
     return [*tokens, Token("\n", line, is_word=False)]
 
 
@@ -202,7 +209,9 @@ def _after_document(text: str, at: int, line: int, end_word: str, tabs: bool, pa
         at, line = end + 1, line + 1
         if (text_line.lstrip("\t") if tabs else text_line) == end_word:
             return at, line
-    raise TesseraError(f"the text after <<{end_word} has no end", where=f"{path}:{started}")
+    raise TesseraError(
+        f"the text after <<{end_word} has no end", where=f"{path}:{started}", code="job.script-unreadable"
+    )
 
 
 def _end_of_word(text: str, at: int, where: str) -> int:

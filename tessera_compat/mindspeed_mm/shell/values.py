@@ -62,6 +62,7 @@ def refuse_unknown(text: str, what: str, path: str) -> None:
             f"{what} depends on {_REASONS[marker[1]]}",
             where=f"{path}:{marker[2]}",
             fix="write the value into the script, or set it: NAME=VALUE tessera migrate JOB",
+            code="job.script-unknown-value",
         )
 
 
@@ -80,7 +81,9 @@ class Values:
         """Set a variable; the values of a script may not grow without bound."""
         self.letters += len(value) if isinstance(value, str) else sum(map(len, value))
         if self.letters > MAX_EXPANDED:
-            raise TesseraError("the values of its variables are too long", where=f"{self.path}:{line}")
+            raise TesseraError(
+                "the values of its variables are too long", where=f"{self.path}:{line}", code="job.script-too-large"
+            )
         self.variables[name] = value
 
     def get(self, name: str, line: int) -> str | list[str] | None:
@@ -108,7 +111,9 @@ class Values:
         """Return words after expansion; unquoted values are split at blanks."""
         fields = [field for raw in raws for field in self._fields(raw, line, split=True)]
         if sum(map(len, fields)) > MAX_VALUE:
-            raise TesseraError("a command is too long for a launch script", where=f"{self.path}:{line}")
+            raise TesseraError(
+                "a command is too long for a launch script", where=f"{self.path}:{line}", code="job.script-too-large"
+            )
         return fields
 
     def _fields(self, raw: str, line: int, *, split: bool) -> list[str]:
@@ -126,7 +131,9 @@ class Values:
             open_field = open_field or bool(words)
             open_field = open_field and not text[-1:].isspace()
             if size > MAX_VALUE:
-                raise TesseraError("its expanded variables are too long", where=f"{self.path}:{line}")
+                raise TesseraError(
+                    "its expanded variables are too long", where=f"{self.path}:{line}", code="job.script-too-large"
+                )
         return ["".join(parts) for parts in fields]
 
     def _pieces(self, raw: str, line: int) -> Iterator[tuple[str | list[str], bool]]:
@@ -225,7 +232,10 @@ class Values:
             return value if value is not None else ""
         if form[-1] == "?":
             raise TesseraError(
-                f"the script ends here: {name} is not set", where=f"{self.path}:{line}", fix=f"export {name}=... first"
+                f"the script ends here: {name} is not set",
+                where=f"{self.path}:{line}",
+                fix=f"export {name}=... first",
+                code="job.variable-missing",
             )
         default = self._quoted_default(rest, line)
         if form[-1] == "=":
@@ -257,7 +267,10 @@ class Values:
             return str(int(_number(ast.parse(plain, mode="eval").body)))
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError, MemoryError, RecursionError):
             raise TesseraError(
-                f"$(({text.strip()[:200]})) cannot be computed", where=f"{self.path}:{line}", fix="write the number"
+                f"$(({text.strip()[:200]})) cannot be computed",
+                where=f"{self.path}:{line}",
+                fix="write the number",
+                code="job.script-arithmetic",
             ) from None
 
 
