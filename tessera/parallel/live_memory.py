@@ -26,7 +26,6 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.most = 0
-        self.begun = 0  # set by the caller who measures a part: the live bytes at its beginning
         self._references: dict[int, StorageWeakRef] = {}
         self._sizes: dict[int, int] = {}  # of the counted storages
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}

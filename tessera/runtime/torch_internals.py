@@ -22,7 +22,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -33,16 +33,14 @@ if TYPE_CHECKING:
 # ActivationWrapper, checkpoint_wrapper: recompute. Public alternative: a wrapper of our own around
 #   `torch.utils.checkpoint.checkpoint`.
 # TorchDispatchMode: sees every operation, to count collectives. Documented by torch, but it has no public path.
-# tree_flatten, tree_leaves, tree_map_only, tree_unflatten: nested containers of tensors. Public alternative:
+# tree_leaves, tree_map_only: nested containers of tensors. Public alternative:
 # `torch.utils.pytree` once it exists.
 __all__ = [
     "ActivationWrapper",
     "TorchDispatchMode",
     "checkpoint_wrapper",
-    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
-    "tree_unflatten",
 ]
 
 # ------------------------------------------------------------------------------------------------ processes and meshes

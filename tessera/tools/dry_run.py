@@ -51,7 +51,6 @@ from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
 from tessera.runtime.torch_internals import fake_tensor_mode, lone_stage
 from tessera.tasks.answers import AnswerTask
-from tessera.tools.repeated_blocks import RepeatedBlocks
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
 
@@ -207,24 +206,8 @@ def main() -> None:
     print(_ANSWER + json.dumps(asdict(role)))
 
 
-def _blocks_are_alone(plan: Plan) -> bool:
-    """Return whether a block can be measured alone: it shares no work and no memory with other blocks."""
-    joined = plan.pipeline, plan.tensor, plan.experts, plan.context
-    return all(part is None for part in joined) and not (
-        plan.sharding.offload or plan.roles.activation_offload or plan.roles.block_offload
-    )
-
-
-def run_role(
-    config: RunConfig,
-    world: int,
-    position: int,
-    *,
-    repeated: bool = True,
-    passed: Callable[[], None] = lambda: None,
-) -> Role:
-    """Run a step of the ranks at a position of the pipeline. `repeated`: equal blocks run once, where the counts are
-    the same. `passed`: see `RepeatedBlocks`."""
+def run_role(config: RunConfig, world: int, position: int, *, passed: Callable[[], None] = lambda: None) -> Role:
+    """Run a step of the ranks at a position of the pipeline. `passed` is called after each forward pass of a block."""
     began = time.perf_counter()
     setup = build_meta_model(config, world)  # used up below
     plan = setup.plan
@@ -239,8 +222,8 @@ def run_role(
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
             memory, counted = LiveMemory(), CommCounter(mesh)
-            blocks = RepeatedBlocks(memory, counted, passed)
-            blocks.attach(module, present(module, plan.roles.blocks), repeated and _blocks_are_alone(plan))
+            for path in present(module, plan.roles.blocks):
+                module.get_submodule(path).register_forward_hook(lambda *_: passed())
             with memory, counted:  # the counter sees all, as without the other
                 if plan.sharding.offload:
                     _leave_gradients_out(module, memory)

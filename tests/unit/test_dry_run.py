@@ -10,7 +10,6 @@ import torch.distributed as dist
 import tessera
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
-from tessera.nn.decoder import DecoderLayer
 from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommVolume, merge_volumes, readable
 from tessera.tools.dry_run import estimate_error, run_role
@@ -131,34 +130,3 @@ def test_objectives_over_answers_are_run_dry_on_a_row_that_is_one_pair(task: str
     role = run_role(load_config(settings), 1, 0)
     assert role.activations > 0
     assert role.total > role.held
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "model", "train"),
-    [
-        pytest.param(1, {}, {}, {}, id="whole"),
-        pytest.param(1, {"recompute": LAYERS}, {"lora": {"rank": 4}}, {}, id="adapters, recomputed"),
-        pytest.param(
-            2, {"recompute": [{"modules": LAYERS[0], "keep": "attention"}]}, {"freeze": ["vision"]}, {}, id="sharded"
-        ),
-        pytest.param(
-            1, {}, {"lora": {"rank": 4}}, {"task": "dpo", "global_batch": 2}, id="pairs", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_blocks_that_run_once_count_as_if_all_of_them_ran(
-    world: int, parallel: dict[str, Any], model: dict[str, Any], train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the byte, in memory and in what is sent: with the first micro-batch, which makes gradients, and the second."""
-    settings = recipe(**parallel)
-    settings["model"] |= model
-    settings["train"] |= {"global_batch": 2 * world, **train}
-    config = load_config(settings, {"train.device": "cuda"})
-    ran: list[str] = []
-    forward = DecoderLayer.forward
-    monkeypatch.setattr(DecoderLayer, "forward", lambda self, *args: (ran.append("layer"), forward(self, *args))[1])
-    whole, all_of_them = run_role(config, world, 0, repeated=False), len(ran)
-    ran.clear()
-    once = run_role(config, world, 0)
-    assert (once.held, once.activations, once.volumes) == (whole.held, whole.activations, whole.volumes)
-    assert len(ran) <= all_of_them / 2  # one layer of four for each micro-batch, two where the first has no gradient
