@@ -53,7 +53,7 @@ def _masks_stay_apart(image_blocks: bool) -> bool:
         assert isinstance(mask, Tensor), "eager attention always has a mask"
         return mask[0, 0] == 0
 
-    alone = torch.block_diag(visible(0, 3), visible(3, 6)).bool()
+    alone = torch.block_diag(visible(0, 3), visible(3, 6)).bool()  # type: ignore[no-untyped-call]
     return torch.equal(visible(0, 6), alone)
 
 

@@ -1,0 +1,163 @@
+"""Write docs/reference/error-codes.md from the errors that the code raises: python -m tests.error_codes"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("tessera", "tessera_compat")
+PAGE = ROOT / "docs" / "reference" / "error-codes.md"
+SUBJECTS = {
+    "recipe": "Recipes and options",
+    "environment": "The environment: packages, variables, files of the machine",
+    "device": "Devices",
+    "model": "Models",
+    "tokenizer": "Tokenizers and chat templates",
+    "data": "Data sets and samples",
+    "media": "Images, videos and sound",
+    "weights": "Weights and their files",
+    "adapter": "Adapters",
+    "checkpoint": "Checkpoints",
+    "layout": "Parallel layouts",
+    "memory": "Memory",
+    "run": "Runs and run folders",
+    "task": "Tasks and losses",
+    "generation": "Generation of text, images and videos",
+    "evaluation": "Evaluation",
+    "output": "Files and folders that a command writes",
+    "hub": "Hubs: downloads and uploads",
+    "job": "Jobs of MindSpeed-MM",
+    "megatron": "Megatron's Python surface and files",
+}
+CODE = re.compile(rf"({'|'.join(SUBJECTS)})\.[a-z0-9]+(-[a-z0-9]+){{0,5}}")
+HEAD = """# Error codes
+
+The last line of an error is its code. A code stays the same when the words change: search for it here, or match it in
+scripts (`error.code` in Python). Words in `<angle brackets>` are values of your run, `…` is a longer text. Exit codes
+and frequent errors: [errors](errors.md). This page is generated from the source: `python -m tests.error_codes`.
+"""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """One construction of a `TesseraError` in the source."""
+
+    where: str  # file and line
+    code: str | None  # None: the call has no `code=`; "": the code is computed
+    cause: str
+    cure: str
+
+
+def error_classes(trees: Iterable[ast.Module]) -> set[str]:
+    """Return the names of `TesseraError` and of all its subclasses."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = {"TesseraError"}
+    while more := {c.name for c in classes if {ast.unparse(b).split(".")[-1] for b in c.bases} & names} - names:
+        names |= more
+    return names
+
+
+def own_codes(trees: Iterable[ast.Module], names: set[str]) -> set[str]:
+    """Return the subclasses whose `__init__` sets the code, so that their calls need none."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {c.name for c in classes if c.name in names - {"TesseraError"} and "code=" in ast.unparse(c)}
+
+
+def template(node: ast.expr | None, scope: ast.AST) -> str:
+    """Return the text of an expression, with a placeholder for each value."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(value, scope) for value in node.values)
+    if isinstance(node, ast.FormattedValue):
+        if isinstance(node.value, ast.Name):
+            return f"<{node.value.id.strip('_')}>"
+        if isinstance(node.value, ast.Attribute):
+            return f"<{node.value.attr.strip('_')}>"
+        return "…"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left, scope) + template(node.right, scope)
+    if isinstance(node, ast.IfExp):
+        return template(node.body if not _is_none(node.body) else node.orelse, scope)
+    if isinstance(node, ast.Name):
+        values = [
+            assign.value
+            for assign in ast.walk(scope)
+            if isinstance(assign, ast.Assign) and ast.unparse(assign.targets[0]) == node.id and assign.value is not node
+        ]
+        if values and not any(isinstance(inner, ast.Name) and inner.id == node.id for inner in ast.walk(values[0])):
+            return template(values[0], scope)
+    return "" if node is None else "…"
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def raised(tree: ast.Module, where: str, names: set[str], with_own_code: set[str]) -> Iterator[Raised]:
+    """Yield the errors that a file constructs."""
+    scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in names]
+    initializers = {
+        id(node): kind.name
+        for kind in classes
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__"
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = initializers.get(id(node), ast.unparse(node.func).split(".")[-1])
+        if name not in names:
+            continue
+        around = [scope for scope in scopes if scope.lineno <= node.lineno <= (scope.end_lineno or 0)]
+        scope: ast.AST = max(around, key=lambda scope: scope.lineno) if around else tree
+        keywords = {key.arg: key.value for key in node.keywords}
+        value = keywords.get("code")
+        code = None if value is None else value.value if isinstance(value, ast.Constant) else ""
+        if value is None and (name in with_own_code or None in keywords):
+            code = ""
+        cause = template(node.args[0] if node.args else keywords.get("what"), scope)
+        yield Raised(f"{where}:{node.lineno}", code, cause, template(keywords.get("fix"), scope))
+
+
+def all_raised() -> list[Raised]:
+    """Return every error that the library and the second package construct."""
+    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    names = error_classes(trees.values())
+    with_own_code = own_codes(trees.values(), names)
+    return [
+        error
+        for path, tree in trees.items()
+        for error in raised(tree, str(path.relative_to(ROOT)), names, with_own_code)
+    ]
+
+
+def page() -> str:
+    """Return the text of the page: a table for each subject, a row for each code."""
+    rows: dict[str, list[Raised]] = {}
+    for error in all_raised():
+        if error.code:
+            rows.setdefault(error.code, []).append(error)
+    sections = [HEAD]
+    for subject, title in SUBJECTS.items():
+        lines = [f"| `{code}` | {_cell(rows[code], 'cause')} | {_cell(rows[code], 'cure')} |" for code in sorted(rows)]
+        lines = [line for line in lines if line.startswith(f"| `{subject}.")]
+        if lines:
+            sections.append("\n".join([f"\n## {title}\n", "| code | cause | cure |", "|---|---|---|", *lines, ""]))
+    return "".join(sections)
+
+
+def _cell(errors: list[Raised], field: str) -> str:
+    texts = dict.fromkeys(" ".join(str(getattr(error, field)).split()) for error in errors)
+    lines = [text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*") for text in texts if text.strip("… ")]
+    return "<br>".join(lines[:3])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
