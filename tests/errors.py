@@ -12,7 +12,13 @@ from tessera.errors import TesseraError
 
 @contextmanager
 def raises(code: str, *named: str) -> Iterator[pytest.ExceptionInfo[TesseraError]]:
-    """Expect an error with this code in the block. `named`: keys, files or values that its message must contain."""
+    """Expect an error with this code in the block.
+
+    `named`: keys, files or values that its message must contain. In lists of cases they may follow the code, separated
+    by spaces.
+    """
+    code, *words = code.split()
+    named = (*words, *named)
     with pytest.raises(TesseraError) as info:
         yield info
     assert info.value.code == code, f"{info.value.code}: {info.value}"

@@ -16,7 +16,6 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from tessera.config.run_config import load_config
-from tessera.errors import TesseraError
 from tessera.parallel.plan import Plan
 from tessera.runtime.files import read_metrics
 from tessera.training.setup import build_meta_model
@@ -30,6 +29,7 @@ from tessera_compat.served import serving
 from tests.close import rounding
 from tests.compat.test_compat_data import LOADER, dataset_param
 from tests.contract.small_folders import small_folder
+from tests.errors import raises
 from tests.toys import pretrain_parts as toy
 from tests.toys.hf_folders import write_folder
 from tests.toys.keyword_rows import picture_and_words
@@ -189,7 +189,7 @@ def test_19_weight_init_mixin_draws_weights_by_rule() -> None:
 def test_24_sharding_size(tmp_path: Path) -> None:
     sizes = {text: plan_of(tmp_path, text) for text in ("sharding_size: auto\n", "sharding_size: 4\n", "")}
     assert [(plan.replicate, plan.axes.size("fsdp")) for plan in sizes.values()] == [(1, 8), (2, 4), (8, 1)]
-    with pytest.raises(TesseraError, match="3"):
+    with raises("layout.shard-not-divisor"):
         plan_of(tmp_path, "sharding_size: 3\n")
 
 
@@ -219,7 +219,7 @@ def test_29_sub_modules_to_wrap(tmp_path: Path) -> None:
     assert plan_of(tmp_path, f"sub_modules_to_wrap: {names}\n").roles.blocks == expected
     by_class = f"sub_modules_to_wrap: [{CustomModel.__module__}.Layer]\n"
     assert plan_of(tmp_path, by_class).roles.blocks == tuple(f"text_decoder.decoder.layers.{n}" for n in range(6))
-    with pytest.raises(TesseraError, match="matches nothing") as caught:
+    with raises("recipe.pattern-matches-nothing") as caught:
         plan_of(tmp_path, "sub_modules_to_wrap: [text_decoder.embeding]\n")
     assert caught.value.nearest == "text_decoder.embedding"
 
@@ -227,14 +227,14 @@ def test_29_sub_modules_to_wrap(tmp_path: Path) -> None:
 def test_30_ignored_modules(tmp_path: Path) -> None:
     assert plan_of(tmp_path, "ignored_modules: [image_encoder]\n").roles.ignored == ("image_encoder",)
     trained = "ignored_modules: [text_decoder.embedding]\n"
-    with pytest.raises(TesseraError, match="would not be summed over the ranks"):
+    with raises("layout.ignored-module-trained"):
         plan_of(tmp_path, trained)
     assert plan_of(tmp_path, trained, freeze=["text_decoder.embedding"]).roles.ignored == ("text_decoder.embedding",)
     # A script is told in its own words: it has neither a recipe nor model.freeze.
     file = tmp_path / "trained.yaml"
     file.write_text("ignored_modules: [inner]\n")
     words = toy.flags(None, "--use-torch-fsdp2", "--fsdp2-config-path", str(file))
-    with toy.command_line(*words), pytest.raises(TesseraError, match="would not be summed") as caught:
+    with toy.command_line(*words), raises("layout.ignored-module-trained") as caught:
         pretrain(toy.loaders_provider, toy.model_provider, 1, toy.forward_step)
     assert f"parallel.ignore is ignored_modules of {file}" in str(caught.value.where)
     assert "requires_grad_(False) in model_provider" in str(caught.value.where)

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tessera.errors import TesseraError
 from tessera.runtime.distributed import fake_world
 from tessera_compat import state
 from tessera_compat.megatron import dist_checkpointing, parallel_state
@@ -43,6 +42,7 @@ from tests.acceptance.megatron_layouts import (
 )
 from tests.close import assert_as_close, rounding
 from tests.dist.spawn import run_ranks
+from tests.errors import raises
 
 SCRIPT = Path(__file__).parent / "seed_004_script.py"
 LAYER = (
@@ -125,7 +125,7 @@ def test_01_the_adaptor_is_imported_and_nothing_stays_behind(ran: Ran) -> None:
 
 def test_02_groups_are_destroyed_and_made_again(alone: None) -> None:
     assert parallel_state.model_parallel_is_initialized()
-    with pytest.raises(TesseraError, match="already"):
+    with raises("megatron.initialized-twice"):
         parallel_state.initialize_model_parallel()
     parallel_state.destroy_model_parallel()
     assert not parallel_state.model_parallel_is_initialized()
@@ -234,7 +234,7 @@ def test_13_get_model_casts_moves_and_wraps(alone: None, capsys: pytest.CaptureF
 
 def test_14_the_model_type_is_an_enumeration(alone: None) -> None:
     assert gpt_model().model_type is ModelType.encoder_or_decoder
-    with pytest.raises(TesseraError, match="not offered"):
+    with raises("megatron.model-type"):
         get_model(gpt_model, ModelType.encoder_and_decoder)
 
 
@@ -245,7 +245,7 @@ def test_15_float16_module_casts_weights_once_and_outputs_back(alone: None) -> N
     logits = model(torch.zeros(2, 64, dtype=torch.int64), torch.arange(64).expand(2, 64), None)
     assert seen == [torch.bfloat16]
     assert logits.dtype == torch.float32
-    with pytest.raises(TesseraError, match="fp16 or bf16"):
+    with raises("megatron.half-precision-flag", "fp16", "bf16"):
         Float16Module(config_of(), gpt_model())
 
 
@@ -309,7 +309,7 @@ def test_18_the_users_own_adam_and_loop_train(ran: Ran) -> None:
 
 
 def test_19_the_forward_step_returns_output_and_loss_function(alone: None) -> None:
-    with pytest.raises(TesseraError, match=r"forward_step_func must return \(output, loss_func\)"):
+    with raises("megatron.forward-step-result", "forward_step_func", "loss_func"):
         get_forward_backward_func()(
             forward_step_func=lambda data_iterator, model: model,
             data_iterator=None,
@@ -334,7 +334,7 @@ def test_20_sums_and_counts_give_the_gradient_of_the_mean(alone: None) -> None:
     model.config.finalize_model_grads_func = finalize_model_grads
     run_schedule(model, lambda losses: ((losses * mask).sum(), mask.sum().long(), {}))
     assert float((gradients(model) - mean).abs().max()) <= limit
-    with pytest.raises(TesseraError, match="loss_func must return"):
+    with raises("megatron.loss-result", "loss_func"):
         run_schedule(model, lambda losses: losses.mean())
 
 

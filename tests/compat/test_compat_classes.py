@@ -14,12 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import tessera
 from tessera.core.callback import Callback
-from tessera.errors import TesseraError
 from tessera.runtime.modules import clean_name
 from tessera_compat import state
 from tessera_compat.mindspeed_mm.classes import ModelHub, TransformersModel
 from tessera_compat.mindspeed_mm.config_files import ConfigReader
 from tessera_compat.mindspeed_mm.mixins import MultiModalModule
+from tests.errors import raises
 from tests.toys.adapted_qwen3 import AdaptedQwen3
 from tests.toys.hf_folders import CASES, write_folder
 from tests.toys.keyword_rows import KeywordRows
@@ -49,7 +49,7 @@ def test_the_hub_chooses_by_id_then_architecture_then_type(folder: Path, hub: di
     assert ModelHub.build({}, settings) is transformers.Qwen3ForCausalLM
     settings.architectures = None
     assert ModelHub.build({}, settings) is AdaptedQwen3
-    with pytest.raises(TesseraError, match="no class is known for model_id 'mime'") as caught:
+    with raises("job.unknown-model-class", "model_id") as caught:
         ModelHub.build({"model_id": "mime"}, settings)
     assert caught.value.nearest == "mine"
 
@@ -115,20 +115,20 @@ def test_paths_of_the_file_are_those_of_the_class(
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "error"),
     [
-        (lambda folder: {}, "init_from_hf_path: a folder"),
-        (lambda folder: {"init_from_hf_path": str(folder / "none")}, "no configuration that transformers reads"),
-        (lambda folder: {"init_from_hf_path": str(folder), "loss_cfg": {"loss_type": "mean"}}, "which loss is meant"),
+        (lambda folder: {}, "job.model-folder-missing init_from_hf_path"),
+        (lambda folder: {"init_from_hf_path": str(folder / "none")}, "model.unreadable-config"),
+        (lambda folder: {"init_from_hf_path": str(folder), "loss_cfg": {"loss_type": "mean"}}, "job.loss-ambiguous"),
     ],
 )
-def test_mistakes_in_a_model_file(make: Any, words: str, folder: Path, hub: Any) -> None:
-    with pytest.raises(TesseraError, match=words):
+def test_mistakes_in_a_model_file(make: Any, error: str, folder: Path, hub: Any) -> None:
+    with raises(error):
         TransformersModel(make(folder))
 
 
 def test_code_of_a_folder_is_never_run(folder: Path, hub: Any) -> None:
     state.set_args(type("Args", (), {})())
     vars(state.get_args())["trust_remote_code"] = True
-    with pytest.raises(TesseraError, match="never done"):
+    with raises("job.remote-code"):
         TransformersModel(config(folder))

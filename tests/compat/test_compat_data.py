@@ -14,7 +14,6 @@ from PIL import Image
 
 from tessera.core.batch import IGNORE
 from tessera.data.media.files import resolve
-from tessera.errors import TesseraError
 from tessera_compat import state
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.data import (
@@ -27,6 +26,7 @@ from tessera_compat.mindspeed_mm.data import (
 from tessera_compat.mindspeed_mm.data_json import read_data
 from tessera_compat.mindspeed_mm.report import JobReport
 from tests.contract.small_folders import small_folder
+from tests.errors import raises
 from tests.toys import pretrain_parts as toy
 
 LOADER = {
@@ -117,7 +117,7 @@ def test_media_lie_in_a_folder_that_data_json_names(tmp_path: Path, monkeypatch:
     assert resolve("images/1.png", root("./data/a.json", dataset_dir="../elsewhere")).samefile(picture)
     assert resolve(picture, root("./data/a.json", dataset_dir=str(tmp_path))) == Path(picture)
     for folder in (root("./data/a.json"), root(elsewhere / "a.json")):
-        with pytest.raises(TesseraError, match=r"outside the data root[^$]*data.json: dataset_dir"):
+        with raises("media.outside-root", "data.json", "dataset_dir"):
             resolve(private, folder)
     monkeypatch.chdir("/")
     assert root(elsewhere / "a.json") == elsewhere
@@ -153,25 +153,25 @@ def test_collator_pads_with_what_it_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "error"),
     [
-        ({"dataset_type": "t2v"}, "'t2v' is not read here"),
-        ({"dataset_type": None}, "dataset_type None"),
-        ({"basic_parameters": {}}, "names no file"),
-        ({"basic_parameters": {"dataset": "a.json", "packing": True}}, "packing: build_mm_dataset gives single"),
-        ({"basic_parameters": {"dataset": "a.json", "cutof_len": 3}}, "cutoff_len"),
-        ({"preprocess_parameters": {}}, "no folder with a tokenizer"),
+        ({"dataset_type": "t2v"}, "job.data-type t2v"),
+        ({"dataset_type": None}, "job.data-type dataset_type"),
+        ({"basic_parameters": {}}, "job.data-file-missing"),
+        ({"basic_parameters": {"dataset": "a.json", "packing": True}}, "job.data-form build_mm_dataset"),
+        ({"basic_parameters": {"dataset": "a.json", "cutof_len": 3}}, "job.refused-settings cutoff_len"),
+        ({"preprocess_parameters": {}}, "job.tokenizer-missing"),
     ],
 )
-def test_what_data_json_gets_wrong_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(TesseraError, match=message):
+def test_what_data_json_gets_wrong_is_named(change: dict[str, Any], error: str) -> None:
+    with raises(error):
         build_mm_dataset({**dataset_param(Path("model"), Path("a.json")), **change})
-    with pytest.raises(TesseraError, match="dataset_param has no preprocess_parameters"):
+    with raises("job.data-key-missing", "dataset_param", "preprocess_parameters"):
         build_mm_dataset({"dataset_type": "huggingface", "basic_parameters": {}})
 
 
 def test_a_loader_without_a_mode_is_refused() -> None:
-    with pytest.raises(TesseraError, match="has no dataloader_mode"):
+    with raises("job.data-key-missing", "dataloader_mode"):
         build_mm_dataloader([1, 2], {"shuffle": True})
-    with pytest.raises(TesseraError, match="no such sampler here"):
+    with raises("job.refused-settings"):
         build_mm_dataloader([1, 2], {"dataloader_mode": "sampler", "sampler_type": "AESampler"})

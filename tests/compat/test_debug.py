@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tessera.cli.main import app
-from tessera.errors import TesseraError
 from tessera.runtime.distributed import free_port
 from tessera_compat import debug
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -39,10 +39,16 @@ def test_ranks_that_are_named(text: str, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a", "not a rank"), ("0,", "not a rank"), ("3-1", "not a"), ("4", "no rank 4")]
+    ("text", "error"),
+    [
+        ("a", "environment.no-such-rank"),
+        ("0,", "environment.no-such-rank"),
+        ("3-1", "environment.no-such-rank"),
+        ("4", "environment.no-such-rank"),
+    ],
 )
-def test_ranks_that_cannot_be_are_refused(text: str, said: str) -> None:
-    with pytest.raises(TesseraError, match=said):
+def test_ranks_that_cannot_be_are_refused(text: str, error: str) -> None:
+    with raises(error):
         debug.debugged_ranks(4, {"TESSERA_DEBUG": text})
 
 
@@ -80,7 +86,7 @@ def test_a_run_waits_before_it_begins(calls: list[Any], tmp_path: Path) -> None:
 
 def test_without_a_debugger_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "debugpy", None)  # as if it were not installed
-    with pytest.raises(TesseraError, match=r"pip install 'tessera-mm\[debug\]'"):
+    with raises("environment.no-debugpy"):
         debug.check_debug(1, {"TESSERA_DEBUG": "0"})
 
 
@@ -133,7 +139,7 @@ def test_a_launch_file_that_is_there_is_never_lost(tmp_path: Path) -> None:
     path = tmp_path / ".vscode" / "launch.json"
     path.parent.mkdir()
     path.write_text("// mine")
-    with pytest.raises(TesseraError, match="already there"):
+    with raises("output.file-exists"):
         debug.write_vscode(tmp_path, debug.vscode_launch([0]))
     told = debug.write_vscode(tmp_path, debug.vscode_launch([0]), overwrite=True)
     assert (path.parent / "launch.json.bak").read_text() == "// mine"

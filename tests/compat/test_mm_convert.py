@@ -26,6 +26,7 @@ from tessera.models import resolve
 from tessera_compat.mindspeed_mm.convert import main, run
 from tessera_compat.mindspeed_mm.convert_table import CONVERTERS
 from tests.dist.spawn import fork_context
+from tests.errors import raises
 
 # As the guide (seed 001) has them, but that one size of the model stands for both.
 HF_TO_MM = r"""
@@ -86,7 +87,7 @@ def test_the_lines_of_the_guide_and_back(folder: Path, capsys: pytest.CaptureFix
     main(typed(HF_TO_MM))
     assert Path("ckpt/mm_path/Qwen2-VL-7B-Instruct/release/mp_rank_00/model_optim_rng.pt").is_file()
     assert Path("ckpt/mm_path/Qwen2-VL-7B-Instruct/latest_checkpointed_iteration.txt").read_text() == "release"
-    with pytest.raises(TesseraError, match="divided as"):
+    with raises("megatron.other-layout"):
         run(typed(MM_TO_HF))
     Path("ckpt/mm_path/Qwen2-VL-7B-Instruct").rename("ckpt/first")
     main(typed(RESPLIT))
@@ -178,7 +179,7 @@ def test_options_come_from_files_and_variables(
     assert settled(*A_JOB)["parallel_config"] == {"llm_pp_layers": [[1, 3]]}
     assert settled(*A_JOB, "--cfg.mm_dir", "fourth")["mm_dir"] == "fourth"
     monkeypatch.setenv("MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__MM_DIRR", "x")
-    with pytest.raises(TesseraError, match="CFG__MM_DIR"):
+    with raises("job.converter-variable", "CFG__MM_DIR"):
         settled(*A_JOB)
 
 
@@ -279,10 +280,10 @@ def test_wrong_words_end_with_two_and_name_the_right_ones(
 
 def test_the_wrong_family_and_the_wrong_lists_are_refused(folder: Path) -> None:
     words = typed(HF_TO_MM)
-    with pytest.raises(TesseraError, match="is for qwen2_5_vl"):
+    with raises("job.converter-family", "qwen2_5_vl"):
         run(["Qwen2_5_VLConverter", *words[1:]])
     flat = [word.replace("[[", "[").replace("]]", "]") for word in words]
-    with pytest.raises(TesseraError, match="list of lists"):
+    with raises("job.converter-option-value"):
         run(flat)
     assert not Path("ckpt/mm_path").exists()
 

@@ -20,10 +20,10 @@ from tessera.config.run_config import ModelSection, load_config
 from tessera.core.batch import Batch, Segments
 from tessera.core.spec import ModelSpec, Passes
 from tessera.diffusion.family import GenerationSpec
-from tessera.errors import TesseraError
 from tessera.models import FAMILIES, family_of, resolve
 from tessera.ops.loss import linear_cross_entropy
 from tessera.training.setup import build_meta_model
+from tests.errors import raises
 
 # Families without presets run other people's classes; `test_third_party.py` is theirs.
 # Those that generate images or videos have `test_generation_families.py`.
@@ -273,12 +273,12 @@ def test_a_family_is_found_by_its_model_type() -> None:
     for name in FAMILIES.names():
         for model_type in FAMILIES.get(name).hf_types:
             assert family_of(model_type).name == name
-    with pytest.raises(TesseraError, match="no model family reads") as caught:
+    with raises("model.unknown-model-type") as caught:
         family_of("qwen2_vll")
     assert caught.value.nearest == "qwen2_vl"
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(TesseraError, match="no preset") as caught:
+    with raises("model.unknown-preset") as caught:
         resolve(ModelSection(family="qwen2_vl", preset="quickstar"))
     assert caught.value.nearest == "quickstart"

@@ -24,6 +24,7 @@ from tessera.data.tokenizer import train_tokenizer
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
+from tests.errors import raises
 
 FP8 = torch.float8_e4m3fn
 WIDE = {"text": {"experts": {"moe_intermediate_size": 128}}}
@@ -179,7 +180,7 @@ def test_a_tied_head_and_modules_without_whole_blocks_stay(tmp_path: Path, caplo
 
 def test_what_cannot_be_written_in_eight_bits_is_refused_by_name(tmp_path: Path) -> None:
     plain("qwen3_vl experts", tmp_path / "vl")
-    with pytest.raises(TesseraError, match="all experts of a layer"):
+    with raises("weights.stacked-experts-quantization"):
         tessera.convert(tmp_path / "vl", tmp_path / "out", quantize="fp8")
     plain("qwen2", tmp_path / "hf")
     for options, said in (
@@ -213,6 +214,6 @@ def test_a_changed_byte_is_found_before_the_folder_appears(tmp_path: Path, monke
         plain_write(handle, changed, position)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writer, "_write_at", spoil)
-    with pytest.raises(TesseraError, match="read back with other bytes"):
+    with raises("output.bytes-differ"):
         tessera.convert(tmp_path / "hf", tmp_path / "out", quantize="fp8")
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from tessera.models import resolve
 from tessera.models.transformers import ClassProcessor
 from tessera.tasks.transformers import TransformersTask
 from tests.close import assert_as_close, queries_for_keys
+from tests.errors import raises
 from tests.task_parts import sum_and_count
 from tests.toys.text_classes import SIZES, tokenizer, write_text_chats, write_text_class
 from tests.toys.vision_classes import CLIP, LLAMA
@@ -150,5 +151,5 @@ def test_a_class_without_sdpa_is_trained_and_exported_as_the_refusal_says(tmp_pa
 
 
 def test_a_qwen3_that_no_folder_can_hold_is_refused_before_it_is_trained() -> None:
-    with pytest.raises(TesseraError, match=r"model\.family=transformers"):
+    with raises("recipe.wrong-value", "model.family=transformers"):
         resolve(ModelSection(family="qwen3", preset="quickstart", config={"text": {"attention_bias": True}}))

@@ -25,12 +25,12 @@ from family_layouts import (
 )
 
 from tessera.config.run_config import ModelSection, ParallelSection
-from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.glm4v import SPEC
 from tessera.models.glm4v.processor import GLM4V
 from tessera.parallel.make_plan import make_plan
 from tests.dist.layouts import Case
+from tests.errors import raises
 
 WORDS = ("<|endoftext|>", *GLM4V.special, "<|image|>", "<|video|>")  # as the quickstart preset numbers them
 MODEL: dict[str, Any] = {
@@ -73,6 +73,6 @@ def test_what_does_not_split_is_told() -> None:
     with torch.device("meta"):
         module = SPEC.main.build(config)
     assert make_plan(ParallelSection(tp=2), SPEC.main.plan(config), module, 2).tensor is not None  # type: ignore[arg-type]
-    with pytest.raises(TesseraError, match="does not divide the 2 heads of text") as caught:
+    with raises("layout.tp-not-divisor") as caught:
         make_plan(ParallelSection(tp=4), SPEC.main.plan(config), module, 4)  # type: ignore[arg-type]
     assert caught.value.allowed == ["1", "2"]

@@ -16,11 +16,11 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import tessera
 from tessera.config.run_config import ModelSection
 from tessera.data.tokenizer import load_tokenizer
-from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.internvl.processor import InternVLProcessor
 from tessera.models.transformers.library import load_image_processor
 from tessera_compat.mindspeed_mm.convert import run
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -114,51 +114,55 @@ def test_its_tokenizer_is_that_of_the_slow_class(qwen2: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "error"),
     [
-        ({"select_layer": -4}, "select_layer"),
-        ({"ps_version": "v1"}, "ps_version"),
-        ({"pad2square": True}, "pad2square"),
-        ({"force_image_size": 64}, "force_image_size"),
-        ({"use_llm_lora": 16}, "use_llm_lora"),
-        ({"llm_config": None}, "no llm_config"),
-        ({"downsample_ratio": 0.3}, "downsample_ratio"),
-        ({"downsample_ratio": "x"}, "downsample_ratio"),
-        ({"llm_config": {**config("qwen2")["llm_config"], "hidden_size": []}}, "hidden_size"),
+        ({"select_layer": -4}, "model.unsupported-value select_layer"),
+        ({"ps_version": "v1"}, "model.unsupported-value ps_version"),
+        ({"pad2square": True}, "model.unsupported-value pad2square"),
+        ({"force_image_size": 64}, "model.unsupported-value force_image_size"),
+        ({"use_llm_lora": 16}, "model.unsupported-value use_llm_lora"),
+        ({"llm_config": None}, "model.section-missing llm_config"),
+        ({"downsample_ratio": 0.3}, "model.invalid-value downsample_ratio"),
+        ({"downsample_ratio": "x"}, "model.invalid-value downsample_ratio"),
+        ({"llm_config": {**config("qwen2")["llm_config"], "hidden_size": []}}, "recipe.wrong-value hidden_size"),
         (
             {"llm_config": {**config("qwen2")["llm_config"], "rope_scaling": {"type": "dynamic", "factor": []}}},
-            "factor",
+            "model.invalid-value",
         ),
-        ({"llm_config": {**config("qwen2")["llm_config"], "model_type": "phi3"}}, "phi3"),
-        ({"llm_config": {**config("internlm2")["llm_config"], "bias": True}}, "bias"),
-        ({"vision_config": {**config("qwen2")["vision_config"], "dropout": 0.1}}, "dropout"),
-        ({"template": "internlm2-chat"}, "template"),
-        ({"use_thumbnail": False}, "use_thumbnail"),
-        ({"max_dynamic_patch": 0}, "max_dynamic_patch = 0"),
+        ({"llm_config": {**config("qwen2")["llm_config"], "model_type": "phi3"}}, "model.unsupported-value phi3"),
+        ({"llm_config": {**config("internlm2")["llm_config"], "bias": True}}, "model.unsupported-value"),
+        ({"vision_config": {**config("qwen2")["vision_config"], "dropout": 0.1}}, "model.unsupported-value"),
+        ({"template": "internlm2-chat"}, "model.unsupported-value"),
+        ({"use_thumbnail": False}, "model.unsupported-value use_thumbnail"),
+        ({"max_dynamic_patch": 0}, "model.invalid-value max_dynamic_patch"),
     ],
 )
-def test_what_is_computed_otherwise_is_refused_by_its_key(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_is_computed_otherwise_is_refused_by_its_key(changes: dict[str, Any], error: str, tmp_path: Path) -> None:
     folder = original_folder("qwen2", tmp_path / "folder", **changes)
-    with pytest.raises(TesseraError, match=said):
+    with raises(error):
         InternVLProcessor.load(resolve(ModelSection(path=folder))[1], folder)
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "error"),
     [
-        ("preprocessor_config.json", {"image_mean": 3}, "three numbers"),
-        ("preprocessor_config.json", {"rescale_factor": "x"}, "rescale_factor"),
-        ("preprocessor_config.json", {"crop_size": 64}, "crop_size"),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<img>"}}}, "no tokenizer"),
-        ("tokenizer_config.json", {"tokenizer_class": "InternLM2Tokenizer"}, "InternLM2Tokenizer"),
-        ("vocab.json", {"er": 1}, "no tokenizer|<IMG_CONTEXT> is"),  # the toy vocabulary may have no "er"
-        ("added_tokens.json", {"<IMG_CONTEXT>": 5}, "<IMG_CONTEXT> is"),
+        ("preprocessor_config.json", {"image_mean": 3}, "media.preprocessor-value"),
+        ("preprocessor_config.json", {"rescale_factor": "x"}, "media.preprocessor-value rescale_factor"),
+        ("preprocessor_config.json", {"crop_size": 64}, "media.preprocessor-mismatch crop_size"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"7": {"content": "<img>"}}}, "tokenizer.unreadable-file"),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "InternLM2Tokenizer"},
+            "tokenizer.unknown-class InternLM2Tokenizer",
+        ),
+        ("vocab.json", {"er": 1}, "tokenizer.unreadable-file"),  # the toy vocabulary may have no "er"
+        ("added_tokens.json", {"<IMG_CONTEXT>": 5}, "tokenizer.token-id-mismatch <IMG_CONTEXT>"),
     ],
 )
-def test_side_files_that_do_not_fit_are_refused(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_side_files_that_do_not_fit_are_refused(name: str, changes: dict[str, Any], error: str, tmp_path: Path) -> None:
     folder = original_folder("qwen2", tmp_path / "folder")
     (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **changes}))
-    with pytest.raises(TesseraError, match=said):
+    with raises(error):
         InternVLProcessor.load(resolve(ModelSection(path=folder))[1], folder)
 
 
@@ -166,13 +170,13 @@ def test_a_folder_of_another_model_or_form_is_no_pattern(qwen2: Path, tmp_path: 
     hub = tessera.convert(qwen2, tmp_path / "hf", quantize="fp8", prove="never")
     said = json.loads((hub / "config.json").read_text())
     assert (said["model_type"], said["quantization_config"]["format"]) == ("internvl", "float-quantized")
-    with pytest.raises(TesseraError, match="the original checkpoint whose form"):
+    with raises("weights.original-not-named"):
         tessera.convert(hub, tmp_path / "out", to="original")
     other = original_folder("qwen2", tmp_path / "other")
     stored = load_file(other / "model.safetensors")
     stored["mlp1.3.weight"] = stored["mlp1.3.weight"][:, :8].clone()
     save_file(stored, other / "model.safetensors")
-    with pytest.raises(TesseraError, match=r"mlp1\.3\.weight is"):
+    with raises("weights.original-differs", "mlp1.3.weight"):
         tessera.convert(hub, tmp_path / "out", to="original", like=other)
     assert not (tmp_path / "out").exists()
     assert resolve(ModelSection(path=qwen2))[1].text.vocab_size == VOCAB

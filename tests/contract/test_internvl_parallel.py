@@ -26,11 +26,11 @@ from family_layouts import (
 )
 
 from tessera.config.run_config import ModelSection, ParallelSection
-from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.internvl import SPEC
 from tessera.parallel.make_plan import make_plan
 from tests.dist.layouts import Case
+from tests.errors import raises
 
 WORDS = (
     "<|endoftext|>",
@@ -103,5 +103,5 @@ def test_what_does_not_split_is_told() -> None:
     _, config = resolve(ModelSection(family="internvl", preset="3-1b"))
     with torch.device("meta"):
         module = SPEC.main.build(config)
-    with pytest.raises(TesseraError, match="does not divide the 14 heads of text"):
+    with raises("layout.tp-not-divisor", "14"):
         make_plan(ParallelSection(tp=4), SPEC.main.plan(config), module, 4)  # type: ignore[arg-type]

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer
 import tessera
 from tessera.core.sample import MediaSize
 from tessera.data.tokenizer import train_tokenizer
-from tessera.errors import TesseraError
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.processor import InternVLProcessor, TileCutter
 from tessera.models.transformers.library import load_image_processor
 from tessera.tools.compare import compare
+from tests.errors import raises
 
 VOCAB, TILE, ROWS = 400, 32, 17  # pixels along a side of a tile, its patches and the class token
 # What published folders have, in our words: one word for each picture or clip, and a line end.
@@ -126,15 +126,15 @@ def test_tables_do_not_travel_to_workers(processor: InternVLProcessor) -> None:
 
 
 def test_mistakes_are_explained(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="is more than max_tiles"):
+    with raises("media.bounds-crossed", "max_tiles"):
         CASE.load(folder, min_tiles=5, max_tiles=2)
     CASE.load(folder).save(tmp_path)
     stored = json.loads((tmp_path / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**stored, "size": {"height": 64, "width": 64}}))
-    with pytest.raises(TesseraError, match="the model needs"):
+    with raises("media.preprocessor-mismatch"):
         CASE.load(tmp_path)
     short = CASE.configure(text={"max_position_embeddings": 20}, dynamic_rope_factor=2.0)
-    with pytest.raises(TesseraError, match="up to 20"):
+    with raises("data.sample-beyond-rope", "20"):
         InternVLProcessor.load(short, folder).encode(conversation("image"), [picture(32, 32)])
 
 

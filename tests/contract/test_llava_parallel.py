@@ -20,12 +20,12 @@ from family_layouts import (
 from llava_cases import write_words
 
 from tessera.config.run_config import ModelSection, ParallelSection
-from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.llava import SPEC
 from tessera.parallel.make_plan import make_plan
 from tessera.parallel.plan import Workload
 from tests.dist.layouts import Case
+from tests.errors import raises
 
 _TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 _VISION = {
@@ -79,7 +79,7 @@ def test_a_pipeline_is_not_split_within_the_encoder() -> None:
     plan = make_plan(ParallelSection(pp=4), SPEC.main.plan(config), module, 4, workload=Workload(rows=4))
     assert plan.pipeline is not None
     section = ParallelSection.model_validate({"pp": 2, "layers": {"vision": [13, 13], "text": [0, 28]}})
-    with pytest.raises(TesseraError, match=r"vision"):
+    with raises("layout.stage-boundary"):
         make_plan(section, SPEC.main.plan(config), module, 2, workload=Workload(rows=4))
 
 

@@ -41,6 +41,7 @@ from tessera.models.llava.config import PINPOINTS, LlavaConfig
 from tessera.models.llava.preprocessing import AnyResTiles
 from tessera.models.llava.processor import LlavaProcessor
 from tessera.models.processing.streams import media_size
+from tests.errors import raises
 
 PLAIN, STRETCHED, TILED, TILED_CLIP, LEFTOVER = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4], SHAPES[5]
 SIZES = [(8, 8), (31, 17), (17, 31), (100, 9), (9, 100), (1, 7), (640, 480)]
@@ -329,7 +330,7 @@ def test_measure_is_what_encode_gives_and_batches_fit_together(shape: Shape, tmp
 
 def test_mistakes_are_explained(tmp_path: Path) -> None:
     words = write_words(tmp_path / "words", vicuna=False)
-    with pytest.raises(TesseraError, match="no video input"):
+    with raises("media.kind-not-supported"):
         processor_of(PLAIN, tmp_path / "plain").measure(conversation([clip(2, 8, 8)]), [MediaSize(8, 8, 2)])
     for content, told in (
         ({"resample": 2}, "resample"),
@@ -340,7 +341,7 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
         with pytest.raises(TesseraError, match=told):
             LlavaProcessor.load(config_of(TILED), words)
     (words / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 6}}))
-    with pytest.raises(TesseraError, match="does not give images of 8x8"):
+    with raises("media.preprocessor-mismatch", "8x8"):
         LlavaProcessor.load(config_of(SHAPES[1]), words)
     _, config = resolve(ModelSection(family="llava", preset="quickstart"))
     assert isinstance(config, LlavaConfig)
@@ -349,5 +350,5 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
     data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] != "</s>"]
     data["post_processor"] = None
     (nothing / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(TesseraError, match="no conversation this family knows"):
+    with raises("tokenizer.no-control-words"):
         LlavaProcessor.load(config, nothing)

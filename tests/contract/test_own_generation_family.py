@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import tessera
 from tessera.diffusion.pipeline_folder import PipelineFolder
-from tessera.errors import TesseraError
 from tessera.tools.data_features import write_features
+from tests.errors import raises
 from tests.toys.generation_set import write_image, write_jsonl
 from tests.toys.painter.config import PainterConfig
 from tests.toys.painter.vae import PainterVae
@@ -90,5 +90,5 @@ def test_other_families_do_not_read_its_vae(folder: Path) -> None:
     image = torch.randint(0, 256, (1, 16, 24, 3), dtype=torch.uint8)
     (latents,) = vae.encode([image])
     assert latents.shape == (3, 1, 4, 6)
-    with pytest.raises(TesseraError, match="PainterVae"):
+    with raises("generation.unknown-vae", "PainterVae"):
         PipelineFolder(folder).autoencoder()

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 import tessera
-from tessera.errors import TesseraError
 from tests.dist.spawn import run_ranks
+from tests.errors import raises
 from tests.toys.callbacks import StopAt
 from tests.toys.generation_set import write_image, write_jsonl
 from tests.toys.sampling_folders import write_wan
@@ -123,17 +123,17 @@ def test_a_run_of_one_expert_samples_with_the_other_of_its_folder(data: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error"),
     [
-        ({"preview": None}, "train.preview.prompts"),
-        ({"preview": {**PREVIEW, "height": 40}}, "--height 32 or 48"),
-        ({"preview": {**PREVIEW, "prompts": []}}, "prompts"),
+        ({"preview": None}, "recipe.previews-without-prompts train.preview.prompts"),
+        ({"preview": {**PREVIEW, "height": 40}}, "generation.size-not-whole-patches --height 32 48"),
+        ({"preview": {**PREVIEW, "prompts": []}}, "recipe.wrong-value"),
     ],
 )
 def test_previews_that_cannot_be_made_are_refused_before_training(
-    wan: Path, data: Path, tmp_path: Path, change: dict[str, Any], said: str
+    wan: Path, data: Path, tmp_path: Path, change: dict[str, Any], error: str
 ) -> None:
-    with pytest.raises(TesseraError, match=said):
+    with raises(error):
         tessera.train(recipe(wan, data, tmp_path, **change))
 
 

@@ -14,6 +14,7 @@ from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.qwen2_vl import SPEC
 from tessera.models.qwen2_vl.config import Qwen2VLConfig
+from tests.errors import raises
 
 # The layout of the published 2B folder: the text's fields at the top.
 HUB = {
@@ -90,7 +91,7 @@ def test_changes_on_top_of_a_folder_or_preset(tmp_path: Path) -> None:
     _, dotted = resolve(ModelSection(family="qwen2_vl", preset="2b", config={"text.num_hidden_layers": 3}))
     assert nested == dotted
     assert nested.text.num_hidden_layers == 3  # type: ignore[attr-defined]
-    with pytest.raises(TesseraError, match="unknown key") as caught:
+    with raises("recipe.unknown-key") as caught:
         resolve(ModelSection(family="qwen2_vl", preset="2b", config={"text.num_hidden_layer": 3}))
     assert caught.value.nearest == "text.num_hidden_layers"
 
@@ -104,16 +105,16 @@ def test_a_head_dimension_of_its_own_works_but_has_no_hugging_face_form() -> Non
     assert isinstance(config, Qwen2VLConfig)
     model = SPEC.main.build(config)
     assert model.text.layers[0].attn.q.weight.shape == (64, 128)
-    with pytest.raises(TesseraError, match="heads"):
+    with raises("model.not-exportable"):
         config.to_hf()
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match=r"no config\.json"):
+    with raises("model.no-config", "config.json"):
         resolve(ModelSection(path=tmp_path))
     (tmp_path / "config.json").write_text("[1, 2")
-    with pytest.raises(TesseraError, match="not readable as JSON"):
+    with raises("environment.not-json"):
         resolve(ModelSection(path=tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(HUB))
-    with pytest.raises(TesseraError, match="both say"):
+    with raises("model.preset-and-path"):
         resolve(ModelSection(path=tmp_path, preset="2b"))

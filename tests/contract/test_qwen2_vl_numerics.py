@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from qwen2_vl_cases import Qwen2VL
 
-from tessera.errors import TesseraError
+from tests.errors import raises
 
 FAMILY = Qwen2VL()
 
@@ -13,5 +12,5 @@ FAMILY = Qwen2VL()
 def test_pictures_that_do_not_fit_their_places_are_an_error_with_both_counts() -> None:
     pair = FAMILY.pair(0, 5)
     batch = FAMILY.pack(pair.config, [FAMILY.case(pair, [("image", (1, 4, 4))], 1)])
-    with pytest.raises(TesseraError, match="has 3 slots for outputs of vision, its input makes 4"):
+    with raises("data.stream-slots-mismatch"):
         pair.model(batch.with_tensors(media_slots=batch["media_slots"][:3]))

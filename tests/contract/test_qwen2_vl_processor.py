@@ -29,9 +29,9 @@ from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.media.files import Limits
 from tessera.data.media.read import read_media
-from tessera.errors import TesseraError
 from tessera.models.qwen2_vl.processor import Qwen2VLProcessor
 from tessera.models.vision.patches import Patches
+from tests.errors import raises
 
 CASE = PROCESSORS["qwen2_vl"]
 
@@ -183,7 +183,7 @@ def test_patches_are_packed_block_by_block(processor: Qwen2VLProcessor) -> None:
 
 
 def test_sizes_without_a_grid_are_refused(folder: Path) -> None:
-    with pytest.raises(TesseraError, match="is more than"):
+    with raises("media.bounds-crossed"):
         CASE.load(folder, min_pixels=10_000, max_pixels=5_000)
-    with pytest.raises(TesseraError, match="too narrow"):
+    with raises("media.image-too-narrow"):
         CASE.load(folder).measure(conversation("image"), [MediaSize(3000, 3)])

@@ -13,12 +13,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tessera.checkpoint.hf import load_folder, save_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection, load_config
-from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.qwen3_vl import SPEC
 from tessera.training.setup import build_meta_model
 from tests.dist.layouts import KINDS, Case, measure, recipe_of
 from tests.dist.spawn import run_ranks
+from tests.errors import raises
 
 LIMIT = 1e-4
 TINY: dict[str, Any] = {
@@ -104,7 +104,7 @@ def test_layers_that_get_features_of_pictures_stay_together(tmp_path: Path) -> N
     recipe = recipe_of(tmp_path, tmp_path)
     for first in (0, 1):
         cut = {"parallel.pp": 2, "parallel.layers": {"vision": [3, 0], "text": [first, 4 - first]}}
-        with pytest.raises(TesseraError, match="cannot be split behind") as caught:
+        with raises("layout.stage-boundary") as caught:
             build_meta_model(load_config(recipe, {**DENSE, **cut}), 2)
         assert "split it behind vision.blocks.1 or text.layers.1" in str(caught.value)
     for seen, read in (([3, 0], [2, 2]), ([2, 1], [0, 4])):

@@ -28,8 +28,8 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import probe, read_media
-from tessera.errors import TesseraError
 from tessera.models.qwen3_vl.processor import Qwen3VLProcessor
+from tests.errors import raises
 
 SIDE = 32  # pixels along each side of a token
 # The instruct template of the published folders, written down again with the same tests and the same words.
@@ -129,7 +129,7 @@ def test_frames_of_a_clip_are_resized_by_the_references_formula(
     )
     assert video.fit(height, width, frames) == wanted
     assert processor.target("video", MediaSize(width, height, frames)) == wanted[::-1]
-    with pytest.raises(TesseraError, match="too narrow"):
+    with raises("media.image-too-narrow"):
         video.fit(20_000, 50, frames)
 
 

@@ -21,9 +21,9 @@ from tessera.diffusion.encoders import Encoders, without_captions
 from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.diffusion.qwen_image.config import QwenImageConfig
-from tessera.errors import TesseraError
 from tessera.tools.data_features import write_features
 from tests.close import assert_as_close, assert_within_rounding, move_by_a_rounding
+from tests.errors import raises
 from tests.toys.callbacks import StopAt
 from tests.toys.generation_set import rows_of, write_jsonl
 from tests.toys.sampling_folders import write_qwen_image
@@ -182,7 +182,7 @@ def test_rows_that_cannot_be_edits_are_left_out_with_the_reason(world: tuple[Pat
 def test_a_folder_that_edits_nothing_refuses_images_to_edit(tmp_path: Path) -> None:
     data = write_set(tmp_path)
     write_qwen_image(tmp_path / "model")
-    with pytest.raises(TesseraError, match="the model's folder is of another pipeline"):
+    with raises("data.too-many-bad-samples"):
         rows_of(processor_of(tmp_path / "model"), str(data), length=400)
 
 

@@ -21,7 +21,6 @@ from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.config.pattern import select
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import IGNORE, Batch
-from tessera.errors import TesseraError
 from tessera.inference.load import load
 from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
@@ -29,6 +28,7 @@ from tessera.models.transformers import ClassHub, TransformersBuilder, Transform
 from tessera.runtime.modules import computed_buffers, without_weights
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
+from tests.errors import raises
 from tests.task_parts import sum_and_count
 from tests.toys.hf_folders import CASES, TEXT, new_model, write_folder
 from tests.toys.keyword_rows import KeywordRows
@@ -189,7 +189,7 @@ def test_a_classifier_is_trained_by_its_own_loss(kind: str, labels: int, named: 
     loaded, _ = load(run.folder, device="cpu")
     with torch.no_grad():
         assert torch.equal(loaded(batch).logits, trained.eval()(**batch.tensors).logits)
-    with pytest.raises(TesseraError, match="logits of shape") as caught:
+    with raises("task.label-shape") as caught:
         tessera.train({**settings, "name": "other", "train": {**settings["train"], "task": "transformers"}})
     assert "returns_loss" in str(caught.value.fix)
 
@@ -230,26 +230,26 @@ def test_an_adapted_class_reads_and_writes_the_files_of_the_library_s_class(fold
 
 def test_mistakes_about_classes() -> None:
     hub = ClassHub()
-    with pytest.raises(TesseraError, match="no class of transformers") as caught:
+    with raises("model.unknown-class") as caught:
         hub.choose({"model_type": "x", "architectures": ["Qwen3ForCausalLMM"]}, None)
     assert caught.value.nearest == "Qwen3ForCausalLM"
-    with pytest.raises(TesseraError, match="does not say which class"):
+    with raises("model.class-not-named"):
         hub.choose({"model_type": "x", "architectures": ["os:system"]}, None)  # a folder names no import path
-    with pytest.raises(TesseraError, match="not a subclass of PreTrainedModel"):
+    with raises("model.class-not-subclass", "PreTrainedModel"):
         hub.find(PLAIN)
-    with pytest.raises(TesseraError, match="has no class for model_type"):
+    with raises("model.no-class-for-type", "model_type"):
         hub.choose({"model_type": "whisper"}, "AutoModelForObjectDetection")
-    with pytest.raises(TesseraError, match="cannot be read"):
+    with raises("recipe.wrong-value"):
         resolve(ModelSection(family="transformers", config={"folder": "nowhere"}))
     hf = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "nonsense"}
-    with pytest.raises(TesseraError, match="cannot be built"):
+    with raises("model.class-cannot-build"):
         TransformersBuilder(TransformersConfig(hf=hf)).build()
 
 
 def test_weights_in_another_form_are_refused_by_name() -> None:
     fields = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 32}
     config = transformers.Qwen3MoeConfig(**fields).to_dict()
-    with pytest.raises(TesseraError, match="experts"):
+    with raises("weights.class-renames-weights"):
         TransformersBuilder(TransformersConfig(hf={**config, "architectures": ["Qwen3MoeForCausalLM"]})).weights()
 
 
@@ -287,25 +287,25 @@ def test_building_leaves_no_trace() -> None:
 def test_a_folder_never_names_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"class": PLAIN, "arguments": {"depth": 5}}))
     spec, config = resolve(ModelSection(family="module", path=tmp_path))
-    with pytest.raises(TesseraError, match="needs the class"):
+    with raises("model.class-missing"):
         spec.main.build(config)
     spec, config = resolve(ModelSection(family="module", path=tmp_path, config={"class": PLAIN}))
     assert len(spec.main.build(config).blocks) == 5  # what the weights need is taken from where they lie
 
 
 @pytest.mark.parametrize(
-    ("config", "told", "near"),
+    ("config", "error", "near"),
     [
-        ({"class": "tests.toys.own_modelz:PlainNet"}, "cannot import tests.toys.own_modelz", None),
-        ({"class": "tests.toys.own_models:PlaneNet"}, "no 'PlaneNet'", "PlainNet"),
-        ({"class": "tests.toys.own_data:keyed"}, "not a subclass of Module", None),
-        ({"class": "PlainNet"}, "not an import path", None),
-        ({"class": PLAIN, "arguments": {"widht": 3}}, "unexpected keyword argument 'widht'", "width"),
+        ({"class": "tests.toys.own_modelz:PlainNet"}, "recipe.cannot-import tests.toys.own_modelz", None),
+        ({"class": "tests.toys.own_models:PlaneNet"}, "recipe.no-attribute PlaneNet", "PlainNet"),
+        ({"class": "tests.toys.own_data:keyed"}, "model.class-not-subclass", None),
+        ({"class": "PlainNet"}, "recipe.not-an-import-path", None),
+        ({"class": PLAIN, "arguments": {"widht": 3}}, "recipe.wrong-options", "width"),
     ],
 )
-def test_mistakes_in_a_recipe(config: dict[str, Any], told: str, near: str | None) -> None:
+def test_mistakes_in_a_recipe(config: dict[str, Any], error: str, near: str | None) -> None:
     spec, built = module_family(**config)
-    with pytest.raises(TesseraError, match=told) as caught:
+    with raises(error) as caught:
         spec.main.build(built)
     assert caught.value.nearest == near
 
@@ -313,13 +313,13 @@ def test_mistakes_in_a_recipe(config: dict[str, Any], told: str, near: str | Non
 def test_a_tensor_that_forward_does_not_take_is_named() -> None:
     spec, config = module_family(**{"class": PLAIN})
     module = spec.main.build(config)
-    with pytest.raises(TesseraError, match="no argument 'pixles'") as caught:
+    with raises("data.not-an-argument") as caught:
         module(Batch({"pixles": torch.zeros(1, 64), "labels": torch.zeros(1)}))
     assert caught.value.nearest == "pixels"
 
 
 def test_the_wrong_key_of_a_model_section_names_the_right_one() -> None:
-    with pytest.raises(TesseraError, match="unknown key: clas") as caught:
+    with raises("recipe.unknown-key") as caught:
         module_family(clas=PLAIN)
     assert caught.value.nearest == "class"
 
@@ -382,22 +382,22 @@ def test_a_mean_becomes_a_sum_over_what_it_is_a_mean_of() -> None:
 
 def test_what_is_no_loss_is_described() -> None:
     batch = Batch({"x": torch.zeros(2)})
-    with pytest.raises(TesseraError, match=r"shape \[2, 3\]"):
+    with raises("task.no-loss-returned"):
         ReturnsLossTask().losses(torch.zeros(2, 3), batch)
-    with pytest.raises(TesseraError, match="mapping with logits"):
+    with raises("task.no-loss-returned"):
         ReturnsLossTask().losses({"logits": torch.zeros(2, 3)}, batch)
-    with pytest.raises(TesseraError, match="reduction"):
+    with raises("recipe.wrong-value"):
         ReturnsLossTask(reduction="average")  # type: ignore[arg-type]
-    with pytest.raises(TesseraError, match="no tensor 'labels'"):
+    with raises("task.no-labels-to-count"):
         ReturnsLossTask(count_labels="labels").losses(torch.tensor(1.0), batch)
 
 
 def test_the_language_task_needs_labels_and_logits_that_fit() -> None:
     task = TransformersTask()
-    with pytest.raises(TesseraError, match="no `labels`"):
+    with raises("task.no-labels"):
         task.inputs(Batch({"input_ids": torch.zeros(1, 3)}))
     inputs = task.inputs(Batch({"labels": torch.zeros(1, 3, dtype=torch.long)}))
-    with pytest.raises(TesseraError, match="labels have shape"):
+    with raises("task.label-shape"):
         task.losses(transformers.modeling_outputs.CausalLMOutput(logits=torch.zeros(1, 2, 5)), inputs)
 
 

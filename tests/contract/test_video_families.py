@@ -16,9 +16,9 @@ from video_generation import CogVideoX, HunyuanVideo, HunyuanVideo15
 
 from tessera.diffusion.encoders import SampleConditions
 from tessera.diffusion.sampling.denoise import packed
-from tessera.errors import TesseraError
 from tessera.nn.joint_transformer import JointTransformer
 from tests.close import rounding
+from tests.errors import raises
 
 
 def test_positions_of_ltx_video_may_be_those_of_the_first_frame_in_each_latent() -> None:
@@ -54,7 +54,7 @@ def test_a_video_of_another_size_than_stored_positions_is_refused() -> None:
     config = family.config("stored positions")
     batch = family.batch(config, torch.Generator().manual_seed(1))
     batch.shapes["latents"] = ((1, 3, 3), (2, 4, 3))
-    with pytest.raises(TesseraError, match="a video of 1 x 3 x 3 patches") as caught:
+    with raises("generation.size-has-no-positions") as caught:
         family.spec.main.build(config)(batch)
     assert "5 frames" in str(caught.value.fix)
 

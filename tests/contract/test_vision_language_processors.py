@@ -21,7 +21,7 @@ from tessera.core.batch import IGNORE
 from tessera.core.sample import MediaSize, Message, Part, Sample
 from tessera.data.media.files import Limits
 from tessera.data.media.read import read_media
-from tessera.errors import TesseraError
+from tests.errors import raises
 from tests.needs import need_transparency_over_white
 
 NAMES = list(PROCESSORS)
@@ -225,15 +225,15 @@ def test_special_words_in_a_text_stay_text(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_mistakes_are_explained(name: str, tmp_path: Path) -> None:
     case = PROCESSORS[name]
-    with pytest.raises(TesseraError, match="unknown key: fpss"):
+    with raises("recipe.unknown-key"):
         case.load(case.folder, fpss=5)
-    with pytest.raises(TesseraError, match="no tokenizer"):
+    with raises("tokenizer.no-file"):
         case.load(tmp_path)
-    with pytest.raises(TesseraError, match=r"is \d+ for the tokenizer and 5 for the model"):
+    with raises("tokenizer.token-id-mismatch"):
         case.kind.load(case.configure(image_token_id=5), case.folder)
-    with pytest.raises(TesseraError, match="not both"):
+    with raises("recipe.wrong-value"):
         case.load(case.folder, frames=8, fps=1.0)
-    with pytest.raises(TesseraError, match="is more than max_frames"):
+    with raises("recipe.wrong-value", "max_frames"):
         case.load(case.folder, min_frames=9, max_frames=8)
-    with pytest.raises(TesseraError, match="no audio input"):
+    with raises("media.kind-not-supported"):
         case.processor.measure(case.conversation("audio"), [MediaSize(0, 0, 0, 16000)])

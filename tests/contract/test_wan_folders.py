@@ -19,11 +19,11 @@ from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
 from tessera.diffusion.family import family_of
 from tessera.diffusion.wan import SPEC
-from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.files.side_files import side_files
 from tessera.weights.map import WeightMap
 from tests.close import assert_as_close
+from tests.errors import raises
 
 WAN = GENERATION["wan"]
 ORIGINALS: dict[str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ def test_folders_of_the_makers_are_read_and_converted_both_ways(case: str, tmp_p
 def test_shards_of_tensor_ranks_that_no_job_has_are_refused_by_that_reason(tmp_path: Path) -> None:
     config, model = drawn("text")
     write_original(tmp_path / "made", config, model, ORIGINALS["text"]["model_type"])
-    with pytest.raises(TesseraError, match="not over tensor ranks") as refused:
+    with raises("layout.tensor-ranks-refused") as refused:
         tessera.convert(tmp_path / "made", tmp_path / "out", to="mm", layout={"tp": 2})
     assert refused.value.allowed == ["tp=1"]
 
@@ -131,17 +131,19 @@ def test_a_model_in_half_precision_keeps_what_is_published_in_float32(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error"),
     [
-        ({"qk_norm": None}, "qk_norm"),
-        ({"image_dim": 8}, "given together"),
-        ({"attention_head_dim": 7}, "must be even"),
-        ({"num_layerz": 3}, "no field"),
+        ({"qk_norm": None}, "model.unsupported-value qk_norm"),
+        ({"image_dim": 8}, "recipe.wrong-value"),
+        ({"attention_head_dim": 7}, "recipe.wrong-value"),
+        ({"num_layerz": 3}, "model.unknown-config-field"),
     ],
 )
-def test_configurations_that_cannot_be_computed_are_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_configurations_that_cannot_be_computed_are_refused(
+    changes: dict[str, Any], error: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**WAN.config("text").to_hf(), **changes}))
-    with pytest.raises(TesseraError, match=says):
+    with raises(error):
         resolve(ModelSection(path=tmp_path))
 
 

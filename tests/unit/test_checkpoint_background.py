@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import tessera
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.core.callback import Callback
-from tessera.errors import TesseraError
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -100,7 +100,7 @@ def test_a_failed_write_is_raised_when_it_is_finished(tmp_path: Path) -> None:
     save(tmp_path, 1)
     manager = CheckpointManager(tmp_path, 2, fault=full_disk("write state.json", 1))
     manager.save_in_background(2, tensors(2), {}, "")
-    with pytest.raises(TesseraError, match="the checkpoint of step 2 could not be written"):
+    with raises("output.write-failed"):
         manager.finish_background()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
     manager.save_in_background(3, tensors(3), {}, "")
@@ -225,7 +225,7 @@ def test_a_failed_save_ends_the_run_only_at_its_end(
     assert saved == ["step-00000002", "step-00000003", "step-00000004"]
     always = partial(CheckpointManager, fault=full_disk("write state.json"))
     monkeypatch.setattr("tessera.training.build.CheckpointManager", always)
-    with pytest.raises(TesseraError, match="the checkpoint of step 4 could not be written"):
+    with raises("output.write-failed"):
         tessera.train(recipe(data, tmp_path / "b"))
 
 
@@ -238,7 +238,7 @@ def test_weights_alone_can_be_loaded_and_trained_from_and_not_resumed(data: Path
     model, _ = tessera.load(run.folder, device="cpu")
     name, parameter = next(iter(model.module.named_parameters()))
     assert list(parameter.shape) == stored[f"model.{name}"]["shape"]
-    with pytest.raises(TesseraError, match="weights alone"):
+    with raises("checkpoint.weights-only"):
         tessera.resume(run.folder, {"train.steps": 6})
     following = recipe(data, tmp_path / "b", at_end=False, every=0)
     following["model"] = {"path": str(run.checkpoint)}

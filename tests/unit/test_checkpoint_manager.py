@@ -18,6 +18,7 @@ from torch import Tensor
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.errors import TesseraError
 from tests.dist.spawn import fork_context
+from tests.errors import raises
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -210,12 +211,12 @@ def test_the_newest_good_checkpoint_stays_whatever_room_it_takes(tmp_path: Path)
             calls.append(point)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(TesseraError, match="No space left"):
+    with raises("output.write-failed"):
         save(tmp_path, 4, keep=9, fault=full)
     assert len(calls) == 2, "tried again after something was removed"
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
     assert CheckpointManager(tmp_path, 9).resume(blank()) == (2, {"rows": 20})
-    with pytest.raises(TesseraError, match="No space left"):
+    with raises("output.write-failed"):
         save(tmp_path, 4, keep=9, fault=full)
     assert len(calls) == 3, "nothing more to remove"
 
@@ -274,7 +275,7 @@ def test_damage_is_found_and_the_older_one_used(
         assert CheckpointManager(tmp_path, 2).resume(into) == (1, {"rows": 10})
     assert same_bits(into, tensors(1))
     assert "step-00000002" in caplog.text
-    with pytest.raises(TesseraError, match="damaged"):
+    with raises("checkpoint.damaged"):
         CheckpointManager(tmp_path, 2).load(newest, into)
 
 
@@ -296,7 +297,7 @@ def test_a_flipped_byte_at_any_place_is_found(tmp_path: Path, name: str) -> None
     data = path.read_bytes()
     for position in {0, 7, *range(0, len(data), max(1, len(data) // 25)), len(data) - 1}:
         path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
-        with pytest.raises(TesseraError, match=r"damaged"):
+        with raises("checkpoint.damaged"):
             CheckpointManager(tmp_path, 1).load(path.parent, {"model.weight": torch.zeros(7, 4)})
     path.write_bytes(data)
     CheckpointManager(tmp_path, 1).load(path.parent, {"model.weight": torch.zeros(7, 4)})
@@ -326,7 +327,7 @@ def test_a_resume_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_only_damaged_ones_is_an_error(tmp_path: Path) -> None:
     flip(save(tmp_path, 1) / "shard-00000.safetensors")
-    with pytest.raises(TesseraError, match="every one of them is damaged"):
+    with raises("checkpoint.all-damaged"):
         CheckpointManager(tmp_path, 1).resume(blank())
 
 
@@ -361,7 +362,7 @@ def test_an_error_at_any_point_before_publishing_leaves_the_old(tmp_path: Path) 
 
         folder = tmp_path / str(number)
         save(folder, 1)
-        with pytest.raises(TesseraError, match="Input/output error"):
+        with raises("output.write-failed", "Input/output"):
             save(folder, 2, fault=fail)
         assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000001"]
         assert (folder / "latest").read_text() == "step-00000001\n"
@@ -369,7 +370,7 @@ def test_an_error_at_any_point_before_publishing_leaves_the_old(tmp_path: Path) 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(TesseraError, match="could not be written"):
+    with raises("output.write-failed"):
         save(tmp_path / "file" / "checkpoints", 1)
 
 
@@ -394,7 +395,7 @@ def test_a_part_can_be_loaded_and_cast(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [{"a": object()}, {"a": {1: 2}}, {"a": [torch.zeros(1)]}])
 def test_state_that_json_would_lose_is_refused(tmp_path: Path, bad: dict[str, object]) -> None:
-    with pytest.raises(TesseraError, match="state"):
+    with raises("checkpoint.state-not-json"):
         CheckpointManager(tmp_path, 1).save(1, tensors(1), bad, "")
     assert not list(tmp_path.iterdir())
 

@@ -13,12 +13,12 @@ import transformers
 from torch import Tensor
 
 from tessera.core.batch import IGNORE, Batch
-from tessera.errors import TesseraError
 from tessera.models.transformers import TransformersBuilder, TransformersConfig
 from tessera.models.transformers.generation import continue_prompts
 from tessera.models.transformers.model import longest_sample
 from tessera.tasks.transformers import TransformersTask
 from tests.close import assert_as_close
+from tests.errors import raises
 from tests.task_parts import sum_and_count
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -190,7 +190,7 @@ def test_a_batch_longer_than_the_table_of_positions_is_refused(name: str) -> Non
     assert longest_sample(module) == limit
     tokens = torch.arange(limit + 1)[None] + 3
     assert module(Batch({"input_ids": tokens[:, :limit]})).logits.isfinite().all()
-    with pytest.raises(TesseraError, match=f"{limit + 1} tokens.*{limit}"):
+    with raises("data.sample-beyond-positions", str(limit + 1), str(limit)):
         module(Batch({"input_ids": tokens}))
 
 
@@ -204,5 +204,5 @@ def test_a_prompt_that_fills_the_table_is_refused_and_an_answer_ends_with_it() -
         length: Batch({"input_ids": ids[:, :length], "attention_mask": ids[:, :length] * 0 + 1}) for length in (17, 20)
     }
     assert next_logits(module, prompts[17], count=8).shape[1] == 3
-    with pytest.raises(TesseraError, match="table of positions"):
+    with raises("data.sample-beyond-positions"):
         next_logits(module, prompts[20])

@@ -27,6 +27,7 @@ from tessera.tasks import TASKS
 from tessera.tasks.dpo import DpoTask
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
+from tests.errors import raises
 
 BASE: dict[str, Any] = {
     "model": {"family": "qwen2_vl", "lora": {"targets": [{"modules": "x"}]}},
@@ -229,7 +230,7 @@ def test_a_number_of_5000_digits_is_told_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(TesseraError) as raised:
         load_config(tmp_path / "recipe.yaml")
     assert "recipe.yaml:2:16" in str(raised.value)
-    with pytest.raises(TesseraError, match=r"train\.steps"):
+    with raises("recipe.number-too-large", "train.steps"):
         load_config(BASE, {"train.steps": 10**5000})
 
 
@@ -433,5 +434,5 @@ def test_ten_to_the_nine_layers_are_refused_and_not_built() -> None:
             "train": {"steps": 1},
         }
     ).model
-    with pytest.raises(TesseraError, match="num_hidden_layers"):
+    with raises("recipe.wrong-value", "num_hidden_layers"):
         resolve(section)

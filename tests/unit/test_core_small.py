@@ -21,6 +21,7 @@ from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, fake_world, free_port, port_is_free
 from tessera.runtime.rng import derive, generator
 from tessera.weights.map import Concat, Reshape, Rule, TensorChunk, Transpose, TransposeIfNeeded, WeightMap
+from tests.errors import raises
 
 
 def test_error_shows_all_it_knows_and_survives_a_process_border() -> None:
@@ -37,7 +38,7 @@ def test_registry_finds_built_ins_and_import_paths() -> None:
     with pytest.raises(TesseraError) as caught:
         tasks.get("langage")
     assert caught.value.nearest == "language"
-    with pytest.raises(TesseraError, match="no attribute"):
+    with raises("recipe.no-attribute"):
         tasks.get("tessera.runtime.rng")
 
 
@@ -104,7 +105,7 @@ def test_two_of_ours_in_one_foreign_tensor() -> None:
         for name, tensor in ours.items():
             rule, foreign = table.rule_for(name)  # type: ignore[misc]
             assert torch.equal(rule.op.to_native([stored[f] for f in foreign]), tensor)
-    with pytest.raises(TesseraError, match="has no rule for x"):
+    with raises("model.no-weight-rule"):
         table.to_foreign({"x": torch.zeros(1)})
 
 

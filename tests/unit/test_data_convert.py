@@ -11,8 +11,8 @@ from data_cases import pictures, row, seen, write_jsonl
 
 from tessera.config.run_config import SourceSection
 from tessera.data.sources.source import Source, open_source
-from tessera.errors import TesseraError
 from tessera.tools.data_convert import convert, convert_llava
+from tests.errors import raises
 
 
 @pytest.fixture
@@ -67,24 +67,24 @@ def test_llava_instruct_becomes_the_mllm_form(tmp_path: Path, coco: Path) -> Non
 def test_without_a_look_at_the_pictures(tmp_path: Path) -> None:
     done = convert_llava(llava(tmp_path / "a.json"), tmp_path / "nowhere", tmp_path / "b.json", check_images=False)
     assert done.written == 4
-    with pytest.raises(TesseraError, match="no folder 'train2017'"):
+    with raises("data.no-image-folder", "train2017"):
         convert_llava(tmp_path / "a.json", tmp_path / "nowhere", tmp_path / "c.json")
 
 
 def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, coco: Path) -> None:
     annotations, out = llava(tmp_path / "a.json"), tmp_path / "b.json"
     out.write_text("mine")
-    with pytest.raises(TesseraError, match="already there"):
+    with raises("output.exists"):
         convert_llava(annotations, coco, out)
     convert_llava(annotations, coco, out, overwrite=True)
     assert len(json.loads(out.read_text())) == 4
-    with pytest.raises(TesseraError, match="is what is read"):
+    with raises("output.replaces-source"):
         convert(SourceSection(path=annotations), annotations, overwrite=True)
     write_jsonl(tmp_path / "mixed.jsonl", [row("a", "b"), seen("a.png")])
-    with pytest.raises(TesseraError, match="has the form"):
+    with raises("data.mixed-formats"):
         convert(SourceSection(path=tmp_path / "mixed.jsonl"), tmp_path / "c.jsonl")
     write_jsonl(tmp_path / "bad.jsonl", [{"messages": []}])
-    with pytest.raises(TesseraError, match=r"no row could be written; .* 1 that cannot be read: messages is empty"):
+    with raises("data.no-row-written"):
         convert(SourceSection(path=tmp_path / "bad.jsonl"), tmp_path / "c.jsonl")
     assert not (tmp_path / "c.jsonl").exists()
     assert list(tmp_path.glob(".*")) == []

@@ -24,6 +24,7 @@ from tessera.data.loader.loader import Loader
 from tessera.errors import TesseraError
 from tessera.parallel.mesh import make_axes
 from tessera.parallel.sequence_sharding import RankDataset
+from tests.errors import raises
 from tests.toys import own_data
 
 TOYS = "tests.toys.own_data"
@@ -101,7 +102,7 @@ def test_conversations_of_every_kind() -> None:
     assert visible.counts["images"] == 1
     whole = Batch({"x": torch.zeros(1)}, sample_ids=("whole",))
     assert chats(whole).batch([0]).sample_ids == ("whole",)
-    with pytest.raises(TesseraError, match=r"train\.micro_batch"):
+    with raises("data.batches-as-items", "train.micro_batch"):
         chats(whole, whole).batch([0, 1])
 
 
@@ -114,7 +115,7 @@ def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
         "image token count that cannot match: 1 <image> placeholders, 0 images",
         "99 tokens do not fit into data.length 64",
     ]
-    with pytest.raises(TesseraError, match="cannot be used"):
+    with raises("data.bad-sample"):
         chats(good, bad, on_bad_sample="fail").batch([1])
 
 
@@ -144,18 +145,18 @@ def test_options_that_are_wrong(options: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "said"),
+    ("items", "error"),
     [
-        (["hello"], "item 0 of tests.toys.own_data:Chats is a str"),
-        ([(torch.zeros(1), 2)], "is a tuple"),
-        ([{"a": "words"}], r"is a dict without tensors under \['a'\]"),
-        ([{}], "empty dict"),
-        ([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}], "do not fit into one batch"),
-        ([row("a", "b"), {"a": torch.zeros(2)}], "others are conversations"),
+        (["hello"], "data.unknown-item-type tests.toys.own_data:Chats"),
+        ([(torch.zeros(1), 2)], "data.unknown-item-type"),
+        ([{"a": "words"}], "data.unknown-item-type"),
+        ([{}], "data.unknown-item-type"),
+        ([{"a": torch.zeros(2)}, {"a": torch.zeros(3)}], "data.items-not-stackable"),
+        ([row("a", "b"), {"a": torch.zeros(2)}], "data.bad-sample"),
     ],
 )
-def test_items_that_are_something_else_say_what_is_known(items: list[Any], said: str) -> None:
-    with pytest.raises(TesseraError, match=said) as raised:
+def test_items_that_are_something_else_say_what_is_known(items: list[Any], error: str) -> None:
+    with raises(error) as raised:
         chats(*items, on_bad_sample="fail").batch(list(range(len(items))))
     if len(items) == 1:
         assert "a dict of tensors" in (raised.value.allowed or [])
@@ -165,7 +166,7 @@ def test_errors_of_the_data_set_name_the_item() -> None:
     source = rows(dataset=f"{TOYS}:Chats", arguments={"items": [1]})
     source._data.items = {}
     source._data.__class__ = type("Broken", (own_data.Chats,), {"__len__": lambda self: 1})
-    with pytest.raises(TesseraError, match=r"item 0 of tests\.toys\.own_data:Chats failed: KeyError: 0"):
+    with raises("data.item-fails", "tests.toys.own_data:Chats", "KeyError"):
         source.batch([0])
 
 
@@ -191,7 +192,7 @@ def test_a_loader_is_taken_as_it_is() -> None:
     again = rows(loader=f"{TOYS}:digit_loader")  # as after a resume, and as another rank
     assert [again.batch([n]).sample_ids for n in (17, 18, 25)] == [straight[n] for n in (17, 18, 25)]
     assert source.batch([0]).rows == ((0, 4),)
-    with pytest.raises(TesseraError, match="each counts as one row"):
+    with raises("data.loader-makes-batches"):
         source.batch([0, 1])
 
 
@@ -230,7 +231,7 @@ def test_a_distributed_sampler_must_mean_the_ranks_that_read_different_rows(
         RankDataset(rows(loader=f"{TOYS}:digit_loader"), axes, rank)  # without a sampler there is nothing to mistake
         if parallel:  # what torch's own default would be
             all_ranks = rows(loader=f"{TOYS}:ranked_loader", arguments={"rank": rank, "ranks": world})
-            with pytest.raises(TesseraError, match=f"num_replicas={count} .* rank={data_ranks[rank]} ") as refusal:
+            with raises("data.sampler-ranks-differ", str(count), str(data_ranks[rank])) as refusal:
                 RankDataset(all_ranks, axes, rank)
             assert refusal.value.exit_code == 2
 
@@ -312,7 +313,7 @@ def recipe(out: Path, name: str, options: dict[str, Any], **train: Any) -> dict[
 def test_a_data_kind_that_gives_no_source_of_rows_is_refused(tmp_path: Path) -> None:
     recipe_of_run = recipe(tmp_path, "kind", {})
     recipe_of_run["data"]["kind"] = f"{TOYS}:rows_of_no_source"
-    with pytest.raises(TesseraError, match="list") as raised:
+    with raises("data.no-row-source") as raised:
         tessera.train(recipe_of_run)
     assert raised.value.where == "data.kind"
 

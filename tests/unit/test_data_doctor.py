@@ -20,12 +20,12 @@ from PIL import Image
 
 from tessera.config.run_config import SourceSection, load_config
 from tessera.core.sample import MediaSize, Sample
-from tessera.errors import TesseraError
 from tessera.tools.data_doctor.collect import ladder
 from tessera.tools.data_doctor.diagnosis import Diagnosis
 from tessera.tools.data_doctor.examine import ForModel, examine, for_model, for_recipe, sets_as_in
 from tessera.tools.data_doctor.findings import KINDS
 from tessera.tools.data_doctor.histogram import bars, chart, histogram, short
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.generation_set import pipeline_folder, processor_of, write_image, write_video
 from tests.unit.data_cases import LetterProcessor, pictures, png_header, row, seen, write_jsonl
@@ -386,9 +386,9 @@ def test_a_sample_that_kills_its_reader_is_named(tmp_path: Path) -> None:
 
 
 def test_wrong_input_is_said_plainly(tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="no data sets"):
+    with raises("data.no-files-named"):
         examine([])
-    with pytest.raises(TesseraError, match=r"gone\.jsonl"):
+    with raises("data.no-such-file", "gone.jsonl"):
         looked_at(tmp_path / "gone.jsonl")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tessera.config.run_config import SourceSection
-from tessera.errors import TesseraError
 from tessera.tools.data_doctor.examine import examine, for_recipe
+from tests.errors import raises
 from tests.toys.pair_set import pair_recipe, rated_recipe, write_pair_set
 from tests.unit.data_cases import write_jsonl
 
@@ -34,5 +34,5 @@ def test_pairs_and_rated_answers_are_read_as_a_run_reads_them(
 
 def test_pairs_without_a_recipe_are_told_as_pairs(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Hello", "rejected": "Go"}])
-    with pytest.raises(TesseraError, match="pairs of answers"):
+    with raises("data.wrong-kind"):
         examine([SourceSection(path=file)], workers=1)

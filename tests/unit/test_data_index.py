@@ -30,6 +30,7 @@ from tessera.data.sources.container import RecordError
 from tessera.data.tables import Tables
 from tessera.errors import TesseraError
 from tests.dist.spawn import fork_context
+from tests.errors import raises
 
 
 def build(path: Path | Sequence[Path], *, processor: LetterProcessor | None = None, **options: Any) -> SplitIndex:
@@ -181,7 +182,7 @@ def test_a_row_that_kills_its_reader_is_a_bad_row(tmp_path: Path) -> None:
     assert all("signal 11" in reason or "SIGSEGV" in reason for _, reason in index.bad)
     again = build(path, processor=TroubleProcessor(), workers=0, cache_folder=tmp_path / "cache")
     assert_same(again, index)
-    with pytest.raises(TesseraError, match=r"sample l\.jsonl:71 cannot be used"):
+    with raises("data.bad-sample", "l.jsonl:71"):
         build(path, processor=TroubleProcessor(), workers=2, on_bad_sample="fail")
 
 
@@ -215,7 +216,7 @@ def test_by_policy_the_first_bad_row_is_named(tmp_path: Path, workers: int) -> N
     rows[2000] = row("q", "", id="later")
     path = write_jsonl(tmp_path / "l.jsonl", rows)
     for _ in range(2):  # also when what was found before is looked at again
-        with pytest.raises(TesseraError, match="sample first cannot be used: nothing to train on") as raised:
+        with raises("data.bad-sample") as raised:
             build(
                 path,
                 processor=TroubleProcessor(),
@@ -226,7 +227,7 @@ def test_by_policy_the_first_bad_row_is_named(tmp_path: Path, workers: int) -> N
         assert raised.value.fix is not None
     index = build(path, processor=TroubleProcessor(), workers=workers, cache_folder=tmp_path / "cache")
     assert [id for id, _ in index.bad] == ["first", "later"]
-    with pytest.raises(TesseraError, match=r"sample first .* \(and 1 more\)"):
+    with raises("data.bad-sample"):
         build(path, processor=TroubleProcessor(), on_bad_sample="fail", cache_folder=tmp_path / "cache")
 
 
@@ -479,18 +480,18 @@ def test_repeats_are_counted_without_a_dictionary() -> None:
 def test_mixed_forms_are_an_error_of_the_set(tmp_path: Path, workers: int) -> None:
     pictures(tmp_path, ["a.png"])
     path = write_jsonl(tmp_path / "l.jsonl", [row("q", "a"), row("q", "b"), seen("a.png")])
-    with pytest.raises(TesseraError, match="form") as raised:
+    with raises("data.mixed-formats") as raised:
         build(path, workers=workers)
     assert "l.jsonl:3" in str(raised.value)
 
 
 def test_empty_sets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="no data files"):
+    with raises("data.no-files"):
         build([])
-    with pytest.raises(TesseraError, match="no records"):
+    with raises("data.no-records"):
         build(write_jsonl(tmp_path / "empty.jsonl", []))
     silent = write_jsonl(tmp_path / "silent.jsonl", [row("q", "", id=f"b{i}") for i in range(3)])
-    with pytest.raises(TesseraError, match=r"no usable sample is left of 3; the first reasons:\n +b0: nothing"):
+    with raises("data.no-usable-sample", "b0"):
         build(silent)
     index = build([silent, texts(tmp_path, 5)])  # one empty set beside another is only counted
     assert len(index) == 5
@@ -618,7 +619,7 @@ def test_a_cut_is_the_longest_that_is_right() -> None:
             and LetterProcessor().measure(Sample("s", messages[:k]), sizes[: k // 2])["tokens"] <= length
         ]
         if not right:
-            with pytest.raises(TesseraError, match="first exchange"):
+            with raises("data.sample-too-long"):
                 TruncateToLength(LetterProcessor(), length)(sample, sizes)
             continue
         measures = TruncateToLength(LetterProcessor(), length)(sample, sizes)

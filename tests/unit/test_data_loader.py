@@ -24,6 +24,7 @@ from tessera.core.row_source import RowSource
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader, RowReader, Tuner, workers_per_rank
 from tessera.errors import TesseraError
+from tests.errors import raises
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ def test_a_sample_stuck_in_c_leaves_a_hole() -> None:
 def test_a_source_that_cannot_leave_out_samples_ends_the_run() -> None:
     loader = Loader(Fragile(), global_batch=1, workers=1)
     assert next(loader)[0].sample_ids == ("0",)
-    with pytest.raises(TesseraError, match=r"rows 1 could not be made: its reader died of signal 11 \(SIGSEGV\)"):
+    with raises("data.batch-ends-worker", "11"):
         next(loader)
     assert next(loader, None) is None
 
@@ -420,5 +421,5 @@ def test_data_that_cannot_travel_is_read_here(caplog: pytest.LogCaptureFixture) 
         assert {int(batch["pid"]) for batch in RowReader(Here(), 2).batches([[1]])} == {os.getpid()}
         Here.decodes_media = True  # type: ignore[misc]  # the same where processes are wanted at once
     assert "cannot be sent to worker processes" in caplog.text
-    with pytest.raises(TesseraError, match="cannot be sent to worker processes"):
+    with raises("data.not-picklable"):
         Loader(Here(), global_batch=2, workers=1)

@@ -23,6 +23,7 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import MediaSampling, decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
+from tests.errors import raises
 from tests.toys import media_zoo
 from tests.toys.media_zoo import png_chunk, saved, scene
 
@@ -262,7 +263,7 @@ def test_names_are_names_and_not_patterns(tmp_path: Path) -> None:
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     for kind in ("image", "video", "audio"):
-        with pytest.raises(TesseraError, match="not a file"):
+        with raises("media.not-a-file"):
             probe(Part(kind, "pipe.png"), tmp_path, Limits(), SAMPLING)  # type: ignore[arg-type]
 
 

@@ -21,6 +21,7 @@ from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
 from tessera.inference.messages import sample_of
+from tests.errors import raises
 
 
 def png(colour: str = "red") -> bytes:
@@ -62,7 +63,7 @@ def test_question_and_answer(tmp_path: Path) -> None:
     renamed = {"question": "What?", "reply": "A dog", "pics": ["a.png"]}
     sample = single_sample(tmp_path, renamed, format="question_answer", columns={"response": "reply", "images": "pics"})
     assert said(sample) == [("user", "[a.png]What?"), ("assistant", "A dog")]
-    with pytest.raises(TesseraError, match="cannot tell the format"):
+    with raises("data.unknown-format"):
         opened(tmp_path, [{"question": "What?"}])
 
 
@@ -165,13 +166,13 @@ def test_images_with_texts_are_no_classes(tmp_path: Path) -> None:
 
 def test_a_question_without_classes_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [row("Hi", "Hello")])
-    with pytest.raises(TesseraError, match="`question` is asked of the images"):
+    with raises("data.question-without-classes"):
         open_source(SourceSection(path=path, question="Which?"))
     folder = class_folder(tmp_path / "classes")
-    with pytest.raises(TesseraError, match="`columns` has no effect"):
+    with raises("data.columns-without-records"):
         open_source(SourceSection(path=folder, columns={"images": "x"}))
     pictures(folder, ["loose.png"])
-    with pytest.raises(TesseraError, match="is in no folder of a class"):
+    with raises("data.image-without-class"):
         open_source(SourceSection(path=folder, question="Which?"))
 
 

@@ -15,9 +15,9 @@ from tessera.core.sample import PLAIN, Message, Part, Sample
 from tessera.data.chat import ChatSpan, ChatTemplate, Turn
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer, write_tokenizer
-from tessera.errors import TesseraError
 from tessera.models.qwen2 import CHATML
 from tessera.models.text.processor import TextProcessor
+from tests.errors import raises
 
 SPECIAL = ["<|endoftext|>", *ChatTemplate().special_words()]
 
@@ -33,7 +33,7 @@ def test_special_words_lie_at_the_end_and_sizes_are_exact() -> None:
         assert [tokenizer.token_to_id(word) for word in SPECIAL] == list(range(320 - len(SPECIAL), 320))
         assert tokenizer.decode(tokenizer.encode("the fox, 中文 été\n\n  ok").ids) == "the fox, 中文 été\n\n  ok"
     assert len(tokenizer.encode("the quick brown fox").ids) < 15  # merges were learnt
-    with pytest.raises(TesseraError, match="too small") as raised:
+    with raises("tokenizer.vocabulary-too-small") as raised:
         train_tokenizer(["x"], 200, SPECIAL)
     assert str(256 + len(SPECIAL)) in str(raised.value)
 
@@ -43,9 +43,9 @@ def test_writing_and_reading_a_folder(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, tokenizer.to_str(), chat_template="x", end="<|im_end|>", pad="<|endoftext|>")
     assert load_tokenizer(tmp_path).encode("hello").ids == tokenizer.encode("hello").ids
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TesseraError, match="not readable as a tokenizer"):
+    with raises("tokenizer.unreadable-file"):
         load_tokenizer(tmp_path)
-    with pytest.raises(TesseraError, match=r"no tokenizer\.json"):
+    with raises("tokenizer.no-file", "tokenizer.json"):
         load_tokenizer(tmp_path / "none")
 
 
@@ -83,7 +83,7 @@ def test_media_words_are_repeated_and_placed() -> None:
         assert tokens[start - 1] == encoder.id_of("<|vision_start|>")
         assert tokens[start + count] == encoder.id_of("<|vision_end|>")
         assert not any(trained[start - 1 : start + count + 1])
-    with pytest.raises(TesseraError, match="does not know <nothing>"):
+    with raises("tokenizer.unknown-word"):
         encoder.id_of("<nothing>")
 
 
@@ -156,7 +156,7 @@ def test_tokenizers_that_find_control_words_by_themselves_are_kept_from_it() -> 
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     assert 1 not in text_processor(whole).encode(question, []).tokens[1:-2].tolist()
     one_letter = replace(CHATML, special=("I", "<|im_end|>"), turns={"": Turn("I", "<|im_end|>")})
-    with pytest.raises(TesseraError, match="control word of what someone says"):
+    with raises("tokenizer.forged-control-word"):
         text_processor(whole, one_letter).encode(Sample("a", (Message("user", (Part("text", "I"),)),)), [])
 
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tessera.data.media.urls import UrlPolicy, download, is_allowed
-from tessera.errors import TesseraError
+from tests.errors import raises
 
 
 @pytest.mark.parametrize("address", ["fec0::1", "3fff::1", "192.0.0.8", "168.63.129.16", "::ffff:168.63.129.16"])
@@ -28,5 +28,5 @@ def test_a_redirect_to_what_is_no_url_is_told() -> None:
 
     with HTTPServer(("127.0.0.1", 0), Astray) as server:
         threading.Thread(target=server.handle_request).start()
-        with pytest.raises(TesseraError, match="it redirects to an invalid URL"):
+        with raises("media.bad-redirect"):
             download(f"http://127.0.0.1:{server.server_port}/", UrlPolicy(private=True))

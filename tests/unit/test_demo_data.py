@@ -11,9 +11,9 @@ import pytest
 
 import tessera
 from tessera.config.run_config import SourceSection
-from tessera.errors import TesseraError
 from tessera.tools import demo_data
 from tessera.tools.data_doctor.examine import examine
+from tests.errors import raises
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "tessera" / "tools" / "demo_set"
@@ -63,7 +63,7 @@ def test_it_is_written_the_same_each_time_and_replaces_nothing_unasked(demo: Pat
 
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "mine.txt").write_text("mine")
-    with pytest.raises(TesseraError, match="not empty"):
+    with raises("output.folder-not-empty"):
         tessera.demo(tmp_path / "demo")
     assert (tmp_path / "demo" / "mine.txt").read_text() == "mine"
     tessera.demo(tmp_path / "demo", overwrite=True)
@@ -77,7 +77,7 @@ def test_it_is_written_the_same_each_time_and_replaces_nothing_unasked(demo: Pat
 
 def test_an_installation_without_the_set_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_data, "_SHIPPED", tmp_path / "nothing")
-    with pytest.raises(TesseraError, match="came without its demo set"):
+    with raises("environment.demo-set-missing"):
         tessera.demo(tmp_path / "demo")
     assert not (tmp_path / "demo").exists()
 
@@ -87,7 +87,7 @@ def test_the_working_folder_is_never_replaced(tmp_path: Path, monkeypatch: pytes
     inside.mkdir()
     monkeypatch.chdir(inside)
     for target in (".", "..", inside):
-        with pytest.raises(TesseraError, match="working folder"):
+        with raises("output.target-holds-working-folder"):
             tessera.demo(target, overwrite=True)
     assert inside.is_dir()
 
@@ -97,6 +97,6 @@ def test_a_full_disk_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.Mo
         raise shutil.Error([(str(source), str(target), "[Errno 28] No space left on device")])
 
     monkeypatch.setattr("shutil.copytree", full)
-    with pytest.raises(TesseraError, match=r"nothing can be written there: .*No space left"):
+    with raises("output.write-failed"):
         tessera.demo(tmp_path / "demo")
     assert list(tmp_path.iterdir()) == []

@@ -24,6 +24,7 @@ from tessera.runtime.torch_internals import fake_tensor_mode
 from tessera.tools import device_fit
 from tessera.tools.dry_run import Role, Uncountable, device_bytes
 from tessera.training.memory_keys import memory_keys
+from tests.errors import raises
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
@@ -46,17 +47,17 @@ def test_devices_are_found_by_name_by_number_and_by_the_nearest_name() -> None:
     assert find_size("24GB").total == find_size("24g").total
     assert find_size("96gb").total == 96 * GIB
     assert find_size("h20").total == find_size("h20-96g").total
-    with pytest.raises(TesseraError, match="more than one size") as caught:
+    with raises("device.several-sizes") as caught:
         find_size("a100")
     assert caught.value.allowed == ["a100-80g", "a100-40g"]
     with pytest.raises(TesseraError) as caught:
         find_size("h20O", "--device")
     assert caught.value.nearest in ("h200", "h100")
     for wrong in ("", "-3", "nan", "0", "inf", "cpu"):
-        with pytest.raises(TesseraError, match="no device is known"):
+        with raises("device.unknown-model"):
             find_size(wrong)
     for absurd in ("1e-9", "0.8", "99999", "1e300"):
-        with pytest.raises(TesseraError, match="no device is of that size"):
+        with raises("device.unknown-size"):
             find_size(absurd)
 
 

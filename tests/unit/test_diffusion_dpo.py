@@ -20,9 +20,9 @@ from tessera.core.outputs import LATENTS, Outputs
 from tessera.core.task import FrozenModule
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.diffusion.objectives.diffusion_dpo import DiffusionDpoTask
-from tessera.errors import TesseraError
 from tessera.parallel.engine import SimpleEngine
 from tests.contract.test_generation_training import recipe
+from tests.errors import raises
 from tests.toys.generation_set import CROSS, processor_of, write_image, write_jsonl
 from tests.toys.pipeline_folder import TEXT_SIZE, write_pipeline_folder
 from tests.unit.test_task_diffusion import spec_of
@@ -62,7 +62,7 @@ def test_a_pair_is_two_segments_of_one_row_and_of_one_size(data: Path, pipeline:
     assert batch.segments["latents"].lengths == (4,) * 6
     ((_, why),) = rows.bad_samples
     assert "differ in size" in why
-    with pytest.raises(TesseraError, match="generation_preference reads these"):
+    with raises("data.too-many-bad-samples", "generation_preference"):
         rows_of(data, pipeline, "generation")
 
 
@@ -141,5 +141,5 @@ def test_a_run_begins_where_its_reference_is(data: Path, pipeline: Path, tmp_pat
         assert losses[1] != losses[0]
     features = {**paired, "name": "features"}
     features["train"] = {**paired["train"], "task_options": {}}
-    with pytest.raises(TesseraError, match="not as features"):
+    with raises("generation.pairs-need-encoders"):
         tessera.plan(features)

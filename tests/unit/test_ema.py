@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tessera
 from tessera.core.callback import Callback, StepResult
-from tessera.errors import TesseraError
+from tests.errors import raises
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -114,7 +114,7 @@ def test_state_that_no_callback_takes_up_is_named(
 
 
 def test_two_callbacks_with_state_under_one_name_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="2 callbacks keep state in the checkpoint under the name Tally"):
+    with raises("run.callback-name-twice"):
         tessera.train(recipe(data, tmp_path), callbacks=[Tally(), Tally()])
 
 

@@ -14,8 +14,8 @@ import pytest
 from tessera.config import extensions as module
 from tessera.config.extensions import extension, extensions
 from tessera.config.run_config import load_config
-from tessera.errors import TesseraError
 from tessera.weights.megatron_form import megatron_form_of
+from tests.errors import raises
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 GROUPS: dict[str, dict[str, str]] = {
@@ -57,7 +57,7 @@ def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch:
     (tmp_path / "guest_package.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "guest_package", raising=False)
-    with pytest.raises(TesseraError, match="guest_package:gone"):
+    with raises("environment.broken-extension", "guest_package:gone"):
         extension("tessera.prepare_rank", "guest")
 
 
@@ -80,7 +80,7 @@ def test_the_library_works_without_the_other_package(monkeypatch: pytest.MonkeyP
     assert [extensions(group) for group in GROUPS] == [[]] * len(GROUPS)
     assert megatron_form_of("qwen2_vl", None) is None
     recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "train": {"steps": 1}}
-    with pytest.raises(TesseraError, match=r"parallel\.fsdp2_config"):
+    with raises("recipe.no-reader-installed", "parallel.fsdp2_config"):
         load_config({**recipe, "parallel": {"fsdp2_config": "fsdp2_config.yaml"}})
 
 

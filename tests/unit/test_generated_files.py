@@ -13,6 +13,7 @@ from PIL import Image
 from tessera.diffusion.sampling.files import Generated, Record, check_out, metadata_path, read_record, write_samples
 from tessera.diffusion.sampling.request import Request, read_prompts
 from tessera.errors import TesseraError
+from tests.errors import raises
 
 
 def moving_square(frames: int = 5, height: int = 32, width: int = 48) -> np.ndarray:
@@ -88,11 +89,16 @@ def test_pixels_and_shape_make_the_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "frames", "word"),
-    [("x.avi", 1, "known format"), ("x.mp5", 1, ".mp4"), ("x", 1, "known format"), ("x.png", 5, "5 frames")],
+    ("name", "frames", "error"),
+    [
+        ("x.avi", 1, "output.unknown-format"),
+        ("x.mp5", 1, "output.unknown-format .mp4"),
+        ("x", 1, "output.unknown-format"),
+        ("x.png", 5, "output.png-holds-one-image"),
+    ],
 )
-def test_names_that_cannot_hold_the_sample_are_refused_before_the_work(name: str, frames: int, word: str) -> None:
-    with pytest.raises(TesseraError, match=word):
+def test_names_that_cannot_hold_the_sample_are_refused_before_the_work(name: str, frames: int, error: str) -> None:
+    with raises(error):
         check_out(Path(name), frames)
 
 
@@ -110,25 +116,25 @@ def test_odd_sizes_and_places_that_cannot_be_written_are_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "word"),
+    ("content", "error"),
     [
-        ("[]", "a mapping is needed"),
-        ("{}", "not the metadata file"),
-        ({"version": 2}, "not the metadata file"),
-        ({"model": 3}, "not the metadata file"),
-        ({"samples": [3]}, "not of the kind"),
-        ({"samples": []}, "not the metadata file"),
-        ({"request": {"prompts": ["a"], "step": 3}}, "step"),
-        ({"request": {"prompts": []}}, "prompts"),
-        ({"request": {"prompts": ["a"], "height": 10**9}}, "height"),
+        ("[]", "environment.not-a-mapping"),
+        ("{}", "generation.not-a-metadata-file"),
+        ({"version": 2}, "generation.not-a-metadata-file"),
+        ({"model": 3}, "generation.not-a-metadata-file"),
+        ({"samples": [3]}, "environment.wrong-value-in-file"),
+        ({"samples": []}, "generation.not-a-metadata-file"),
+        ({"request": {"prompts": ["a"], "step": 3}}, "recipe.unknown-key"),
+        ({"request": {"prompts": []}}, "recipe.wrong-value"),
+        ({"request": {"prompts": ["a"], "height": 10**9}}, "recipe.wrong-value"),
     ],
 )
-def test_metadata_of_somebody_else_is_checked(tmp_path: Path, content: Any, word: str) -> None:
+def test_metadata_of_somebody_else_is_checked(tmp_path: Path, content: Any, error: str) -> None:
     path = tmp_path / "x.json"
     whole = {"version": 1, "model": "m", "parts": "p", "dtype": "float32", "request": {"prompts": ["a"]}}
     whole["samples"] = [{"file": "x.png", "pixels": "0"}]
     path.write_text(content if isinstance(content, str) else json.dumps(whole | content))
-    with pytest.raises(TesseraError, match=word):
+    with raises(error):
         read_record(path)
 
 
@@ -138,7 +144,7 @@ def test_prompts_of_a_file_are_its_lines(tmp_path: Path) -> None:
     assert read_prompts(path) == ["a cat", "a dog"]
     assert Request(prompts=["a", "b"], count=2).texts == ["a", "a", "b", "b"]
     path.write_text("\n \n")
-    with pytest.raises(TesseraError, match="no prompt"):
+    with raises("generation.no-prompts-in-file"):
         read_prompts(path)
-    with pytest.raises(TesseraError, match="cannot be opened"):
+    with raises("environment.cannot-open"):
         read_prompts(tmp_path / "none.txt")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tessera.diffusion.captions import Captions
 from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.given_images import Grid
 from tessera.diffusion.qwen_image.config import QwenImageFamily, QwenImageLayeredFamily
 from tessera.diffusion.sd3.config import SD3Family
-from tessera.errors import TesseraError
+from tests.errors import raises
 
 SHAPE: dict[str, Any] = {"channels": 4, "patch": (1, 2, 2)}
 
@@ -38,7 +36,7 @@ def test_layers_are_frames_and_the_image_they_make_is_the_frame_before() -> None
 
 def test_a_table_is_read_in_its_middle_and_has_an_end() -> None:
     assert positions(SD3Family(**SHAPE, table=5), 1, (1, 1, 2)) == [[0, 0, 0], [0, 2, 1], [0, 2, 2]]
-    with pytest.raises(TesseraError, match="positions for 5 x 5"):
+    with raises("generation.size-has-no-positions"):
         positions(SD3Family(**SHAPE, table=5), 1, (1, 6, 2))
 
 

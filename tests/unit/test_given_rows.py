@@ -12,6 +12,7 @@ from PIL import Image
 import tessera
 from tessera.errors import TesseraError
 from tessera.training.given_rows import are_rows, as_records
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -50,7 +51,7 @@ def test_a_list_of_rows_trains_as_its_file_does_and_resumes_from_the_folder_alon
     again = rows_of(data, opened=True)
     tessera.resume(moved, {"train.steps": 3}, dataset=again)  # the same rows once more do no harm
     again[0]["messages"][1]["content"] = "other words"
-    with pytest.raises(TesseraError, match="not the rows that the run began with"):
+    with raises("data.rows-differ-from-run"):
         tessera.resume(moved, dataset=again)
 
 
@@ -114,7 +115,7 @@ class FirstCellEmpty(PandasLike):
 
 
 def test_a_table_with_other_columns_is_told_which_it_has_and_needs(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="the table has the columns Message, score") as caught:
+    with raises("data.unknown-columns") as caught:
         tessera.train(recipe_of(data, tmp_path), dataset=WrongColumns())
     assert caught.value.where == "dataset=..."
     assert caught.value.nearest == "messages"
@@ -134,5 +135,5 @@ def test_what_cannot_be_a_row_is_named_with_its_place(data: Path, tmp_path: Path
         with pytest.raises(TesseraError, match=where):
             tessera.train(recipe, dataset=[good, bad])
     recipe["data"]["kind"] = "generation"
-    with pytest.raises(TesseraError, match="cannot be data of the kind generation"):
+    with raises("data.kind-not-in-memory"):
         tessera.train(recipe, dataset=[good])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tessera.errors import TesseraError
 from tessera.hub.files import is_plain
 from tessera.tools.download import download
+from tests.errors import raises
 from tests.toys import hub_server as toy
 from tests.toys.hub_server import HubServer, hub_server
 
@@ -33,7 +33,7 @@ def test_a_link_out_of_the_folder_is_refused_and_what_it_leads_to_stays(hub: Hub
     precious.write_bytes(b"mine")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(precious)
-    with pytest.raises(TesseraError, match="a link out of the folder"):
+    with raises("weights.link-out-of-folder"):
         download("o/m", folder)
     assert precious.read_bytes() == b"mine"
 
@@ -63,7 +63,7 @@ def test_an_answer_that_is_none_of_a_hub_is_told(
         handler.tell(change({"id": name, "sha": "0" * 40, "siblings": files}))
 
     monkeypatch.setattr(toy.Handler, "describe", lie)
-    with pytest.raises(TesseraError, match="Hugging Face cannot be asked"):
+    with raises("hub.not-reachable"):
         download("o/m", tmp_path / "to")
     assert [path.name for path in (tmp_path / "to").iterdir()] == [".tessera"]
 

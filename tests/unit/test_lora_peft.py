@@ -33,6 +33,7 @@ from tessera.lora.modules import adapters_of, add_adapters, find_adapters, witho
 from tessera.lora.select import is_factor
 from tessera.models import FAMILIES, resolve
 from tessera.weights.map import WeightMap
+from tests.errors import raises
 from tests.toys.chat_set import SPECIAL
 
 TOLERANCE = 1e-5
@@ -264,7 +265,7 @@ def test_a_folder_of_adapters_is_a_model_by_itself(tmp_path: Path) -> None:
     tessera.convert(tmp_path / "adapter", tmp_path / "again", adapters=True)
     first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "again"))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(TesseraError, match="no adapters"):
+    with raises("adapter.none-in-model"):
         tessera.convert(tmp_path / "base", tmp_path / "none", adapters=True)
 
 
@@ -288,35 +289,35 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "error"),
     [
-        ({"use_dora": True}, "use_dora"),
-        ({"peft_type": "IA3"}, "peft_type"),
-        ({"bias": "all"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"use_dora": True}, "adapter.magnitude-missing use_dora"),
+        ({"peft_type": "IA3"}, "adapter.unsupported-option peft_type"),
+        ({"bias": "all"}, "adapter.unsupported-option"),
+        ({"modules_to_save": ["lm_head"]}, "adapter.saved-modules-missing modules_to_save"),
     ],
 )
-def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], error: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {f"{Q}.lora_A.weight": torch.zeros(2, 4)}, **change)
-    with pytest.raises(TesseraError, match=told):
+    with raises(error):
         read_adapters(folder, ["text.layers.0.attn.q"], WeightMap(()))
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "error"),
     [
-        ({f"{Q}.lora_A.weight": torch.zeros(2, 4)}, "only lora_A"),
-        ({f"{Q}.lora_A.weight": torch.zeros(2, 4), f"{Q}.lora_B.weight": torch.zeros(4, 3)}, "rank 2"),
-        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "is DoRA"),
+        ({f"{Q}.lora_A.weight": torch.zeros(2, 4)}, "adapter.half-missing lora_A"),
+        ({f"{Q}.lora_A.weight": torch.zeros(2, 4), f"{Q}.lora_B.weight": torch.zeros(4, 3)}, "adapter.halves-mismatch"),
+        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "adapter.not-plain-lora DoRA"),
         (
             {f"{Q}x.lora_A.weight": torch.zeros(2, 4), f"{Q}x.lora_B.weight": torch.zeros(4, 2)},
-            "which this model does not have",
+            "adapter.unknown-layers",
         ),
     ],
 )
-def test_files_that_do_not_fit_are_refused(tensors: dict[str, Tensor], told: str, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused(tensors: dict[str, Tensor], error: str, tmp_path: Path) -> None:
     spec, config = resolve(ModelSection(family="qwen3", preset="quickstart"))
-    with pytest.raises(TesseraError, match=told):
+    with raises(error):
         read_adapters(folder_with(tmp_path, tensors), ["text.layers.0.attn.q"], spec.main.weight_map(config))  # type: ignore[misc]
 
 
@@ -330,14 +331,14 @@ def test_adapters_in_a_pickle_and_adapters_to_compare_are_told_the_way(tmp_path:
         assert said in str(refused.value.fix)
         (tmp_path / "adapter_model.bin").unlink(missing_ok=True)
     save_file({"base_model.model.a.lora_A.weight": torch.ones(1, 1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(TesseraError, match="these are adapters") as refused:
+    with raises("adapter.compare-unmerged") as refused:
         tessera.compare(tmp_path)
     assert "tessera convert" in str(refused.value.fix)
 
 
 def test_adapters_alone_are_no_model_to_start_from(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, {f"{Q}.lora_A.weight": torch.zeros(2, 4)}, base_model_name_or_path="some/where")
-    with pytest.raises(TesseraError, match="without the model"):
+    with raises("adapter.folder-is-adapters"):
         fill_from(folder, {}, None)
-    with pytest.raises(TesseraError, match="not on this machine"):
+    with raises("adapter.base-missing"):
         tessera.load(folder)

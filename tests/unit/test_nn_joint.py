@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
-from tessera.errors import TesseraError
 from tessera.lora.factors import Factors, join_to_native, to_foreign
 from tessera.lora.load import read_adapters
 from tessera.lora.select import Adapter
@@ -25,6 +24,7 @@ from tessera.nn.joint_attention import JointShape, segments_by_kind
 from tessera.nn.joint_transformer import JointTransformer, TransformerShape
 from tessera.weights.map import ColumnsByHead, Rule, WeightMap
 from tests.close import rounding
+from tests.errors import raises
 
 BLOCK = JointShape(hidden=16, heads=2, intermediate=32)
 
@@ -101,7 +101,7 @@ def test_stages_of_a_pipeline_predict_what_the_whole_model_does(options: dict[st
 def test_more_samples_than_tokens_do_not_fit_between_stages() -> None:
     model = model_of(reference_time=True, single=0)
     model.head = None
-    with pytest.raises(TesseraError, match="do not fit into 2 x 3 tokens"):
+    with raises("layout.carry-overflow"):
         model(batch_of([(0, 1), (0, 1), (1, 0)]))
 
 

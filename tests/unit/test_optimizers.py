@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from tessera.api import plan
 from tessera.config.run_config import OptimSection, ScheduleSection, load_config
-from tessera.errors import TesseraError
 from tessera.optim.adafactor import Adafactor, adafactor_bytes
 from tessera.optim.lion import Lion
 from tessera.optim.muon import Muon, matrices_of, orthogonalize
 from tessera.optim.optimizer import build_optimizer, clip_gradients, lr_factor, parameter_groups
 from tessera.runtime.modules import StackedExperts
 from tests.close import assert_as_close
+from tests.errors import raises
 
 CPU = torch.device("cpu")
 RECIPE = {"model": {"family": "qwen3", "preset": "quickstart-moe"}, "train": {"steps": 4}}
@@ -162,30 +162,30 @@ def test_a_schedule_that_stays_and_falls_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "error"),
     [
-        ({"optim.schedule": {"kind": "cosine", "decay": 0.5}}, "for wsd"),
-        ({"optim.momentum": 0.9}, "for muon"),
-        ({"optim.name": "lion", "optim.eps": 1e-6}, "no effect"),
-        ({"optim.name": "adafactor", "optim.betas": [0.9, 0.99]}, "no effect"),
-        ({"optim.groups": [{"pattern": "head", "optimizer": "muon"}]}, "for muon"),
-        ({"optim.name": "moun"}, "muon"),
+        ({"optim.schedule": {"kind": "cosine", "decay": 0.5}}, "recipe.wrong-value"),
+        ({"optim.momentum": 0.9}, "recipe.wrong-value"),
+        ({"optim.name": "lion", "optim.eps": 1e-6}, "recipe.wrong-value"),
+        ({"optim.name": "adafactor", "optim.betas": [0.9, 0.99]}, "recipe.wrong-value"),
+        ({"optim.groups": [{"pattern": "head", "optimizer": "muon"}]}, "recipe.wrong-value"),
+        ({"optim.name": "moun"}, "recipe.wrong-value"),
     ],
 )
-def test_keys_without_effect_are_told(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(TesseraError, match=told):
+def test_keys_without_effect_are_told(settings: dict[str, Any], error: str) -> None:
+    with raises(error):
         load_config(RECIPE, settings)
 
 
 def test_muon_refuses_vectors_and_weights_in_host_memory() -> None:
-    with pytest.raises(TesseraError, match="no matrix"):
+    with raises("recipe.muon-not-matrix"):
         build_optimizer(
             net(),
             OptimSection.model_validate({"name": "muon", "groups": [{"pattern": "norm", "optimizer": "muon"}]}),
             CPU,
         )
     for name in ("muon", "adafactor"):
-        with pytest.raises(TesseraError, match="host memory"):
+        with raises("recipe.optimizer-offload"):
             build_optimizer(net(), OptimSection.model_validate({"name": name}), CPU, offloaded=True)
 
 
@@ -210,5 +210,5 @@ def test_matrix_b_of_adapters_has_a_rate_of_its_own() -> None:
     )
     rates = {name: group["base_lr"] for group in parameter_groups(module, section) for name in group["names"]}
     assert rates == {"up.lora_a.weight": 1e-4, "up.lora_b.weight": pytest.approx(16e-4)}
-    with pytest.raises(TesseraError, match="without adapters"):
+    with raises("recipe.wrong-value"):
         load_config(RECIPE, {"optim.loraplus_lr_ratio": 16})

@@ -10,6 +10,7 @@ from tessera.config.run_config import ParallelSection
 from tessera.core.model_plan import ModelPlan, Stream
 from tessera.errors import TesseraError
 from tessera.parallel.mesh import DATA, FSDP, LOSS, TENSOR, Axes, make_axes
+from tests.errors import raises
 
 
 def encoder(name: str) -> Stream:
@@ -99,5 +100,5 @@ def test_what_does_not_fit(world: int, degrees: dict[str, Any], message: str, ne
 
 
 def test_degrees_of_encoders_that_one_mesh_cannot_serve_are_refused() -> None:
-    with pytest.raises(TesseraError, match="tp=3 of encoder audio and tp=2 of encoder vision do not divide"):
+    with raises("layout.encoder-tp-mixed", "tp=3", "tp=2"):
         axes(6, TWO, tp=6, encoders={"vision": {"tp": 2}, "audio": {"tp": 3}})

@@ -23,6 +23,7 @@ from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import TENSOR, TP, TP_OUTER
 from tessera.parallel.plan import Plan, Workload
 from tests.dist.spawn import run_ranks
+from tests.errors import raises
 
 # ---------------------------------------------------------------------------------------------- plans
 
@@ -124,21 +125,21 @@ class Decoder(nn.Module):
 
 TABLE: dict[str, TensorStyle] = {"norm.weight": "sequence", "up.weight": "column", "down.weight": "row"}
 BAD_TABLES: list[tuple[dict[str, TensorStyle], dict[str, Any], str]] = [
-    ({}, {}, "does not declare how its layers are split"),
-    ({"norm.weight": "sequence", "up.weight": "column"}, {}, "down.weight has no tensor styles"),
-    ({**TABLE, "*.weight": "replicate"}, {}, "norm.weight has 2 tensor styles"),
-    ({**TABLE, "norm.weight": "column"}, {}, "norm.weight cannot be split by column: LayerNorm"),
-    (TABLE, {"sequence_parallel": True}, "no one module that could keep parts"),  # it would be the whole model
-    ({**TABLE, "norm.weight": "replicate"}, {"sequence_parallel": True}, "no one module"),
+    ({}, {}, "layout.styles-not-declared"),
+    ({"norm.weight": "sequence", "up.weight": "column"}, {}, "layout.style-count down.weight"),
+    ({**TABLE, "*.weight": "replicate"}, {}, "layout.style-count norm.weight"),
+    ({**TABLE, "norm.weight": "column"}, {}, "layout.style-kind norm.weight LayerNorm"),
+    (TABLE, {"sequence_parallel": True}, "layout.sequence-style-missing"),  # it would be the whole model
+    ({**TABLE, "norm.weight": "replicate"}, {"sequence_parallel": True}, "layout.sequence-style-missing"),
 ]
 
 
-@pytest.mark.parametrize(("table", "keys", "words"), BAD_TABLES)
+@pytest.mark.parametrize(("table", "keys", "error"), BAD_TABLES)
 def test_a_family_that_says_too_little_is_refused(
-    table: dict[str, TensorStyle], keys: dict[str, Any], words: str
+    table: dict[str, TensorStyle], keys: dict[str, Any], error: str
 ) -> None:
     section = ParallelSection.model_validate({"tp": 2, **keys})
-    with pytest.raises(TesseraError, match=words):
+    with raises(error):
         make_plan(section, ModelPlan(blocks=(), tensor=table), Decoder(), 2, workload=Workload(tokens=8))
 
 
@@ -147,7 +148,7 @@ def test_a_family_of_foreign_modules_is_refused() -> None:
         "model": {"family": "module", "config": {"class": "tests.toys.own_models:PlainNet"}},
         "train": {"steps": 1},
     }
-    with pytest.raises(TesseraError, match=r"this model family does not declare how its layers are split"):
+    with raises("layout.styles-not-declared"):
         tessera.plan(recipe, {"parallel.tp": 2}, world=2)
 
 

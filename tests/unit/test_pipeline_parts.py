@@ -24,9 +24,9 @@ from tessera.diffusion.captions import (
     joined,
 )
 from tessera.diffusion.pipeline_folder import PipelineFolder
-from tessera.errors import TesseraError
 from tessera.parallel.frozen import frozen_bytes
 from tessera.parallel.mesh import Axes
+from tests.errors import raises
 from tests.toys.pipeline_folder import TEXT_SIZE, VAE_CONFIG, VOCABULARY, write_pipeline_folder
 
 OFFLOADED = Component(lambda _: nn.Module(), trained=False, residence="offloaded", stage="first")
@@ -186,18 +186,18 @@ def test_two_clip_encoders_lie_beside_each_other_before_t5(folder: Path) -> None
 
 
 def test_a_folder_chooses_no_class_and_no_pickle(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="diffusers folder"):
+    with raises("generation.not-a-pipeline-folder"):
         PipelineFolder(tmp_path).autoencoder()
     index = json.loads((folder / "model_index.json").read_text())
     (tmp_path / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", "StableDiffusionPipeline"]}))
-    with pytest.raises(TesseraError, match="StableDiffusionPipeline") as caught:
+    with raises("generation.unknown-vae", "StableDiffusionPipeline") as caught:
         PipelineFolder(tmp_path).autoencoder()
     assert caught.value.allowed is not None
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     (tmp_path / "text_encoder").mkdir()
     (tmp_path / "text_encoder/config.json").write_text((folder / "text_encoder/config.json").read_text())
     (tmp_path / "text_encoder/pytorch_model.bin").write_bytes(b"not read")
-    with pytest.raises(TesseraError, match="pickle"):
+    with raises("weights.pickle-refused"):
         PipelineFolder(tmp_path).text_encoder(Captions())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tessera.config.run_config import RunConfig, load_config
 from tessera.errors import TesseraError
 from tessera.parallel.plan_text import modules_text
 from tessera.training.setup import build_meta_model
+from tests.errors import raises
 
 
 def test_every_module_with_weights_is_listed_once_by_a_pattern_that_matches_it() -> None:
@@ -86,7 +86,7 @@ def _description(key: str) -> str:
 
 
 def test_experts_of_a_dense_model_are_told_as_such() -> None:
-    with pytest.raises(TesseraError, match="this model has no experts"):
+    with raises("recipe.pattern-matches-nothing"):
         tessera.plan(recipe_with(lora={"targets": ["experts"]}))
     with pytest.raises(TesseraError) as caught:
         tessera.plan(recipe_with(lora={"targets": ["text.layers.{*}.mlp.experts.down_proj"]}))
@@ -103,6 +103,6 @@ def test_experts_of_a_dense_model_are_told_as_such() -> None:
     ],
 )
 def test_a_text_in_place_of_a_list_is_told_as_a_list_of_one(key: str, text: str, said: str) -> None:
-    with pytest.raises(TesseraError, match=re.escape(said)):
+    with raises("recipe.wrong-value", said):
         load_config(recipe_with(), {key: text})
     assert load_config(recipe_with(), parse_overrides([said]))

@@ -18,7 +18,6 @@ from tessera.data.kinds.unpaired_preference import RatedAnswer, with_answer_of
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.fields import column_map
 from tessera.data.sources.formats import parse
-from tessera.errors import TesseraError
 from tessera.lora.modules import without_adapters
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.kto import KtoTask
@@ -28,6 +27,7 @@ from tessera.training.build import build_processor, build_rows
 from tessera.training.run import resume, train
 from tessera.training.setup import build_meta_model
 from tests.close import assert_as_close
+from tests.errors import raises
 from tests.toys.callbacks import StopAt
 from tests.toys.pair_set import pair_recipe, rated_recipe, write_pair_set
 from tests.unit.test_preference import model_with_adapters
@@ -251,12 +251,12 @@ def test_it_learns_reports_its_metrics_and_resumes_bitwise(task: str, data: Path
 
 
 def test_data_of_another_kind_is_refused_with_the_kind_to_take(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="unpaired_preference"):
+    with raises("task.data-kind", "unpaired_preference"):
         train(pair_recipe(data, tmp_path, steps=1), {"train.task": "kto"})
-    with pytest.raises(TesseraError, match="unpaired_preference"):
+    with raises("data.wrong-kind", "unpaired_preference"):
         train(
             rated_recipe(data, tmp_path, steps=1),
             {"data.kind": "chat", "data.train.0.format": "unpaired_preference"},
         )
-    with pytest.raises(TesseraError, match="label_smoothing"):
+    with raises("recipe.wrong-value", "label_smoothing"):
         train(pair_recipe(data, tmp_path, steps=1), {"train.task": "simpo", "train.task_options.label_smoothing": 0.5})

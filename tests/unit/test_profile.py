@@ -18,10 +18,10 @@ import tessera
 from tessera.config.run_config import load_config
 from tessera.core.callback import Callback, StepResult
 from tessera.core.step_source import StepSource
-from tessera.errors import TesseraError
 from tessera.observe.profiler import Ranges
 from tessera.parallel.modules import apply_compile
 from tests.dist.spawn import run_ranks
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 # ------------------------------------------------------------------------------------------ a module of known cost
@@ -185,9 +185,9 @@ def test_ranks_record_their_own(data: Path, tmp_path: Path) -> None:
 
 
 def test_steps_and_ranks_that_do_not_exist(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match=r"profile.steps begins with step 9"):
+    with raises("recipe.wrong-value", "profile.steps"):
         load_config(recipe_of(data, tmp_path, steps=[9, 10]))
-    with pytest.raises(TesseraError, match="first step and the last"):
+    with raises("recipe.wrong-value"):
         load_config(recipe_of(data, tmp_path, steps=[3, 2]))
-    with pytest.raises(TesseraError, match="rank 4 cannot be profiled"):
+    with raises("recipe.rank-not-in-run"):
         tessera.train(recipe_of(data, tmp_path, steps=[1, 2], ranks=[4]))

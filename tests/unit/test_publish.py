@@ -10,6 +10,7 @@ import pytest
 from tessera.checkpoint.files import no_fault
 from tessera.checkpoint.publish import MARK, begin, made_from, publish, show
 from tessera.errors import TesseraError
+from tests.errors import raises
 
 
 def write(content: str) -> object:
@@ -21,7 +22,7 @@ def test_the_same_export_is_replaced_and_another_one_is_not(tmp_path: Path) -> N
     publish(target, write("a"), origin=made_from("mm", tmp_path / "one"))  # type: ignore[arg-type]
     publish(target, write("b"), origin=made_from("mm", tmp_path / "x/../one"))  # type: ignore[arg-type]
     for other in (made_from("mm", "two"), made_from("dcp", tmp_path / "one"), None):
-        with pytest.raises(TesseraError, match="not an earlier export of the same source"):
+        with raises("output.folder-not-empty"):
             publish(target, write("c"), origin=other)  # type: ignore[arg-type]
     assert (target / "weights").read_text() == "b"
     publish(target, write("d"), origin=made_from("mm", "two"), overwrite=True)  # type: ignore[arg-type]
@@ -47,7 +48,7 @@ def test_two_exports_to_one_target_leave_each_other_alone(tmp_path: Path) -> Non
     third.discard()
     show(first.path, target, no_fault, origins[0], False)
     assert second.path.is_dir()
-    with pytest.raises(TesseraError, match="not an earlier export of the same source"):
+    with raises("output.folder-not-empty"):
         show(second.path, target, no_fault, origins[1], False)
     assert second.path.is_dir()
     show(second.path, target, no_fault, origins[1], True)

@@ -18,6 +18,7 @@ from test_hub import hub
 from tessera.cli.main import main
 from tessera.errors import TesseraError
 from tessera.tools.push import push
+from tests.errors import raises
 from tests.toys.hub_server import HubServer
 from tests.toys.modelscope_server import ModelScopeServer, modelscope_server
 
@@ -134,7 +135,7 @@ def test_a_card_of_the_user_is_kept(hub: HubServer, tmp_path: Path) -> None:
 
 def test_adapters_name_a_base_that_others_can_load(hub: HubServer, tmp_path: Path) -> None:
     path = adapters(tmp_path / "lora", "/home/someone/base")
-    with pytest.raises(TesseraError, match="which nobody else can find") as raised:
+    with raises("adapter.base-without-name") as raised:
         push(path, "me/lora")
     assert "--base org/name" in str(raised.value.fix)
     push(path, "me/lora", base="org/base")
@@ -147,7 +148,7 @@ def test_adapters_name_a_base_that_others_can_load(hub: HubServer, tmp_path: Pat
 def test_who_may_not_write_is_told(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder(tmp_path / "model")
     monkeypatch.setenv("HF_TOKEN", "bad")
-    with pytest.raises(TesseraError, match="Hugging Face refuses") as raised:
+    with raises("hub.token-cannot-write") as raised:
         push(path, "me/new")
     assert "right to write" in str(raised.value.fix)
     monkeypatch.delenv("HF_TOKEN")
@@ -156,33 +157,33 @@ def test_who_may_not_write_is_told(hub: HubServer, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     hub.requests.clear()
-    with pytest.raises(TesseraError, match="nobody is logged in"):
+    with raises("hub.not-logged-in"):
         push(path, "me/new")
     assert hub.requests == []
 
 
 def test_private_is_not_taken_for_public(hub: HubServer, tmp_path: Path) -> None:
     hub.add("me/open", {})
-    with pytest.raises(TesseraError, match="exists and is public"):
+    with raises("hub.repository-is-public"):
         push(folder(tmp_path / "model"), "me/open", private=True)
     assert hub.repositories["me/open"].commits == []
 
 
 def test_what_cannot_be_published_is_refused(hub: HubServer, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", {"family": "qwen3"})
-    with pytest.raises(TesseraError, match="exported nothing yet"):
+    with raises("hub.nothing-exported"):
         push(run, "me/new")
     folder(run / "hf")
     adapters(run / "adapter", "org/base")
-    with pytest.raises(TesseraError, match="a model and adapters"):
+    with raises("hub.two-exports"):
         push(run, "me/new")
-    with pytest.raises(TesseraError, match="neither a model nor adapters"):
+    with raises("hub.nothing-to-push"):
         push(tmp_path, "me/new")
-    with pytest.raises(TesseraError, match="no place to push to"):
+    with raises("hub.not-a-name"):
         push(run / "hf", "ms://me/new@v1")
     (tmp_path / "secret.json").write_text("{}")
     (run / "hf" / "extra.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(TesseraError, match="link out of the folder"):
+    with raises("weights.link-out-of-folder"):
         push(run / "hf", "me/new")
     assert "me/new" not in hub.repositories
 

@@ -27,6 +27,7 @@ from tessera.observe.report.live import LiveReport, Report
 from tessera.observe.report.page import write_report
 from tessera.runtime.files import write_jsonl
 from tessera.runtime.process import Process
+from tests.errors import raises
 from tests.toys.recorded_run import write_recorded_run
 from tests.unit.test_html import Tags
 
@@ -77,9 +78,9 @@ def test_images_are_embedded(page: str) -> None:
 
 def test_a_folder_that_is_no_run_and_a_file_that_is_a_folder_are_refused(run: Path, tmp_path: Path) -> None:
     assert tessera.report(run, out=tmp_path / "new" / "page.html").is_file()
-    with pytest.raises(TesseraError, match="--out"):
+    with raises("output.is-folder", "--out"):
         tessera.report(run, out=tmp_path)
-    with pytest.raises(TesseraError, match="not a run"):
+    with raises("run.not-a-run"):
         tessera.report(tmp_path)
 
 
@@ -161,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_mend(run: Path, monkeyp
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(TesseraError, match="cannot be written: Read-only"):
+    with raises("output.not-writable", "Read-only"):
         tessera.report(run)
 
 
@@ -185,7 +186,7 @@ def test_a_run_shows_its_curves_and_figures_in_a_notebook(run: Path, tmp_path: P
     assert all(".tessera-output" in rule for rule in re.findall(r"[}>]([^{}<>@]+)\{", markup.split("</style>")[0]))
     assert len(result.plot("loss", "eval_loss", "mfu").charts) == 3
     assert plot.save(tmp_path / "plot.html").read_text().startswith("<!doctype html>")
-    with pytest.raises(TesseraError, match="did you mean: margin"):
+    with raises("run.number-not-recorded"):
         result.plot("margins")
     assert repr(result) == f"Run({run}: 200 steps, no checkpoint)"
     assert "NVIDIA H200" in result._repr_html_()

@@ -23,6 +23,7 @@ from tessera.tasks.reward import RewardTask
 from tessera.training.build import build_processor, build_rows
 from tessera.training.setup import build_meta_model
 from tests.close import assert_as_close
+from tests.errors import raises
 from tests.toys.pair_set import pair_recipe, write_pair_set
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -191,7 +192,7 @@ def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tm
         with pytest.raises(TesseraError) as caught:
             build_meta_model(load_config(plain, changes), 2 if "parallel.tp" in changes else 1)
         assert said in str(caught.value)
-    with pytest.raises(TesseraError, match="no text decoder"):
+    with raises("model.no-text-decoder"):
         build_meta_model(
             load_config({"model": {"family": "wan", "preset": "quickstart"}, "train": {"steps": 1, "task": "reward"}}),
             1,
@@ -210,5 +211,5 @@ def test_a_classifier_with_more_than_one_class_is_no_reward_model() -> None:
     assert is_classifier(told)
     assert not is_classifier({"architectures": ["Qwen2ForCausalLM"]})
     assert not is_classifier({})
-    with pytest.raises(TesseraError, match="3 classes"):
+    with raises("model.several-classes"):
         is_classifier({**told, "num_labels": 3})

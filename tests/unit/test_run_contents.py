@@ -12,6 +12,7 @@ import tessera
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.training.run_folder import RunFolder
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -80,8 +81,8 @@ def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system in which nobody makes a folder")
 def test_a_run_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="cannot be written to: No such file"):
+    with raises("run.folder-not-writable"):
         RunFolder(Path("/proc/nowhere/run")).open()
     (tmp_path / ".lock").symlink_to(tmp_path / "gone" / "lock")
-    with pytest.raises(TesseraError, match="cannot be written to"):
+    with raises("run.folder-not-writable"):
         RunFolder(tmp_path).open()

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera.errors import TesseraError
 from tessera.runtime.process import Process
 from tessera.training.lock import LOCK, OLD_OWNER, FolderLock, wait_for_owner
+from tests.errors import raises
 
 HOLDER = """
 import sys, time, os
@@ -70,10 +70,10 @@ def test_one_after_another(tmp_path: Path) -> None:
 
 def test_the_second_is_refused_with_host_and_pid_and_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
     with holder(tmp_path, fork=True) as process:  # a child that lives on must not keep the lock
-        with pytest.raises(TesseraError, match=f"process {process.pid} on {Process.this().host}") as raised:
+        with raises("run.folder-in-use", str(process.pid), str(Process.this().host)) as raised:
             take(tmp_path)
         assert raised.value.exit_code == 75  # schedulers may try again
-        with pytest.raises(TesseraError, match=f"process {process.pid}"):
+        with raises("run.folder-in-use", str(process.pid)):
             FolderLock(tmp_path).refuse_running()
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -106,7 +106,7 @@ def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
 def test_a_second_run_of_the_same_process_is_refused_and_takes_nothing_away(tmp_path: Path) -> None:
     first = FolderLock(tmp_path)
     first.acquire()
-    with pytest.raises(TesseraError, match=f"process {os.getpid()}"):
+    with raises("run.folder-in-use", str(os.getpid())):
         take(tmp_path)
     child = subprocess.run(
         [sys.executable, "-c", HOLDER, str(tmp_path), "plain"], capture_output=True, text=True, check=False
@@ -130,7 +130,7 @@ def test_a_running_process_of_an_older_version_is_respected(tmp_path: Path) -> N
     (tmp_path / OLD_OWNER).write_text(record(Process.of(other.pid)))
     try:
         for attempt in (take, lambda folder: FolderLock(folder).refuse_running()):
-            with pytest.raises(TesseraError, match=f"process {other.pid}"):
+            with raises("run.folder-in-use", str(other.pid)):
                 attempt(tmp_path)
     finally:
         other.kill()
@@ -146,7 +146,7 @@ def test_without_locks_the_record_decides(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with holder(tmp_path) as process, pytest.raises(TesseraError, match=f"process {process.pid}"):
+    with holder(tmp_path) as process, raises("run.folder-in-use", str(process.pid)):
         take(tmp_path)
     take(tmp_path)
     far = replace(Process.this(), host="far-away", realm="another-boot/pid:[1]", pid=4321)

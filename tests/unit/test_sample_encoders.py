@@ -27,7 +27,7 @@ from tessera.diffusion.given_images import (
 )
 from tessera.diffusion.objectives.diffusion import DiffusionTask
 from tessera.diffusion.pipeline_folder import PipelineFolder
-from tessera.errors import TesseraError
+from tests.errors import raises
 from tests.toys.pipeline_folder import write_pipeline_folder
 from tests.unit.test_task_diffusion import spec_of
 
@@ -180,7 +180,7 @@ def test_online_encoding_without_a_folder_is_refused() -> None:
     task = DiffusionTask(encoders={})
     task.bind(spec_of(FAMILY), None)
     config = load_config({"name": "encoded", "model": {"family": "wan"}, "train": {"steps": 1}})
-    with pytest.raises(TesseraError, match="VAE and text encoders"):
+    with raises("generation.missing-encoders"):
         task.components(config, spec_of(FAMILY))
 
 
@@ -220,7 +220,7 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
     assert float((inputs["image_embeds"] - wanted.flatten(0, 1)).abs().max()) <= 4 * float((moved - wanted).abs().max())
     features = DiffusionTask(given="first")
     features.bind(spec_of(family), None)
-    with pytest.raises(TesseraError, match="embeddings of given frames"):
+    with raises("data.features-without-frame-embeddings"):
         features.inputs(batch.with_tensors(clean=torch.zeros(20, family.patch_values)))
 
 
@@ -237,5 +237,5 @@ def test_noise_on_given_images_is_that_of_the_sample_and_some_go_without(folder:
     moved = (noisy - plain).norm()
     assert 0 < (conditions(given_noise={"mean": -12.0, "std": 0.0}) - plain).norm() < 1e-2 * moved
     assert torch.equal(conditions(given_dropout=1.0), torch.zeros_like(plain))
-    with pytest.raises(TesseraError, match="channels alone"):
+    with raises("generation.image-dropout-unsupported"):
         online_task(folder, FAMILY, given_dropout=0.5)

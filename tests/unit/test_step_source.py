@@ -16,8 +16,8 @@ import tessera
 from tessera.core.batch import Batch
 from tessera.core.callback import Callback
 from tessera.core.step_source import StepSource
-from tessera.errors import TesseraError
 from tessera.training.steps import DataWait
+from tests.errors import raises
 from tests.toys.callbacks import StopAt
 from tests.toys.step_sources import ListSteps, Policy, PolicyGradient, Rollout
 from tests.unit.test_given_objects import Points, Regression, net
@@ -78,7 +78,7 @@ def test_a_source_that_returns_no_batches_is_refused_by_name(returned: Any) -> N
         def next_step(self) -> Any:
             return returned
 
-    with pytest.raises(TesseraError, match="Forgetful"):
+    with raises("data.no-batches"):
         DataWait().next_step(Forgetful([]), lambda: False)
 
 
@@ -145,5 +145,5 @@ def test_a_source_without_rows_has_no_epochs(tmp_path: Path) -> None:
     settings = recipe(tmp_path)
     del settings["train"]["steps"]
     settings["train"]["epochs"] = 1
-    with pytest.raises(tessera.TesseraError, match=r"train\.epochs"):
+    with raises("data.unknown-length", "train.epochs"):
         tessera.train(settings, model=policy(), task=PolicyGradient(), dataset=Rollout())

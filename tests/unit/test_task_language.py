@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tessera.config.run_config import load_config
 from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, Segments, trained_positions
 from tessera.core.outputs import LOGITS, Projection
-from tessera.errors import TesseraError
 from tessera.tasks.answers import answer_log_probs
 from tessera.tasks.language import LanguageTask, embedding_noise
 from tessera.training.setup import build_meta_model
+from tests.errors import raises
 from tests.task_parts import sum_and_count
 
 
@@ -94,5 +94,5 @@ def test_training_reads_the_noise_and_evaluation_does_not() -> None:
 
 
 def test_a_model_that_reads_no_noise_is_told() -> None:
-    with pytest.raises(TesseraError, match="reads no noise"):
+    with raises("task.no-embedding-noise"):
         LanguageTask(neftune_alpha=5.0).check(None, torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -17,12 +17,12 @@ import pytest
 from tessera.config.run_config import RunConfig, TrackerSection, load_config
 from tessera.config.trust import named_code
 from tessera.core.callback import Callback
-from tessera.errors import TesseraError
 from tessera.runtime.files import read_metrics
 from tessera.training import trackers
 from tessera.training.callbacks import named_callbacks
 from tessera.training.run import resume, train
 from tessera.training.trackers import IDS, TrackedRun, Tracker, Trackers, check_trackers, flat_settings, known_ids
+from tests.errors import raises
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -166,30 +166,30 @@ def test_a_missing_package_is_told_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TesseraError, match="needs the package swanlab") as caught:
+    with raises("environment.tracker-not-installed") as caught:
         check_trackers(recipe(tmp_path, "swanlab").log)
     assert "pip install swanlab" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("tracker", "told"),
+    ("tracker", "error"),
     [
-        ("wnadb", "wandb"),
-        ({"name": "tensorboard", "project": "p"}, "no effect"),
-        ({"name": "mlflow", "workspace": "p"}, "no effect"),
-        ({"name": "mlflow", "uri": "http://here", "mode": "offline"}, "no effect"),
-        ({"name": "wandb", "mode": "maybe"}, "offline"),
+        ("wnadb", "recipe.wrong-value"),
+        ({"name": "tensorboard", "project": "p"}, "recipe.wrong-value"),
+        ({"name": "mlflow", "workspace": "p"}, "recipe.wrong-value"),
+        ({"name": "mlflow", "uri": "http://here", "mode": "offline"}, "recipe.wrong-value"),
+        ({"name": "wandb", "mode": "maybe"}, "recipe.several-problems"),
     ],
 )
-def test_wrong_trackers_are_told(tracker: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match=told):
+def test_wrong_trackers_are_told(tracker: Any, error: str, tmp_path: Path) -> None:
+    with raises(error):
         recipe(tmp_path, tracker)
 
 
 def test_a_tracker_named_twice_and_the_old_key_are_told(tmp_path: Path) -> None:
-    with pytest.raises(TesseraError, match="2 times"):
+    with raises("recipe.wrong-value"):
         recipe(tmp_path, "wandb", {"name": "wandb"})
-    with pytest.raises(TesseraError, match=r"log\.trackers"):
+    with raises("recipe.renamed-key", "log.trackers"):
         load_config({**RECIPE, "log": {"tensorboard": True}})
 
 
@@ -311,18 +311,18 @@ def test_callbacks_are_named_in_a_recipe_with_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("callback", "told"),
+    ("callback", "error"),
     [
-        ("os:system", "part of Python itself"),
-        ("tests.toys.callbacks:StopAtt", "is not there"),
-        ("no_such_package.callbacks:X", "cannot import"),
-        ("json", "not an import path"),
-        ("tessera.errors:TesseraError", "cannot make a callback"),
-        ({"name": "tests.toys.callbacks:StopAt", "options": {"stepp": 1}}, "cannot be made"),
+        ("os:system", "recipe.part-of-python"),
+        ("tests.toys.callbacks:StopAtt", "recipe.no-attribute"),
+        ("no_such_package.callbacks:X", "recipe.cannot-import"),
+        ("json", "recipe.not-an-import-path"),
+        ("tessera.errors:TesseraError", "recipe.wrong-class"),
+        ({"name": "tests.toys.callbacks:StopAt", "options": {"stepp": 1}}, "recipe.wrong-options"),
     ],
 )
-def test_what_is_no_callback_is_refused(callback: Any, told: str) -> None:
-    with pytest.raises(TesseraError, match=told):
+def test_what_is_no_callback_is_refused(callback: Any, error: str) -> None:
+    with raises(error):
         named_callbacks(load_config(RECIPE, {"train.callbacks": [callback]}).train)
 
 

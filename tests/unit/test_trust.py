@@ -20,6 +20,7 @@ from tessera.errors import TesseraError
 from tessera.models import FAMILIES, resolve
 from tessera.models.foreign import import_class
 from tessera.tasks import TASKS
+from tests.errors import raises
 
 TOYS = "tests.toys.own_data"
 FOREIGN = """
@@ -117,7 +118,7 @@ def test_every_other_road_refuses_them_too(path: str) -> None:
 
 def test_modules_of_python_itself_are_refused_before_they_are_imported() -> None:
     for find in (TASKS.get, KINDS.get, FAMILIES.get, lambda path: rows(dataset=path)):
-        with pytest.raises(TesseraError, match="part of Python itself"):
+        with raises("recipe.part-of-python"):
             find("antigravity:fly")
     assert "antigravity" not in sys.modules
 
@@ -134,7 +135,7 @@ def test_what_is_imported_by_a_path_is_asked_about_too(
     config = load_config(recipe(tmp_path, data={"kind": "custom", "options": {"dataset": path}}))
     if path in named_code(config):
         return
-    with pytest.raises(TesseraError, match="not an import path"):
+    with raises("recipe.not-an-import-path"):
         rows(dataset=path)
     assert not mark.exists()
 
@@ -145,14 +146,14 @@ def test_own_functions_may_say_what_they_return(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     assert len(rows(dataset="my_foreign_set:fitting", arguments={"command": "x"})) == 4
     assert len(rows(dataset="my_foreign_set:Set")) == 4
-    with pytest.raises(TesseraError, match="returns int"):
+    with raises("recipe.wrong-class"):
         rows(dataset="my_foreign_set:wrong", arguments={"command": "x"})
-    with pytest.raises(TesseraError, match="part of Python itself"):
+    with raises("recipe.part-of-python"):
         rows(dataset="my_foreign_set:system", arguments={"command": "x"})
-    with pytest.raises(TesseraError, match="part of Python itself"):
+    with raises("recipe.part-of-python"):
         rows(dataset="my_foreign_set:os.system", arguments={"command": "x"})
     assert mark.read_text() == "imported"
-    with pytest.raises(TesseraError, match="gives a NoneType"):  # a function of the user's own that says nothing
+    with raises("data.not-a-dataset", "NoneType"):  # a function of the user's own that says nothing
         rows(dataset="my_foreign_set:unsaid", arguments={"command": "x"})
 
 
@@ -165,7 +166,7 @@ def test_the_same_function_installed_as_a_library_has_to_say_it(
     (library / "my_installed_set.py").write_text(FOREIGN.format(mark=str(mark)))
     monkeypatch.syspath_prepend(str(library))
     assert len(rows(dataset="my_installed_set:fitting", arguments={"command": "x"})) == 4
-    with pytest.raises(TesseraError, match="does not say what it returns"):
+    with raises("recipe.wrong-class"):
         rows(dataset="my_installed_set:unsaid", arguments={"command": "x"})
     assert mark.read_text() == "imported"
 
@@ -210,7 +211,7 @@ def test_a_folder_that_somebody_else_made_is_shown_and_not_run(
             use()
         assert "tests.toys.own_models:PlainNet" in str(raised.value)
         assert "--trust" in str(raised.value)
-    with pytest.raises(TesseraError, match=f"data.options.dataset: {TOYS}:Digits"):
+    with raises("run.code-not-trusted", str(TOYS)):
         tessera.resume(run.folder, trust={"tests.toys.own_models:PlainNet"})
     tessera.load(run.folder, trust={"tests.toys.own_models:PlainNet"})
     tessera.resume(run.folder, {"train.steps": 3}, trust=True)
@@ -291,7 +292,7 @@ def test_a_recipe_that_names_the_code_itself_may_begin_from_a_foreign_run(tmp_pa
     section = {"path": str(run.folder), "family": "module", "config": {"class": "tests.toys.own_models:PlainNet"}}
     again = tessera.train(recipe(tmp_path, name="again", model=section))
     assert again.checkpoint is not None
-    with pytest.raises(TesseraError, match="PlainNet"):
+    with raises("run.code-not-trusted", "PlainNet"):
         tessera.train(recipe(tmp_path, name="unsaid", model={"path": str(run.folder)}))
 
 
@@ -316,7 +317,7 @@ def test_a_note_that_cannot_be_written_stops_no_run(
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "file" / "below"))
     run = tessera.train(recipe(tmp_path))
     assert "will ask for --trust" in capsys.readouterr().err
-    with pytest.raises(TesseraError, match="--trust"):
+    with raises("run.code-not-trusted", "--trust"):
         tessera.resume(run.folder)
 
 
@@ -332,5 +333,5 @@ def test_the_id_of_a_run_is_no_path(tmp_path: Path, state: Path) -> None:
     run = tessera.train(recipe(tmp_path))
     (tmp_path / "evil.json").write_text(json.dumps({"code": [f"{TOYS}:Digits", "tests.toys.own_models:PlainNet"]}))
     (run.folder / RUN_ID).write_text("../../evil")
-    with pytest.raises(TesseraError, match="--trust"):
+    with raises("run.code-not-trusted", "--trust"):
         tessera.resume(run.folder)

@@ -13,9 +13,9 @@ from tessera.checkpoint.forms import StoredForm, native_shapes
 from tessera.checkpoint.legacy.forms import job_tensors
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
-from tessera.errors import TesseraError
 from tessera.models import build_on_meta, resolve
 from tessera.weights.file_plan import PlannedTensor
+from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
 
@@ -49,14 +49,14 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(
 ) -> None:
     _, folder, recipe = begun
     other = tessera.convert(folder, tmp_path / "other", to="mm", layout={})
-    with pytest.raises(TesseraError, match=r"do not fit|layers|gives"):
+    with raises("weights.shape-mismatch"):
         losses(recipe, tmp_path / "a", weights=str(other), config={"text.intermediate_size": 200})
-    with pytest.raises(TesseraError, match="neither"):
+    with raises("checkpoint.not-dcp-folder"):
         losses(recipe, tmp_path / "b", weights=str(folder))
-    with pytest.raises(TesseraError, match="there is no such folder"):
+    with raises("checkpoint.folder-missing"):
         losses(recipe, tmp_path / "c", weights=str(tmp_path / "nowhere"))
     without = {key: value for key, value in recipe.items() if key != "model"}
-    with pytest.raises(TesseraError, match="which model"):
+    with raises("recipe.wrong-value"):
         tessera.train({**without, "model": {"family": "qwen2_vl", "preset": "quickstart", "weights": str(other)}})
 
 
