@@ -26,6 +26,10 @@ _LARGEST_BLOCK = 1 << 16  # values that share a scale in a tensor of bitsandbyte
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the eight values of a word
 
 
+def _damaged(where: str, what: str) -> TesseraError:
+    return TesseraError(what, where=where, code="weights.damaged-quantization")
+
+
 @dataclass(frozen=True)
 class QuantizedWeight(ABC):
     """Describe one weight: its shape, and the names of the tensors that it is computed from."""
@@ -188,21 +192,13 @@ def _blocks(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], 
     sound = isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     fits = sound and len(shape) == len(scales) >= 2 and shape[:-2] == scales[:-2]
     if not fits or any(-(-n // block) != m for n, m, block in zip(shape[-2:], scales[-2:], size, strict=True)):
-        raise TesseraError(
-            f"{scale} {list(scales)} does not fit {weight} {list(shape)} in blocks of {size}",
-            where=where,
-            code="weights.damaged-quantization",
-        )
+        raise _damaged(where, f"{scale} {list(scales)} does not fit {weight} {list(shape)} in blocks of {size}")
     return ScaledFloat8(shape, (weight, scale), (int(size[0]), int(size[1])))
 
 
 def _one_scale(weight: str, scale: str, shapes: Shapes, where: str) -> ScaledFloat8:
     if not shapes[weight] or math.prod(shapes[scale]) not in (1, shapes[weight][0]):
-        raise TesseraError(
-            f"{scale} {list(shapes[scale])} does not fit {weight} {list(shapes[weight])}",
-            where=where,
-            code="weights.damaged-quantization",
-        )
+        raise _damaged(where, f"{scale} {list(shapes[scale])} does not fit {weight} {list(shapes[weight])}")
     return ScaledFloat8(shapes[weight], (weight, scale))
 
 
@@ -213,9 +209,7 @@ def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping
         nested = int(state.get("nested_blocksize") or 0)
         offset = float(state.get("nested_offset") or 0.0)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise TesseraError(
-            f"{name} does not describe a weight: {error}", where=where, code="weights.damaged-quantization"
-        ) from None
+        raise _damaged(where, f"{name} does not describe a weight: {error}") from None
     parts = [weight, f"{weight}.absmax", f"{weight}.quant_map"]
     if nested:
         parts += [f"{weight}.nested_absmax", f"{weight}.nested_quant_map"]
@@ -224,18 +218,12 @@ def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping
     sound = kind in ("nf4", "fp4") and 0 < blocksize <= _LARGEST_BLOCK and min(shape, default=0) > 0
     sound = sound and 0 <= nested <= _LARGEST_BLOCK and math.isfinite(offset)
     if missing or not sound or math.prod(shapes[weight]) != -(-count // 2):
-        raise TesseraError(
-            f"{weight} is not the {kind} of {list(shape)}: {missing or 'sizes do not fit'}",
-            where=where,
-            code="weights.damaged-quantization",
-        )
+        raise _damaged(where, f"{weight} is not the {kind} of {list(shape)}: {missing or 'sizes do not fit'}")
     blocks = -(-count // blocksize)
     sizes = [blocks, 16] + ([-(-blocks // nested), 256] if nested else [])
     for part, size in zip(parts[1:], sizes, strict=True):
         if math.prod(shapes[part]) != size:
-            raise TesseraError(
-                f"{part} {list(shapes[part])} must have {size} values", where=where, code="weights.damaged-quantization"
-            )
+            raise _damaged(where, f"{part} {list(shapes[part])} must have {size} values")
     return FourBit(shape, tuple(parts), blocksize, nested, offset)
 
 
@@ -277,9 +265,7 @@ def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str
         fits = fits and shapes.get(index, (inputs,)) == (inputs,)
     if not fits:
         tensors = ", ".join(f"{name} {list(shapes[name])}" for name in [*names, index] if name in shapes)
-        raise TesseraError(
-            f"these do not make one weight of {bits} bits: {tensors}", where=where, code="weights.damaged-quantization"
-        )
+        raise _damaged(where, f"these do not make one weight of {bits} bits: {tensors}")
     if method == "awq":
         return AwqWeight((scales[1], packed[0]), tuple(names))
     names += [index] * (index in shapes)

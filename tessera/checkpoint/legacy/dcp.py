@@ -112,11 +112,7 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
             )
         name = _text(where["relative_path"])
         if Path(name).name != name or name in (".", ".."):
-            raise TesseraError(
-                f"it names the file {name!r} outside of the folder",
-                where=str(folder / METADATA),
-                code="checkpoint.path-outside-folder",
-            )
+            raise ValueError(f"it names the file {name!r} outside of the folder")
         if name not in files:
             check_inside(folder / name, folder)
             files[name] = folder / name
@@ -136,19 +132,11 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         check_cover(_text(name), shape, chunks, str(folder / METADATA))
         missing = [offsets for offsets, _ in chunks if (name, str(offsets)) not in stored]
         if missing:
-            raise TesseraError(
-                f"the part of {name!r} at {missing[0]} is in no file",
-                where=str(folder / METADATA),
-                code="checkpoint.dcp-part-missing",
-            )
+            raise ValueError(f"the part of {name!r} at {missing[0]} is in no file")
         parts = tuple(_Part(offsets, sizes, *stored[name, str(offsets)]) for offsets, sizes in chunks)
         spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
         if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):
-            raise TesseraError(
-                f"two parts of {name!r} are the same bytes",
-                where=str(folder / METADATA),
-                code="checkpoint.dcp-parts-overlap",
-            )
+            raise ValueError(f"two parts of {name!r} are the same bytes")
         tensors[name] = DcpTensor(name, dtype, shape, parts)
     return tensors
 

@@ -31,7 +31,6 @@ _PUSHED = frozenset(
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_SET": set}
 _FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_IGNORED = frozenset({"PROTO", "FRAME"})
 
 
 @dataclass(frozen=True)
@@ -109,26 +108,71 @@ class _Machine:
 
     def step(self, opcode: str, argument: Any, position: int | None) -> None:
         """Carry out one opcode."""
-        if opcode in _PUSHED:
-            self.stack.append(argument)
-        elif opcode in _CONSTANTS:
-            self.stack.append(_CONSTANTS[opcode])
-        elif opcode in _EMPTY:
-            self.stack.append(_EMPTY[opcode]())
-        elif opcode in _FIXED_TUPLES:
-            count = _FIXED_TUPLES[opcode]
-            self.stack.append(tuple(reversed([self.pop() for _ in range(count)])))
-        elif opcode in _IGNORED:
-            pass
-        else:
-            handler = _HANDLERS.get(opcode)
-            if handler is None:
+        match opcode:
+            case "PROTO" | "FRAME":
+                pass
+            case _ if opcode in _PUSHED:
+                self.stack.append(argument)
+            case _ if opcode in _CONSTANTS:
+                self.stack.append(_CONSTANTS[opcode])
+            case _ if opcode in _EMPTY:
+                self.stack.append(_EMPTY[opcode]())
+            case _ if opcode in _FIXED_TUPLES:
+                self.stack.append(tuple(reversed([self.pop() for _ in range(_FIXED_TUPLES[opcode])])))
+            case "MARK":
+                self.stack.append(_MARK)
+            case "POP":
+                self.stack.pop()
+            case "POP_MARK":
+                self.pop_to_mark()
+            case "DUP":
+                self.stack.append(self.top())
+            case "TUPLE":
+                self.stack.append(tuple(self.pop_to_mark()))
+            case "LIST":
+                self.stack.append(self.pop_to_mark())
+            case "DICT":
+                self.stack.append(self.keys.dictionary(self.pop_to_mark()))
+            case "FROZENSET":
+                self.stack.append(frozenset(map(self.keys, self.pop_to_mark())))
+            case "APPEND":
+                self.extend([self.pop()])
+            case "APPENDS" | "ADDITEMS":
+                self.extend(self.pop_to_mark())
+            case "SETITEM":
+                value, key = self.pop(), self.pop()
+                self.update(self.keys.dictionary([key, value]))
+            case "SETITEMS":
+                self.update(self.keys.dictionary(self.pop_to_mark()))
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                self.put(argument)
+            case "MEMOIZE":
+                self.put(len(self.memo))
+            case "GET" | "BINGET" | "LONG_BINGET":
+                self.stack.append(self.memo[argument])
+            case "GLOBAL":
+                self.push_name(*argument.partition(" ")[::2])
+            case "STACK_GLOBAL":
+                name, module = self.pop(), self.pop()
+                self.push_name(module, name)
+            case "REDUCE":
+                self.call()
+            case "NEWOBJ":
+                self.call(new=True)
+            case "NEWOBJ_EX":
+                keywords = self.pop()
+                self.call(new=True)
+                self.update(keywords)
+            case "BUILD":
+                self.set_state(self.pop())
+            case "BINPERSID":
+                self.stack.append(PersistentId(self.pop()))
+            case _:
                 raise TesseraError(
                     f"the pickle in it uses {opcode} at byte {position}, which is refused",
                     where=self.where,
                     code="checkpoint.forbidden-pickle",
                 )
-            handler(self, argument)
 
     def pop(self) -> Any:
         value = self.stack.pop()
@@ -151,88 +195,29 @@ class _Machine:
             raise ValueError("a mark where a value belongs")
         return value
 
-    def mark(self, _: Any) -> None:
-        self.stack.append(_MARK)
-
-    def discard(self, _: Any) -> None:
-        self.stack.pop()
-
-    def discard_to_mark(self, _: Any) -> None:
-        self.pop_to_mark()
-
-    def duplicate(self, _: Any) -> None:
-        self.stack.append(self.top())
-
-    def make_tuple(self, _: Any) -> None:
-        self.stack.append(tuple(self.pop_to_mark()))
-
-    def make_list(self, _: Any) -> None:
-        self.stack.append(self.pop_to_mark())
-
-    def make_dict(self, _: Any) -> None:
-        values = self.pop_to_mark()
-        self.stack.append(self.keys.dictionary(values))
-
-    def make_frozen_set(self, _: Any) -> None:
-        self.stack.append(frozenset(map(self.keys, self.pop_to_mark())))
-
-    def append(self, _: Any) -> None:
-        value = self.pop()
-        self.extend(self.top(), [value])
-
-    def append_many(self, _: Any) -> None:
-        values = self.pop_to_mark()
-        self.extend(self.top(), values)
-
-    def add_items(self, _: Any) -> None:
-        values = self.pop_to_mark()
+    def extend(self, values: list[Any]) -> None:
+        """Append values to the list, the set or the description on top of the stack."""
         target = self.top()
-        if not isinstance(target, set):
-            raise ValueError("elements are added to something that is no set")
-        target.update(map(self.keys, values))
-
-    def extend(self, target: Any, values: list[Any]) -> None:
         if isinstance(target, list):
             target.extend(values)
+        elif isinstance(target, set):
+            target.update(map(self.keys, values))
         elif isinstance(target, Described):
             target.elements.extend(values)
         else:
             raise ValueError("elements are appended to something that is no list")
 
-    def set_item(self, _: Any) -> None:
-        value, key = self.pop(), self.pop()
-        self.update(self.top(), self.keys.dictionary([key, value]))
-
-    def set_items(self, _: Any) -> None:
-        values = self.pop_to_mark()
-        self.update(self.top(), self.keys.dictionary(values))
-
-    def update(self, target: Any, items: dict[Any, Any]) -> None:
-        if isinstance(target, dict):
-            target.update(items)
-        elif isinstance(target, Described):
-            target.items.update(items)
-        else:
+    def update(self, items: Any) -> None:
+        """Set items of the dictionary or the description on top of the stack."""
+        target = self.top()
+        if not isinstance(target, (dict, Described)) or not isinstance(items, dict):
             raise ValueError("items are set on something that is no dictionary")
+        (target.items if isinstance(target, Described) else target).update(items)
 
     def put(self, argument: int) -> None:
         if not 0 <= argument < MOST_OPCODES:  # larger numbers could all have one hash
             raise ValueError("an entry of the memo beyond the limit")
         self.memo[argument] = self.top()
-
-    def put_next(self, _: Any) -> None:
-        self.memo[len(self.memo)] = self.top()
-
-    def get(self, argument: int) -> None:
-        self.stack.append(self.memo[argument])
-
-    def global_name(self, argument: str) -> None:
-        module, _, name = argument.partition(" ")
-        self.push_name(module, name)
-
-    def stack_global(self, _: Any) -> None:
-        name, module = self.pop(), self.pop()
-        self.push_name(module, name)
 
     def push_name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -247,30 +232,18 @@ class _Machine:
             )
         self.stack.append(full_name)
 
-    def call(self, _: Any) -> None:
+    def call(self, new: bool = False) -> None:
         """Describe a call; nothing is called."""
         arguments, function = self.pop(), self.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise ValueError("a call of something that is no name")
-        self.stack.append(Described(function, arguments))
+        self.stack.append(Described(function, arguments, new=new))
 
-    def new_object(self, _: Any) -> None:
-        self.call(None)
-        self.top().new = True
-
-    def new_object_with_keywords(self, _: Any) -> None:
-        keywords = self.pop()
-        self.new_object(None)
-        self.update(self.top(), keywords)
-
-    def set_state(self, _: Any) -> None:
-        state, target = self.pop(), self.top()
+    def set_state(self, state: Any) -> None:
+        target = self.top()
         if not isinstance(target, Described) or target.state is not None:
             raise ValueError("a state for something that has none")
         target.state = state
-
-    def persistent(self, _: Any) -> None:
-        self.stack.append(PersistentId(self.pop()))
 
 
 class Keys:
@@ -305,34 +278,3 @@ def _flat(key: tuple[Any, ...]) -> bool:
     """Return whether a tuple is short and holds no tuples: to hash these may take forever, or more stack than there
     is."""
     return len(key) <= _LONGEST_KEY and not any(isinstance(item, (tuple, PersistentId)) for item in key)
-
-
-_HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": _Machine.mark,
-    "POP": _Machine.discard,
-    "POP_MARK": _Machine.discard_to_mark,
-    "DUP": _Machine.duplicate,
-    "TUPLE": _Machine.make_tuple,
-    "LIST": _Machine.make_list,
-    "DICT": _Machine.make_dict,
-    "FROZENSET": _Machine.make_frozen_set,
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.append_many,
-    "ADDITEMS": _Machine.add_items,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.set_items,
-    "PUT": _Machine.put,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "MEMOIZE": _Machine.put_next,
-    "GET": _Machine.get,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
-    "GLOBAL": _Machine.global_name,
-    "STACK_GLOBAL": _Machine.stack_global,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.new_object,
-    "NEWOBJ_EX": _Machine.new_object_with_keywords,
-    "BUILD": _Machine.set_state,
-    "BINPERSID": _Machine.persistent,
-}

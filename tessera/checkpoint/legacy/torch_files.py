@@ -63,6 +63,10 @@ def plain_names(name: Name) -> bool:
     return name == _ENCODE or (full.startswith(_BESIDE) and not full.startswith(_NEVER))
 
 
+def _damaged(path: Path, what: str) -> TesseraError:
+    return TesseraError(what, where=str(path), code="checkpoint.damaged-torch-file")
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """Describe a tensor in a file: where its storage begins, and its offset and strides there."""
@@ -80,11 +84,7 @@ class StoredTensor:
     def check_size(self) -> None:
         """Refuse a tensor that would take more memory than its bytes in the file, as one with a stride of 0 does."""
         if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
-            raise TesseraError(
-                "a tensor in it has more elements than its storage",
-                where=str(self.file),
-                code="checkpoint.damaged-torch-file",
-            )
+            raise _damaged(self.file, "a tensor in it has more elements than its storage")
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Return the tensor, or a box of it: mapped pages if its elements are in order, otherwise a copy."""
@@ -175,7 +175,7 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
         )
     entries = {entry.filename: entry for entry in listed}
     if len(entries) != len(listed):
-        raise TesseraError("two entries of it have one name", where=str(path), code="checkpoint.damaged-torch-file")
+        raise _damaged(path, "two entries of it have one name")
     for entry in listed:
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise TesseraError(
@@ -295,25 +295,13 @@ class _TorchReader:
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             sound = False
         if not sound:
-            raise TesseraError(
-                "a tensor in it is described in a way that torch does not",
-                where=str(self.path),
-                code="checkpoint.damaged-torch-file",
-            )
+            raise _damaged(self.path, "a tensor in it is described in a way that torch does not")
         begin, length = self.storage(key)
         if elements * width != length or self.kinds.setdefault(key, class_name) != class_name:
-            raise TesseraError(
-                f"its storage {key!r} is not as large, or of the type, as is said",
-                where=str(self.path),
-                code="checkpoint.damaged-torch-file",
-            )
+            raise _damaged(self.path, f"its storage {key!r} is not as large, or of the type, as is said")
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         if 0 not in shape and last * dtype.itemsize > length:
-            raise TesseraError(
-                f"a tensor in it reaches beyond its storage {key!r}",
-                where=str(self.path),
-                code="checkpoint.damaged-torch-file",
-            )
+            raise _damaged(self.path, f"a tensor in it reaches beyond its storage {key!r}")
         return StoredTensor(self.path, begin, length, dtype, tuple(shape), tuple(stride), offset)
 
     def storage(self, key: str) -> tuple[int, int]:
@@ -321,24 +309,14 @@ class _TorchReader:
         if key not in self.storages:
             entry = self.entries.get(f"{self.folder}data/{key}")
             if entry is None:
-                raise TesseraError(
-                    f"its storage {key!r} is missing", where=str(self.path), code="checkpoint.damaged-torch-file"
-                )
+                raise _damaged(self.path, f"its storage {key!r} is missing")
             self.opened.seek(self.start + entry.header_offset)
             header = self.opened.read(30)
             if len(header) != 30 or header[:4] != b"PK\x03\x04":
-                raise TesseraError(
-                    f"the header of its storage {key!r} is damaged",
-                    where=str(self.path),
-                    code="checkpoint.damaged-torch-file",
-                )
+                raise _damaged(self.path, f"the header of its storage {key!r} is damaged")
             name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             begin = self.start + entry.header_offset + 30 + name + extra
             if begin + entry.file_size > os.fstat(self.opened.fileno()).st_size:
-                raise TesseraError(
-                    f"its storage {key!r} ends behind the end of the file",
-                    where=str(self.path),
-                    code="checkpoint.damaged-torch-file",
-                )
+                raise _damaged(self.path, f"its storage {key!r} ends behind the end of the file")
             self.storages[key] = begin, entry.file_size
         return self.storages[key]
