@@ -101,7 +101,8 @@ def _is_none(node: ast.expr) -> bool:
 def raised(tree: ast.Module, where: str, names: set[str], with_own_code: set[str]) -> Iterator[Raised]:
     """Yield the errors that a file constructs."""
     scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in names]
+    subclasses = names - {"TesseraError"}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in subclasses]
     initializers = {
         id(node): kind.name
         for kind in classes
@@ -122,7 +123,10 @@ def raised(tree: ast.Module, where: str, names: set[str], with_own_code: set[str
         if value is None and (name in with_own_code or None in keywords):
             code = ""
         cause = template(node.args[0] if node.args else keywords.get("what"), scope)
-        yield Raised(f"{where}:{node.lineno}", code, cause, template(keywords.get("fix"), scope))
+        cure = template(keywords.get("fix"), scope)
+        if not cure.strip("… ") and {"allowed", "nearest"} & keywords.keys():
+            cure = "use a value that the message lists"
+        yield Raised(f"{where}:{node.lineno}", code, cause, cure)
 
 
 def all_raised() -> list[Raised]:

@@ -17,6 +17,7 @@ SHARED = {
     "reference/compat-fsdp2.md",
     "reference/compat-megatron.md",
     "reference/compat-pretrain.md",
+    "reference/error-codes.md",
     "reference/presets.md",
 }
 # Pages whose Chinese side is still to be written. A new page does not belong here: it comes with both.

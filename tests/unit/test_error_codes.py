@@ -1,0 +1,34 @@
+"""Every error has a stable code, and one page lists all codes."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+
+from tessera.errors import TesseraError
+from tests.error_codes import CODE, PAGE, all_raised, page, raised
+
+
+def test_every_error_has_a_code_of_a_listed_subject() -> None:
+    errors = all_raised()
+    assert len(errors) > 1000
+    assert [error.where for error in errors if error.code is None] == []
+    wrong = {error.where: error.code for error in errors if error.code and not CODE.fullmatch(error.code)}
+    assert wrong == {}, f"a code is subject.two-to-six-words; subjects are in {PAGE.name}"
+
+
+def test_the_page_lists_every_code() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.error_codes"
+
+
+def test_a_planted_error_without_a_code_is_found() -> None:
+    tree = ast.parse("def f(x):\n    raise TesseraError(f'no {x}', fix='name it')\n")
+    (error,) = raised(tree, "f.py", {"TesseraError"}, set())
+    assert (error.where, error.code, error.cause, error.cure) == ("f.py:2", None, "no <x>", "name it")
+
+
+def test_the_code_is_the_last_line_and_survives_a_process_border() -> None:
+    error = TesseraError("no column a", fix="name another", code="data.unknown-column")
+    assert str(error).splitlines()[-1].split() == ["code:", "data.unknown-column"]
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.code, str(copy)) == (error.code, str(error))
