@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from generation_cases import WAN, example, put, tiny_parts, tiny_predictor, tiny_videos, write_videos, write_wan
 
-from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.entry_points import inference_sora, posttrain_sora_dpo, pretrain
 from tessera_compat.mindspeed_mm.job import recipe_of
 from tessera_compat.mindspeed_mm.migrate import lay_out
 from tessera_compat.state import destroy
+from tests.errors import raises
 from tests.toys.generation_set import write_video
 
 ROOT = Path(__file__).parents[2]
@@ -78,14 +78,14 @@ def test_pairs_that_are_weighed_and_jobs_of_another_kind_are_refused(here: Path)
     _, report = recipe_of(parse_args(job(here, weight_alpha=0.7), allow_refused=True))
     assert [entry.key for entry in report.refused] == ["dpo.weight_alpha"]
     words = job(here)
-    with pytest.raises(TesseraError, match=r"posttrain_sora_dpo\.py"):
+    with raises("job.preference-entry", "posttrain_sora_dpo.py"):
         pretrain(words)
     model = json.loads(Path("model.json").read_text())
     put(Path("model.json"), {**model, "load_video_features": True, "load_text_features": True})
-    with pytest.raises(TesseraError, match="pairs are read as videos"):
+    with raises("job.preference-features"):
         posttrain_sora_dpo(words)
     put(Path("model.json"), {key: value for key, value in model.items() if key != "dpo"})
-    with pytest.raises(TesseraError, match="section dpo is missing"):
+    with raises("job.preference-section-missing"):
         posttrain_sora_dpo(words)
 
 
@@ -130,5 +130,5 @@ def test_two_ranks_sample_one_video_together(here: Path) -> None:
 
 def test_stages_of_a_model_that_samples_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TesseraError, match="not stages"):
+    with raises("job.sampling-pipeline"):
         inference_sora(["--pipeline-model-parallel-size", "2"])

@@ -24,9 +24,9 @@ from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
 from tessera.diffusion.hunyuan_video_1_5.config import HunyuanVideo15Config
 from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.diffusion.processor import GenerationProcessor
-from tessera.errors import TesseraError
 from tessera.tools.data_features import write_features
 from tests.close import assert_as_close, distance
+from tests.errors import raises
 from tests.toys.generation_set import rows_of, write_image, write_jsonl, write_video
 from tests.toys.sampling_folders import write_hunyuan_video_1_5_i2v, write_hunyuan_video_i2v
 
@@ -142,9 +142,9 @@ def test_training_on_features_is_training_on_videos(world: tuple[Path, Any], tmp
 
 def test_what_such_a_model_needs_is_asked_for(world: tuple[Path, Any], tmp_path: Path) -> None:
     folder = world[0]
-    with pytest.raises(TesseraError, match="continues given images"):
+    with raises("generation.given-frames-mismatch"):
         tessera.plan(recipe(folder, folder / "videos.jsonl", given="none"), world=1)
-    with pytest.raises(TesseraError, match="image_encoder"):
+    with raises("generation.missing-image-encoder", "image_encoder"):
         frame_embeddings(tmp_path)
 
 

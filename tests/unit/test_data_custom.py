@@ -375,5 +375,5 @@ def test_held_out_data_of_its_own(tmp_path: Path) -> None:
     run = tessera.train(recipe(tmp_path, "held", options, steps=2))
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines].count("eval") == 1
-    with pytest.raises(TesseraError, match="no held-out data"):
+    with raises("data.no-held-out-data"):
         rows(split="eval", dataset=f"{TOYS}:Digits")

@@ -12,7 +12,6 @@ from PIL import Image
 
 from tessera.diffusion.sampling.files import Generated, Record, check_out, metadata_path, read_record, write_samples
 from tessera.diffusion.sampling.request import Request, read_prompts
-from tessera.errors import TesseraError
 from tests.errors import raises
 
 
@@ -105,13 +104,13 @@ def test_names_that_cannot_hold_the_sample_are_refused_before_the_work(name: str
 def test_odd_sizes_and_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("av")
     odd = samples(moving_square(2, height=31))
-    with pytest.raises(TesseraError, match="even sizes"):
+    with raises("output.mp4-odd-size"):
         write(tmp_path / "x.mp4", Request(prompts=["a"]), odd)
     (tmp_path / "file").write_text("")
-    with pytest.raises(TesseraError, match="cannot be written"):
+    with raises("output.not-writable"):
         write(tmp_path / "file" / "x.gif", Request(prompts=["a"]), odd)
     (tmp_path / "y.gif").mkdir()
-    with pytest.raises(TesseraError, match="is a folder"):
+    with raises("output.is-a-folder"):
         check_out(tmp_path / "y.gif", 1)
 
 

@@ -98,7 +98,7 @@ def test_a_vision_language_model_learns_rewards_with_adapters_and_is_asked_for_t
     model, processor = tessera.load(run.folder, device="cpu")
     questions = [json.loads(line) for line in (data / "pairs.jsonl").read_text().splitlines()[:2]]
     talks = [row["messages"] for row in questions]
-    with pytest.raises(TesseraError, match="generates no text"):
+    with raises("generation.reward-model"):
         model.generate(processor(talks[0], root=data))
     better, worse = (
         [[*row["messages"], {"role": "assistant", "content": side(row)}] for row in questions]
