@@ -115,19 +115,19 @@ def test_what_only_running_would_tell_hurts_where_it_is_used(tmp_path: Path) -> 
     job = read(tmp_path, f"{beside}mkdir -p logs && torchrun --master_port $PORT a.py 2>&1 | tee x\n{tail}")
     assert (job.entry, job.argv) == ("a.py", [])
     for text, line, said in (
-        ("\nif grep -q x y; then LR=1; fi\ntorchrun a.py --lr $LR\n", 2, "a condition that cannot be decided"),
-        ("nvidia-smi && A=1\ntorchrun a.py $A\n", 1, "a condition that cannot be decided"),
-        ("case $(uname) in Linux) A=1;; esac\ntorchrun a.py $A\n", 1, "a condition that cannot be decided"),
-        ("if hostname -f; then\n torchrun a.py\nfi\n", 1, "whether line 2 starts the job depends on a condition"),
-        ("A=1\nfor A in {1..3}; do :; done\ntorchrun a.py $A\n", 2, "a condition that cannot be decided"),
-        ("A=1\nread A\ntorchrun a.py $A\n", 2, "the output of a command"),
-        ("A=1\nA=${A%%x}\ntorchrun a.py $A\n", 2, "form of a variable"),
-        ("torchrun a.py $((RANDOM % 9))\n", 1, "a random number"),
-        ("cd /\ntorchrun a.py\n", 2, "changes to /"),
-        ("A=1\nif [ -d / ]; then\n  exit 1\nfi\ntorchrun a.py\n", 3, "the script ends here"),
-        ("A=1\n: ${MUST:?}\ntorchrun a.py\n", 2, "MUST is not set"),
+        ("\nif grep -q x y; then LR=1; fi\ntorchrun a.py --lr $LR\n", 2, "job.script-unknown-value"),
+        ("nvidia-smi && A=1\ntorchrun a.py $A\n", 1, "job.script-unknown-value"),
+        ("case $(uname) in Linux) A=1;; esac\ntorchrun a.py $A\n", 1, "job.script-unknown-value"),
+        ("if hostname -f; then\n torchrun a.py\nfi\n", 1, "job.script-unknown-value"),
+        ("A=1\nfor A in {1..3}; do :; done\ntorchrun a.py $A\n", 2, "job.script-unknown-value"),
+        ("A=1\nread A\ntorchrun a.py $A\n", 2, "job.script-unknown-value"),
+        ("A=1\nA=${A%%x}\ntorchrun a.py $A\n", 2, "job.script-unknown-value"),
+        ("torchrun a.py $((RANDOM % 9))\n", 1, "job.script-unknown-value"),
+        ("cd /\ntorchrun a.py\n", 2, "job.script-folder"),
+        ("A=1\nif [ -d / ]; then\n  exit 1\nfi\ntorchrun a.py\n", 3, "job.script-ends-early"),
+        ("A=1\n: ${MUST:?}\ntorchrun a.py\n", 2, "job.variable-missing"),
     ):
-        with pytest.raises(TesseraError, match=said) as caught:
+        with raises(said) as caught:
             read(tmp_path, text)
         assert f"job.sh:{line}\n" in f"{caught.value}\n", str(caught.value)
 

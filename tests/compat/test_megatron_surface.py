@@ -286,12 +286,12 @@ def test_ranks_are_grouped_with_tensor_parallelism_fastest() -> None:
 def test_groups_that_cannot_be_made_are_refused(alone: None) -> None:
     parallel_state.destroy_model_parallel()
     for arguments, message in (
-        ({"tensor_model_parallel_size": 2}, "1 ranks cannot be split"),
-        ({"order": "tp-tp-dp"}, "at most once"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "two pipeline stages"),
-        ({"encoder_tensor_model_parallel_size": 1}, "one stack of layers"),
+        ({"tensor_model_parallel_size": 2}, "megatron.rank-count"),
+        ({"order": "tp-tp-dp"}, "megatron.axis-order"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "megatron.interleaved-stages"),
+        ({"encoder_tensor_model_parallel_size": 1}, "megatron.unsupported-argument"),
     ):
-        with pytest.raises(TesseraError, match=message):
+        with raises(message):
             parallel_state.initialize_model_parallel(**arguments)  # type: ignore[arg-type]
     with raises("megatron.not-initialized"):
         parallel_state.get_tensor_model_parallel_rank()
@@ -468,10 +468,10 @@ def test_half_written_changed_and_foreign_checkpoints_are_refused(tmp_path: Path
         dist_checkpointing.save({"f": print}, tmp_path / "function")
     dist_checkpointing.save(state_dict, tmp_path / "c")
     for other, message in (
-        ({"v": ShardedTensor.from_rank_offsets("v", torch.ones(2))}, "no 'v'"),
-        ({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, r"has the shape \[2\]"),
+        ({"v": ShardedTensor.from_rank_offsets("v", torch.ones(2))}, "megatron.checkpoint-key-missing"),
+        ({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, "megatron.checkpoint-shape"),
     ):
-        with pytest.raises(TesseraError, match=message):
+        with raises(message):
             dist_checkpointing.load(other, tmp_path / "c")
     metadata = json.loads((tmp_path / "c/metadata.json").read_text())
     for key, value in (("files", 3), ("files", [{}]), ("tensors", {"w": {"shape": [2], "parts": [7]}}), ("tensors", 1)):

@@ -236,12 +236,12 @@ def test_headers_that_are_wrong(tmp_path: Path) -> None:
     place = data.index(b"strh") + 8 + 32
     assert struct.unpack_from("<I", data, place) == (40,)
     every = VideoSampling(frames=100, multiple=1)
-    for claimed, told in ((39, None), (42, None), (400, "its header says 400 frames, 40"), (10, "10 frames, 40 are")):
+    for claimed, told in ((39, None), (42, None), (400, "media.damaged-file 400 40"), (10, "media.damaged-file 10 40")):
         part = Part("video", data[:place] + struct.pack("<I", claimed) + data[place + 4 :])
         if told is None:
             assert len(decode(part, tmp_path, LIMITS, every)) == probe(part, tmp_path, LIMITS, every).frames == claimed
         else:
-            with pytest.raises(TesseraError, match=told):
+            with raises(told):
                 decode(part, tmp_path, LIMITS, every)
     whole = media_zoo.clip("h264-open.mkv", 100)
     with raises("media.damaged-file"):
@@ -323,19 +323,19 @@ def test_sound_that_is_refused(tmp_path: Path) -> None:
     wav, flac = media_zoo.sound("sound.wav"), media_zoo.sound("sound.flac")
 
     def refused(data: bytes, told: str, sampling: MediaSampling = SOUND, what: Any = decode) -> None:
-        with pytest.raises(TesseraError, match=told):
+        with raises(told):
             what(Part("audio", data), tmp_path, LIMITS, sampling)
 
-    refused(wav, "lasts 2 s, 1 are allowed", MediaSampling(audio=AudioSampling(16_000, max_seconds=1)), probe)
-    refused(flac[: len(flac) // 2], "damaged audio")
-    refused(wav[: len(wav) // 2], "damaged audio")
-    refused(wav[: len(wav) // 2], "damaged audio", what=probe)
+    refused(wav, "media.audio-too-long", MediaSampling(audio=AudioSampling(16_000, max_seconds=1)), probe)
+    refused(flac[: len(flac) // 2], "media.damaged-file")
+    refused(wav[: len(wav) // 2], "media.damaged-file")
+    refused(wav[: len(wav) // 2], "media.damaged-file", what=probe)
     at = wav.index(b"data") + 4
     for endless in (0x7FFFF000, 0xFFFFFFFF):  # as programs write it that do not know how much follows
         piped = wav[:at] + struct.pack("<I", endless) + wav[at + 4 :]
         assert len(decode(Part("audio", piped), tmp_path, LIMITS, SOUND)) == 24_000
-    refused(wav[:30], "unreadable audio")
-    refused(b"", "unreadable audio")
-    refused(media_zoo.clip("mpeg4.mp4", 4), "no sound in it", what=probe)
-    refused(wav[:24] + struct.pack("<I", 7) + wav[28:], "7 samples a second", what=probe)
+    refused(wav[:30], "media.unreadable-file")
+    refused(b"", "media.unreadable-file")
+    refused(media_zoo.clip("mpeg4.mp4", 4), "media.no-such-stream", what=probe)
+    refused(wav[:24] + struct.pack("<I", 7) + wav[28:], "media.unreadable-file", what=probe)
     assert len(decode(Part("audio", media_zoo.tone(1, 100)), tmp_path, LIMITS, SOUND)) == 100

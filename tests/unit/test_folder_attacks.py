@@ -77,16 +77,16 @@ def test_the_sound_folder_loads(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, and the weights are"),
-        ({"num_hidden_layers": 5000}, "num_hidden_layers = 5000, and the weights are"),
+        ({"num_hidden_layers": 10**9}, "weights.fewer-than-layers num_hidden_layers 1000000000"),
+        ({"num_hidden_layers": 5000}, "weights.fewer-than-layers num_hidden_layers 5000"),
         ({"hidden_size": 10**12}, "has shape|cannot be built|must be at most"),
         ({"vocab_size": 10**10}, "has shape|cannot be built|must be at most"),
         ({"intermediate_size": 1 << 52, "hidden_size": 1 << 40}, "has shape|cannot be built|must be at most"),
-        ({"vocab_size": 9 * 10**7}, "has shape"),
-        ({"vocab_size": 10**30}, "beyond all sense"),
-        ({"rms_norm_eps": float("nan")}, "beyond all sense"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta"),
-        ({"text_config": {"depths": [2, 10**8]}}, "text_config.depths = 100000000"),
+        ({"vocab_size": 9 * 10**7}, "weights.shape-mismatch"),
+        ({"vocab_size": 10**30}, "model.absurd-size"),
+        ({"rms_norm_eps": float("nan")}, "model.absurd-size"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "recipe.wrong-value rope_theta"),
+        ({"text_config": {"depths": [2, 10**8]}}, "weights.fewer-than-layers text_config.depths 100000000"),
     ],
     ids=str,
 )
@@ -95,9 +95,9 @@ def test_sizes_are_held_against_the_files_first(
 ) -> None:
     change_config(folder, **fields)
     began = time.monotonic()
-    with pytest.raises(TesseraError, match=told):
+    with raises(told):
         tessera.load(folder, device="cpu")
-    with pytest.raises(TesseraError, match=told):
+    with raises(told):
         tessera.train(recipe(folder, tmp_path / "runs"))
     assert time.monotonic() - began < 60  # for ever, or as long as there is memory
 

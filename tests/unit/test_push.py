@@ -229,7 +229,7 @@ def test_a_model_and_adapters_go_to_modelscope_as_its_library_sends_them(
     assert modelscope.models["me/mine"]["README.md"] == b"# by hand"
     push(adapters(tmp_path / "lora", "org/base"), "ms://me/lora")
     assert json.loads(modelscope.models["me/lora"]["adapter_config.json"])["base_model_name_or_path"] == "org/base"
-    with pytest.raises(TesseraError, match="exists and is public"):
+    with raises("hub.repository-is-public"):
         push(model, "ms://me/lora", private=True)
     printed = capsys.readouterr()
     assert "Upload Report" not in printed.out
