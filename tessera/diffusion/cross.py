@@ -1,25 +1,36 @@
-"""Main sequence, plan, costs and example batches of families whose latents attend to the text."""
+"""Transformers whose latents attend to each other and to the text: model, plan, costs and example batches.
+
+Batches have `latents` [T, patch values], `positions` [3, T] (frame, row, column, in patches), `sample_index` [T],
+`timesteps`, `text` [L, width] and, where the family reads them, `image_embeds` [M, width]; see `diffusion.batches`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
-from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.model_plan import ModelPlan, Stream
+from tessera.core.outputs import LATENTS as PREDICTION
+from tessera.core.outputs import Outputs
 from tessera.core.spec import FULL, Training
 from tessera.diffusion.config import DiffusersConfig
 from tessera.diffusion.family import GenerationSpec
+from tessera.diffusion.plan import generation_plan
 from tessera.diffusion.spec import generation_family
 from tessera.models.text.costs import Measures
-from tessera.nn.stage_carry import CARRY
+from tessera.nn.dit import FeedForward, Modulation, TimeEmbedding, modulated_norm, time_index
+from tessera.nn.stage_carry import pack_carry, unpack_carry
+from tessera.nn.vit import PatchEmbed
+from tessera.ops.pointwise import Angles
 
-BOTH = "{weight,bias}"
 EXAMPLE_TEXT = 512
 # The main sequence. The task makes latents on the device, from whole samples; the index has those of a rank.
 LATENTS = Stream(
@@ -30,22 +41,6 @@ LATENTS = Stream(
     index="token_index",
     own_segments="latents.own",
 )
-# Tensor-parallel styles of parameters that all these families have.
-STYLES: Mapping[str, TensorStyle] = {
-    f"embed.{{patch,modulation}}.{BOTH}": "replicate",
-    f"embed.{{time,text}}.{{up,down}}.{BOTH}": "replicate",
-    "blocks.{*}.modulation.table": "replicate",
-    f"blocks.{{*}}.cross.q.{BOTH}": "column",
-    f"blocks.{{*}}.cross.kv.{{k,v}}.{BOTH}": "column",
-    "blocks.{*}.cross.{q_norm,k_norm}.weight": "features",
-    "blocks.{*}.cross.out.weight": "row",
-    "blocks.{*}.cross.out.bias": "replicate",
-    f"blocks.{{*}}.mlp.up.{BOTH}": "column",
-    "blocks.{*}.mlp.down.weight": "row",
-    "blocks.{*}.mlp.down.bias": "replicate",
-    "head.modulation.table": "replicate",
-    f"head.proj.{BOTH}": "replicate",
-}
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,7 @@ class CrossShape:
     """Hold the sizes of a transformer with cross attention, from which its costs follow."""
 
     width: int  # heads x head size
+    heads: int
     layers: int
     block: int  # weights of one block by which a token is multiplied
     latent_values: int  # of an input token
@@ -79,33 +75,132 @@ def cross_family(
     return generation_family(name, config, presets, work=_work, measures=batch_measures, example=_example, **parts)
 
 
-def cross_plan(
-    shape: CrossShape,
-    styles: Mapping[str, TensorStyle],
-    heads: Mapping[str, int],
-    embed: float,
-    **more: Any,
-) -> ModelPlan:
-    """Return the parallel plan. `styles`: beside `STYLES`. `embed`: the cost of embeddings in weights. `more`: further
-    fields of `ModelPlan`."""
-    return ModelPlan(
-        blocks=("blocks.{*}",),
-        tensor={**STYLES, **styles},
-        units=(
-            PipelineUnit("embed", embed / shape.block),
-            PipelineUnit("blocks.{*}", 1.0, "latents", StageActivation(CARRY, shape.width)),
-            PipelineUnit("head", shape.out_values * shape.width / shape.block),
-        ),
-        streams={"latents": LATENTS},
-        attention=("blocks.{*}.attn.core",),
-        heads={f"blocks.{{*}}.{name}": count for name, count in heads.items()},
-        **more,
-    )
+def cross_plan(shape: CrossShape, embed: float, **more: Any) -> ModelPlan:
+    """Return the parallel plan. `embed`: the cost of embeddings in weights. `more`: as of `generation_plan`."""
+    head = shape.out_values * shape.width / shape.block
+    units = {"embed": embed / shape.block, "blocks.{*}": 1.0, "head": head}
+    return generation_plan(LATENTS, shape.width, shape.heads, units, **more)
 
 
-def latent_segments(batch: Batch) -> Segments:
-    """Return the bounds of the samples among the tokens that a rank has."""
-    return batch.segments.get(LATENTS.own_segments, batch.segments[LATENTS.segments])
+# ---------------------------------------------------------------------------------------------- model
+
+
+@dataclass(frozen=True)
+class CrossLayout:
+    """Hold the inputs of all blocks that have no gradient."""
+
+    angles: Angles
+    times: Tensor | None  # [T]: which entry of the modulation belongs to each token; see `time_index`
+    segments: Segments  # of the whole sequence
+    local: Segments  # of the tokens that this rank has
+    text: Segments
+    image: Segments | None
+
+
+class CrossEmbeddings(nn.Module):
+    """Embed tokens and conditions: all that the blocks read and that has weights."""
+
+    def __init__(self, shape: CrossShape, image: nn.Module | None = None) -> None:
+        """`image`: embeds the embeddings of given images."""
+        super().__init__()
+        self.patch = PatchEmbed(shape.latent_values, shape.width, bias=True)
+        self.time = TimeEmbedding(shape.time_features, shape.width)
+        self.modulation = nn.Linear(shape.width, 6 * shape.width)
+        self.text = FeedForward(shape.text_width, shape.width, shape.width)
+        self.image = image
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return embedded tokens, text and images, and time [S, 7, D]: the embedding, then the modulation of blocks."""
+        x: Tensor = self.patch(batch["latents"])
+        time = self.time(batch["timesteps"]).to(x.dtype)
+        modulation = self.modulation(F.silu(time)).view(time.shape[0], 6, -1)
+        image = None if self.image is None else self.image(batch["image_embeds"].to(x.dtype))
+        return x, self.text(batch["text"].to(x.dtype)), image, torch.cat([time.unsqueeze(1), modulation], dim=1)
+
+
+class CrossHead(nn.Module):
+    """Predict the values of patches."""
+
+    def __init__(self, shape: CrossShape, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.modulation = Modulation(2, shape.width)
+        self.proj = nn.Linear(shape.width, shape.out_values)
+
+    def forward(self, x: Tensor, time: Tensor, times: Tensor | None) -> Tensor:
+        shift, scale = self.modulation(time, times)
+        out: Tensor = self.proj(modulated_norm(x, shift, scale, self.eps))
+        return out
+
+
+class CrossTransformer(nn.Module, ABC):
+    """Predict a velocity for each token.
+
+    Parts that are None are in another pipeline stage. `carry` holds the activation of the stage before: tokens, then
+    text, image embeddings and time, which are computed once and travel with the tokens.
+    """
+
+    narrow_init: ClassVar[Sequence[str]] = ()  # parts of the embeddings whose weights begin normal, with 0.02
+
+    def __init__(
+        self, shape: CrossShape, block: Callable[[], nn.Module], eps: float, image: nn.Module | None = None
+    ) -> None:
+        """`block`: makes a block, called with tokens, text, image embeddings, modulation and layout."""
+        super().__init__()
+        self.shape = shape
+        self.embed: CrossEmbeddings | None = CrossEmbeddings(shape, image)
+        self.blocks = nn.ModuleList(block() for _ in range(shape.layers))
+        self.head: CrossHead | None = CrossHead(shape, eps)
+
+    @abstractmethod
+    def angles(self, batch: Batch) -> Angles:
+        """Return the rotation of each token by its position."""
+
+    def forward(self, batch: Batch, carry: Tensor | None = None) -> Outputs | Tensor:
+        if self.embed is not None:
+            x, text, image, time = self.embed(batch)
+        else:
+            x, text, image, time = self._unpacked(carry, batch)
+        layout = CrossLayout(
+            self.angles(batch),
+            time_index(batch),
+            batch.segments["latents"],
+            batch.segments.get(LATENTS.own_segments, batch.segments["latents"]),
+            batch.segments["text"],
+            batch.segments.get("image_embeds"),
+        )
+        for block in self.blocks:
+            if block is not None:
+                x = block(x, text, image, time[:, 1:], layout)
+        if self.head is None:
+            parts = (text, image, time.flatten(0, 1))
+            return pack_carry(x, *(part for part in parts if part is not None))
+        return {PREDICTION: self.head(x, time[:, :1], layout.times)}
+
+    def _unpacked(self, carry: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        images = len(batch["image_embeds"]) if self.shape.image_width and "image_embeds" in batch else 0
+        counts = (len(batch["sample_index"]), len(batch["text"]), images, 7 * len(batch["timesteps"]))
+        x, text, image, time = unpack_carry(carry, *counts)
+        return x, text, image if images else None, time.view(-1, 7, time.shape[-1])
+
+    @torch.no_grad()
+    def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        """Fill an unsharded parameter with initial weights: the prediction begins at zero."""
+        *path, kind = name.split(".")
+        if kind in ("bias", "positions") or path[:2] == ["head", "proj"]:
+            tensor.zero_()
+        elif "norm" in path[-1]:
+            tensor.fill_(1.0)
+        elif kind == "table":
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+        elif path[0] == "embed" and path[1] in self.narrow_init:
+            tensor.normal_(0.0, 0.02, generator=generator)
+        else:
+            bound = (6.0 / sum(tensor.shape)) ** 0.5
+            tensor.uniform_(-bound, bound, generator=generator)
+
+
+# ---------------------------------------------------------------------------------------------- costs
 
 
 def batch_measures(batch: Batch) -> dict[str, np.ndarray]:

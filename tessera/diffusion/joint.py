@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from tessera.core.batch import Batch, Segments
-from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, Stream, TensorStyle
+from tessera.core.model_plan import ModelPlan, Stream
 from tessera.core.spec import FULL, Training
 from tessera.diffusion.config import DiffusersConfig
-from tessera.diffusion.cross import BOTH
 from tessera.diffusion.family import GenerationSpec
+from tessera.diffusion.plan import generation_plan
 from tessera.diffusion.spec import generation_family
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
-from tessera.nn.stage_carry import CARRY
 from tessera.weights.map import ColumnsByHead, Rule, WeightMap
 
 # The task makes latents and text on the device, from whole samples; the indices have those of a rank.
@@ -79,78 +78,16 @@ def _work(config: JointConfig, measures: Measures, training: Training) -> np.nda
 # ---------------------------------------------------------------------------------------------- plan
 
 
-def joint_plan(shape: TransformerShape) -> ModelPlan:
-    """Return how the transformer may be split over devices."""
-    block, carry = shape.block, StageActivation(CARRY, shape.block.hidden)
-    layer = 2 * _layer_weights(shape)  # of a double block
-    embed = (shape.latent_values + shape.text_width) * block.hidden
-    units = [PipelineUnit("embed", embed / layer)]
-    attention: list[str] = []
-    blocks: list[str] = []
-    heads: dict[str, int] = {}
-    if shape.double:
-        blocks.append("blocks.{*}")
-        attention.append("blocks.{*}.attn.core")
-        heads |= {f"blocks.{{*}}.attn.{name}": block.heads for name in ("{latent,text}", "{latent,text}.{q,k,v}")}
-        units.append(PipelineUnit("blocks.{*}", 1.0, "latents", carry))
-    if shape.dual_blocks:
-        attention.append("blocks.{*}.attn2.core")
-        heads |= {f"blocks.{{*}}.attn2.{name}": block.heads for name in ("latent", "latent.{q,k,v}")}
-    if shape.single:
-        blocks.append("single_blocks.{*}")
-        attention.append("single_blocks.{*}.core")
-        heads |= {f"single_blocks.{{*}}.{name}": block.heads for name in ("proj", "proj.{q,k,v}")}
-        units.append(PipelineUnit("single_blocks.{*}", _layer_weights(shape) / layer, "latents", carry))
-    units.append(PipelineUnit("head", shape.out_values * block.hidden / layer))
-    return ModelPlan(
-        blocks=tuple(blocks),
-        tensor=joint_styles(shape),
-        units=tuple(units),
-        streams={"latents": JOINT_STREAM},
-        attention=tuple(attention),
-        heads=heads,
-    )
-
-
-def joint_styles(shape: TransformerShape) -> dict[str, TensorStyle]:
-    """Return the tensor-parallel style of every parameter."""
-    conditions = [name for name, has in (("guidance", shape.guidance), ("pooled", shape.pooled_width)) if has]
-    styles: dict[str, TensorStyle] = {
-        f"embed.{{latents,text}}.{BOTH}": "replicate",
-        f"embed.{{{','.join(['time', *conditions])}}}.{{up,down}}.{BOTH}": "replicate",
-        f"head.{{modulation,proj}}.{BOTH}": "replicate",
-    }
-    tables = {"table": shape.table, "text_norm": shape.text_norm, "kind": shape.sample_kinds}
-    styles |= {f"embed.{name}.weight": "replicate" for name, has in tables.items() if has}
-    norm = shape.block.qk_norm
-    if shape.double:
-        styles[f"blocks.{{*}}.{{latent_modulation,text_modulation}}.{BOTH}"] = "replicate"
-        styles |= _mlp_styles("blocks.{*}.{latent_mlp,text_mlp}")
-        styles |= _attention_styles("blocks.{*}.attn", "{latent,text}", "{latent_norm,text_norm}", norm)
-        styles |= _out_styles("blocks.{*}.attn.{latent_out,text_out}")
-    if shape.dual_blocks:
-        styles |= _attention_styles("blocks.{*}.attn2", "latent", "latent_norm", norm)
-        styles |= _out_styles("blocks.{*}.attn2.latent_out")
-    if shape.single:
-        styles[f"single_blocks.{{*}}.modulation.{BOTH}"] = "replicate"
-        styles |= _attention_styles("single_blocks.{*}", "proj", "norm", norm, "{q,k,v,up}")
-        styles |= _out_styles("single_blocks.{*}.out")
-    return styles
-
-
-def _attention_styles(
-    path: str, projections: str, norms: str, norm: bool, names: str = "{q,k,v}"
-) -> dict[str, TensorStyle]:
-    styles: dict[str, TensorStyle] = {f"{path}.{projections}.{names}.{BOTH}": "column"}
-    return styles | {f"{path}.{norms}.{{q,k}}.weight": "heads"} if norm else styles
-
-
-def _mlp_styles(path: str) -> dict[str, TensorStyle]:
-    return {f"{path}.up.{BOTH}": "column", **_out_styles(f"{path}.down")}
-
-
-def _out_styles(path: str) -> dict[str, TensorStyle]:
-    return {f"{path}.weight": "row", f"{path}.bias": "replicate"}
+def joint_plan(shape: TransformerShape, stream: Stream = JOINT_STREAM, **more: Any) -> ModelPlan:
+    """Return how the transformer may be split over devices. `more`: as of `generation_plan`."""
+    hidden, layer = shape.block.hidden, 2 * _layer_weights(shape)  # of a double block
+    units = {"embed": (shape.latent_values + shape.text_width) * hidden / layer}
+    units |= {"blocks.{*}": 1.0} if shape.double else {}
+    units |= {"single_blocks.{*}": _layer_weights(shape) / layer} if shape.single else {}
+    units["head"] = shape.out_values * hidden / layer
+    cores = {"blocks.{*}.attn": shape.double, "blocks.{*}.attn2": shape.dual_blocks, "single_blocks.{*}": shape.single}
+    attention = [f"{path}.core" for path, present in cores.items() if present]
+    return generation_plan(stream, hidden, shape.block.heads, units, attention=attention, **more)
 
 
 # ---------------------------------------------------------------------------------------------- parameter names
@@ -279,7 +216,5 @@ def joint_example(config: JointConfig, tokens: int) -> Batch:
         tensors["pooled"] = torch.zeros(1, shape.pooled_width)
     if shape.guidance:
         tensors["guidance"] = torch.zeros(1)
-    if shape.sample_kinds:
-        tensors["additional_t_cond"] = torch.zeros(1, dtype=torch.int64)
     segments = {"latents": Segments.of([tokens]), "text": Segments.of([text])}
     return Batch(tensors, segments, {"latents": ((1, 1, latents),)}, sample_ids=("example",), seeds=(0,))

@@ -49,7 +49,7 @@ _SHARE = 4  # and no more than this part of the memory that is free
 _ROUNDINGS = 8.0  # how many times the effect of one rounding of the weights two right results may be apart
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
-_SCALARS = {"guidance": 3.5, "additional_t_cond": 0}  # one number of a sample
+_SCALARS = {"guidance": 3.5}  # one number of a sample
 _TIME = 500.0  # of 1000; a thousandth of it, as some classes of diffusers are given it, is exact
 
 

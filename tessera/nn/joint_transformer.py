@@ -50,7 +50,6 @@ class TransformerShape:
     dual_blocks: tuple[int, ...] = ()  # double blocks in which latents attend among themselves, too
     last_rest: TextRest = "kept"  # for text behind the last attention, where no single block follows
     reference_time: bool = False  # whether latents of reference images have the time 0
-    sample_kinds: int = 0  # kinds of samples, which `additional_t_cond` names; 0: none
 
     def rest(self, block: int) -> TextRest:
         """Return what a double block does with text behind its attention."""
@@ -70,7 +69,7 @@ class PositionTable(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Embed latents, text, and conditions of a sample: time, guidance scale, pooled text, kind."""
+    """Embed latents, text, and conditions of a sample: time, guidance scale, pooled text."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -83,7 +82,6 @@ class Embeddings(nn.Module):
         self.time = TimeEmbedding(TIME_FEATURES, hidden)
         self.guidance = TimeEmbedding(TIME_FEATURES, hidden) if shape.guidance else None
         self.pooled = FeedForward(shape.pooled_width, hidden, hidden, F.silu) if shape.pooled_width else None
-        self.kind = nn.Embedding(shape.sample_kinds, hidden) if shape.sample_kinds else None
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return latents, text, and the conditions of samples, to which modulations are linear."""
@@ -103,11 +101,6 @@ class Embeddings(nn.Module):
             condition = condition + self.guidance(batch["guidance"] * GUIDANCE_UNIT)
         if self.pooled is not None:
             condition = condition + self.pooled(batch["pooled"].to(dtype))
-        if self.kind is not None:
-            kinds = batch.get("additional_t_cond")  # without it, all samples are of the first kind
-            if kinds is None:
-                kinds = condition.new_zeros(len(condition), dtype=torch.int64)
-            condition = condition + self.kind(kinds)
         return condition
 
 
@@ -131,7 +124,7 @@ class JointTransformer(nn.Module):
 
     Batch: `latents` [N, values], `text` [L, width], `latent_index` [N] and `text_index` [L] (their places in the main
     sequence of N + L elements), `positions` [3, N + L], `sample_index` [N + L], `timesteps` [S] from 0 to 1000,
-    segments "latents" of the main sequence; by options `pooled` [S, width], `guidance` [S], `additional_t_cond` [S],
+    segments "latents" of the main sequence; by options `pooled` [S, width], `guidance` [S],
     segments "text", of which each precedes the latents of its sample.
 
     Parts that are None are in another pipeline stage. `carry` holds the activation of the stage before: the main

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from tessera.diffusion.cogvideox import weights as cogvideox_weights
 from tessera.diffusion.cogvideox.config import CogVideoXConfig
-from tessera.diffusion.cogvideox.weights import weights as cogvideox_weights
 from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
 from tessera.diffusion.hunyuan_video.weights import original as hunyuan_original
 from tessera.diffusion.joint import plain_rules

@@ -50,8 +50,6 @@ class JointFamily(GenerationFamily):
             tensors["pooled"] = torch.randn(samples, shape.pooled_width, generator=generator)
         if shape.guidance:
             tensors["guidance"] = torch.rand(samples, generator=generator) * 5
-        if shape.sample_kinds:
-            tensors["additional_t_cond"] = torch.tensor([1, 0, 0])
         segments = {"latents": Segments.of([sum(one) for one in both]), "text": Segments.of([*self.text, 0])}
         return Batch(tensors, segments, seeds=(0,), shapes={"latents": self.grids})
 
@@ -133,12 +131,9 @@ class QwenImage(JointFamily):
         },
         "edit": {**_tiny, "num_layers": 3},
         "time of references": {**_tiny, "num_attention_heads": 4, "zero_cond_t": True},
-        "layers": {**_tiny, "use_additional_t_cond": True, "use_layer3d_rope": True},
     }
 
     def images(self, config: Any) -> list[list[Grid]]:
-        if config.use_layer3d_rope:
-            return [[grid] * 3 for grid in self.grids]
         if config.zero_cond_t or config.num_layers == 3:
             return [[self.grids[0], (1, 2, 2), (1, 1, 4)], [self.grids[1], (1, 4, 5)]]
         return [[grid] for grid in self.grids]
@@ -153,7 +148,6 @@ class QwenImage(JointFamily):
                 None,
                 batch["timesteps"][at : at + 1] / 1000,
                 [grids],
-                additional_t_cond=batch["additional_t_cond"][at : at + 1] if config.use_additional_t_cond else None,
                 return_dict=False,
             )
             outputs.append(out[0][0])

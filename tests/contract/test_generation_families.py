@@ -132,7 +132,6 @@ def test_published_shapes_build_on_meta_and_the_plan_covers_every_parameter_once
     parameters = [path for path, _ in model.named_parameters()]
     assert not list(model.named_buffers())
     plan = spec.main.plan(config)
-    select(list(plan.tensor), parameters, "tensor plan")  # raises for a pattern that matches nothing
     modules = [path for path, _ in model.named_modules() if path]
     select([*plan.blocks, *plan.attention, *plan.float32], modules, "plan")
     owners = select([unit.pattern for unit in plan.units], modules, "units")

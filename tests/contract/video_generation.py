@@ -188,9 +188,9 @@ class HunyuanVideo15(GenerationFamily):
         "image": _tiny,
         "text alone": {**_tiny, "task_type": "t2v"},
         "patches": {**_tiny, "patch_size": 2, "patch_size_t": 2, "mlp_ratio": 3.0, "num_layers": 1},
-        "two times": {**_tiny, "use_meanflow": True, "num_refiner_layers": 2, "target_size": 960},
+        "larger": {**_tiny, "num_refiner_layers": 2, "target_size": 960},
     }
-    slow = ("text alone", "patches", "two times")  # a layer of 2048 x 2048 is in all of them
+    slow = ("text alone", "patches", "larger")  # a layer of 2048 x 2048 is in all of them
     trained = CogVideoX.trained
 
     def batch(self, config: Any, generator: torch.Generator) -> Batch:
@@ -198,8 +198,7 @@ class HunyuanVideo15(GenerationFamily):
         if config.task_type == "i2v":
             conditions = {"image_embeds": ([3, 3], config.image_embed_dim), **conditions}
         conditions["text"] = ([5, 3], config.text_embed_dim)
-        batch = joint_batch(self.grids, config.in_channels * config.patch_values, conditions, generator)
-        return batch.with_tensors(timesteps_r=torch.tensor([11.0, 200.0, 0.0])) if config.use_meanflow else batch
+        return joint_batch(self.grids, config.in_channels * config.patch_values, conditions, generator)
 
     def outputs(self, reference: Any, config: Any, batch: Batch) -> list[Tensor]:
         outputs = []
@@ -215,7 +214,7 @@ class HunyuanVideo15(GenerationFamily):
                 batch["timesteps"][at : at + 1].to(latents.dtype),
                 text[None],
                 torch.ones(1, len(text)),
-                batch["timesteps_r"][at : at + 1].to(latents.dtype) if config.use_meanflow else None,
+                None,
                 second[None],
                 torch.ones(1, len(second)),
                 features[None],

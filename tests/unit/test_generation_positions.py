@@ -7,7 +7,7 @@ from typing import Any
 from tessera.diffusion.captions import Captions
 from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.given_images import Grid
-from tessera.diffusion.qwen_image.config import QwenImageFamily, QwenImageLayeredFamily
+from tessera.diffusion.qwen_image.config import QwenImageFamily
 from tessera.diffusion.sd3.config import SD3Family
 from tests.errors import raises
 
@@ -27,11 +27,6 @@ def test_a_centered_grid_has_text_behind_the_largest_image() -> None:
     image = [[0, r, c] for r in (-2, -1, 0) for c in (-1, 0)]
     reference = [[1, -1, c] for c in (-4, -3, -2, -1, 0, 1, 2, 3)]
     assert positions(QwenImageFamily(**SHAPE), 2, (1, 3, 2), (1, 1, 8)) == [[4, 4, 4], [5, 5, 5], *image, *reference]
-
-
-def test_layers_are_frames_and_the_image_they_make_is_the_frame_before() -> None:
-    layers = positions(QwenImageLayeredFamily(**SHAPE), 1, (1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1))
-    assert layers == [[3, 3, 3], *([frame, -1, -1] for frame in (0, 1, 2, -1))]
 
 
 def test_a_table_is_read_in_its_middle_and_has_an_end() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch, Segments
 from tessera.diffusion.family import family_of
-from tessera.diffusion.qwen_image.config import QwenImageConfig, QwenImageLayeredFamily
+from tessera.diffusion.qwen_image.config import QwenImageConfig
 from tessera.models import resolve
 from tests.errors import raises
 
@@ -22,7 +22,6 @@ from tests.errors import raises
         ("flux", {"axes_dims_rope": [17, 55, 56]}, "recipe.wrong-value"),
         ("flux", {"in_channels": 66}, "recipe.wrong-value"),
         ("flux", {"num_layers": 0, "num_single_layers": 0}, "recipe.wrong-value"),
-        ("qwen_image", {"zero_cond_t": True, "use_layer3d_rope": True}, "recipe.wrong-value zero_cond_t"),
         ("qwen_image", {"axes_dims_rope": [16, 56, 60]}, "recipe.wrong-value"),
         ("sd3", {"caption_projection_dim": 1536}, "recipe.wrong-value caption_projection_dim 1152"),
         ("sd3", {"dual_attention_layers": [0, 18]}, "recipe.wrong-value 17"),
@@ -62,7 +61,6 @@ def test_what_a_model_reads_and_predicts_follows_from_its_configuration() -> Non
     with raises("generation.wrong-edit-image-count"):
         several.template(0)
     assert edit.edit("QwenImagePipeline") is None
-    assert type(family("qwen_image", "layered-20b")) is QwenImageLayeredFamily
 
 
 def test_work_of_samples_adds_up_to_that_of_their_batch_and_a_token_more_costs_little() -> None:

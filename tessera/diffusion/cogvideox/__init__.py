@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
+
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan, TensorStyle
+from tessera.core.spec import FULL, Training
 from tessera.diffusion.cogvideox.config import CogVideoXConfig
 from tessera.diffusion.cogvideox.model import CogVideoXModel
-from tessera.diffusion.cogvideox.plan import example, plan, work
-from tessera.diffusion.cogvideox.weights import weights
-from tessera.diffusion.joint import joint_family
+from tessera.diffusion.joint import JOINT_STREAM, joint_example, joint_family
+from tessera.diffusion.plan import BOTH, generation_plan
+from tessera.models.text.costs import Measures
+from tessera.weights.map import Reshape, Rule, WeightMap
 
 _LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
 _IMAGE = {"in_channels": 32}
@@ -32,6 +40,88 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "1.5-5b": _V15,
     "1.5-5b-i2v": {**_V15, **_IMAGE, "ofs_embed_dim": 512},
 }
+_PAIRS = (
+    ("embed.latents.{kind}", "patch_embed.proj.{kind}"),
+    ("embed.text.{kind}", "patch_embed.text_proj.{kind}"),
+    ("embed.time.up.{kind}", "time_embedding.linear_1.{kind}"),
+    ("embed.time.down.{kind}", "time_embedding.linear_2.{kind}"),
+    ("embed.offset.up.{kind}", "ofs_embedding.linear_1.{kind}"),
+    ("embed.offset.down.{kind}", "ofs_embedding.linear_2.{kind}"),
+    ("blocks.{i}.attn_modulation.{kind}", "transformer_blocks.{i}.norm1.linear.{kind}"),
+    ("blocks.{i}.attn_norm.{kind}", "transformer_blocks.{i}.norm1.norm.{kind}"),
+    ("blocks.{i}.attn.qkv.{x}.{kind}", "transformer_blocks.{i}.attn1.to_{x}.{kind}"),
+    ("blocks.{i}.attn.{x}_norm.{kind}", "transformer_blocks.{i}.attn1.norm_{x}.{kind}"),
+    ("blocks.{i}.attn.out.{kind}", "transformer_blocks.{i}.attn1.to_out.0.{kind}"),
+    ("blocks.{i}.mlp_modulation.{kind}", "transformer_blocks.{i}.norm2.linear.{kind}"),
+    ("blocks.{i}.mlp_norm.{kind}", "transformer_blocks.{i}.norm2.norm.{kind}"),
+    ("blocks.{i}.mlp.up.{kind}", "transformer_blocks.{i}.ff.net.0.proj.{kind}"),
+    ("blocks.{i}.mlp.down.{kind}", "transformer_blocks.{i}.ff.net.2.{kind}"),
+    ("head.norm.{kind}", "norm_final.{kind}"),
+    ("head.modulation.{kind}", "norm_out.linear.{kind}"),
+    ("head.modulated_norm.{kind}", "norm_out.norm.{kind}"),
+    ("head.proj.{kind}", "proj_out.{kind}"),
+)
+
+
+def weights(config: CogVideoXConfig) -> WeightMap:
+    """Return the weight map. Patches of one frame are embedded by a convolution in folders."""
+    size, rules = config.hidden_size, [Rule(native, foreign) for native, foreign in _PAIRS]
+    if config.patch_size_t is None:
+        patch = (config.in_channels, config.patch_size, config.patch_size)
+        flat = Reshape((size, config.in_channels * config.patch_size**2), (size, *patch))
+        rules.insert(0, Rule("embed.latents.weight", "patch_embed.proj.weight", flat))
+    if config.use_learned_positional_embeddings:
+        places = config.learned_places
+        table = Reshape((places, size), (1, places, size))
+        rules.append(Rule("embed.places.weight", "patch_embed.pos_embedding", table))
+    return WeightMap(tuple(rules))
+
+
+def plan(config: CogVideoXConfig) -> ModelPlan:
+    """Return how the model may be split over devices."""
+    size, values = config.hidden_size, config.patch_values
+    block = 12 * size**2
+    units = {
+        "embed": (config.in_channels * values + config.text_embed_dim) * size / block,
+        "blocks.{*}": 1.0,
+        "head": config.out_channels * values * size / block,
+    }
+    styles: dict[str, TensorStyle] = {
+        f"embed.offset.{{up,down}}.{BOTH}": "replicate",
+        "embed.places.weight": "replicate",
+        f"blocks.{{*}}.attn.{{q_norm,k_norm}}.{BOTH}": "heads",
+        f"head.{{norm,modulated_norm}}.{BOTH}": "replicate",
+    }
+    return generation_plan(JOINT_STREAM, size, config.num_attention_heads, units, styles=styles)
+
+
+def work(config: CogVideoXConfig, measures: Measures, training: Training) -> np.ndarray:
+    """Return the FLOPs of each sample; the offset, one entry for a whole batch, is not counted."""
+    blocks, first, last = (training.get(part, FULL) for part in ("blocks", "embed", "head"))
+    tokens, text = (measures[name].astype(np.float64) for name in ("tokens", "text"))
+    latents, size, time, values = tokens - text, config.hidden_size, config.time_embed_dim, config.patch_values
+    total: np.ndarray = (
+        blocks.weights * 2 * config.num_layers * 12 * size * (tokens * size + time)
+        + blocks.attention * 4 * config.num_layers * size * tokens**2
+        # Latents, text and times have no gradient, so their first product is computed once less.
+        + first.first * 2 * size * (latents * config.in_channels * values + text * config.text_embed_dim + time)
+        + first.weights * 2 * time**2
+        + last.weights * 2 * size * (latents * config.out_channels * values + 2 * time)
+    )
+    return total
+
+
+def example(config: CogVideoXConfig, tokens: int) -> Batch:
+    """Return a batch of one video; of a model with stored positions, of positions that it has."""
+    batch = joint_example(config, tokens)
+    if not config.use_learned_positional_embeddings:
+        return batch
+    _, rows, columns = config.grid
+    at = torch.arange(tokens) % (rows * columns)
+    places = torch.stack([torch.zeros_like(at), at // columns, at % columns])
+    return replace(batch, shapes={}).with_tensors(positions=places)  # no shape: a whole video may have more tokens
+
+
 SPEC = joint_family(
     "cogvideox",
     CogVideoXConfig,

@@ -7,8 +7,7 @@ from typing import Any
 
 from tessera.diffusion.hunyuan_video.config import HunyuanVideoConfig
 from tessera.diffusion.hunyuan_video.model import HunyuanVideoModel
-from tessera.diffusion.hunyuan_video.plan import plan, work
-from tessera.diffusion.hunyuan_video.weights import original, weights
+from tessera.diffusion.hunyuan_video.weights import original, weights, work
 from tessera.diffusion.joint import joint_family
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -35,6 +34,5 @@ SPEC = joint_family(
     weights,
     original,
     build=HunyuanVideoModel,
-    plan=plan,
     work=work,
 )

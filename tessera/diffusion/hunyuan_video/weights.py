@@ -1,9 +1,16 @@
-"""Parameter names of HunyuanVideo in diffusers folders and in the original checkpoints."""
+"""Parameter names of HunyuanVideo in diffusers folders and in the original checkpoints, and its costs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
+from tessera.core.spec import FULL, Training
 from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoConfig
-from tessera.diffusion.joint import CONDITIONS, double_rules, plain_rules, single_rules
+from tessera.diffusion.joint import CONDITIONS, double_rules, joint_work, plain_rules, single_rules
+from tessera.models.text.costs import Measures
+from tessera.nn.joint_transformer import TIME_FEATURES
 from tessera.weights.map import ColumnsByHead, Reshape, Rule, SwappedHalves, WeightMap, fused_rules
 
 _BLOCK = ("embed.text.blocks.{i}.", "context_embedder.token_refiner.refiner_blocks.{i}.")
@@ -112,3 +119,16 @@ def _patches(config: HunyuanConfig, foreign: str) -> Rule:
     size, channels = config.hidden_size, config.in_channels
     flat = Reshape((size, channels * config.patch_values), (size, channels, *config.patch))
     return Rule("embed.latents.weight", foreign, flat)
+
+
+def work(config: HunyuanConfig, measures: Measures, training: Training) -> np.ndarray:
+    """Return the FLOPs of each sample, with those of the refiner, which only text enters."""
+    passes, size, width = training.get("embed", FULL), config.hidden_size, config.text_embed_dim
+    text, layers = measures.get("refined", measures["text"]).astype(np.float64), config.num_refiner_layers
+    refiner: np.ndarray = (
+        passes.first * 2 * size * (text * width + TIME_FEATURES + width)
+        + passes.weights * 2 * size**2 * (layers * (12 * text + 2) + 2)
+        + passes.attention * 4 * size * layers * text**2
+    )
+    total: np.ndarray = joint_work(replace(config.shape, text_width=0), measures, training) + refiner
+    return total

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from tessera.core.batch import Batch
+from tessera.core.model_plan import ModelPlan
+from tessera.core.spec import FULL, Training
+from tessera.diffusion.hunyuan_video.weights import shared_rules
+from tessera.diffusion.hunyuan_video.weights import work as refined_work
 from tessera.diffusion.hunyuan_video_1_5.config import HunyuanVideo15Config
-from tessera.diffusion.hunyuan_video_1_5.model import HunyuanVideo15Model
-from tessera.diffusion.hunyuan_video_1_5.plan import measures, plan, work
-from tessera.diffusion.hunyuan_video_1_5.weights import weights
-from tessera.diffusion.joint import joint_family
+from tessera.diffusion.hunyuan_video_1_5.model import CONDITIONS, GLYPHS_INNER, HunyuanVideo15Model
+from tessera.diffusion.joint import JOINT_STREAM, batch_measures, joint_family, joint_plan, plain_rules
+from tessera.diffusion.plan import BOTH
+from tessera.models.text.costs import Measures
+from tessera.weights.map import WeightMap
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
@@ -31,6 +40,57 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "720p-t2v": {"task_type": "t2v", "target_size": 960},
     "720p-i2v": {"target_size": 960},
 }
+_OWN = (
+    ("embed.text_2.norm.{kind}", "context_embedder_2.norm.{kind}"),
+    ("embed.text_2.first.{kind}", "context_embedder_2.linear_1.{kind}"),
+    ("embed.text_2.mlp.up.{kind}", "context_embedder_2.linear_2.{kind}"),
+    ("embed.text_2.mlp.down.{kind}", "context_embedder_2.linear_3.{kind}"),
+    ("embed.image_embeds.in_norm.{kind}", "image_embedder.norm_in.{kind}"),
+    ("embed.image_embeds.mlp.up.{kind}", "image_embedder.linear_1.{kind}"),
+    ("embed.image_embeds.mlp.down.{kind}", "image_embedder.linear_2.{kind}"),
+    ("embed.image_embeds.out_norm.{kind}", "image_embedder.norm_out.{kind}"),
+    ("embed.kind.weight", "cond_type_embed.weight"),
+    ("embed.time.up.{kind}", "time_embed.timestep_embedder.linear_1.{kind}"),
+    ("embed.time.down.{kind}", "time_embed.timestep_embedder.linear_2.{kind}"),
+    ("head.modulation.{kind}", "norm_out.linear.{kind}"),
+)
+
+
+def weights(config: HunyuanVideo15Config) -> WeightMap:
+    return WeightMap((*shared_rules(config), *plain_rules(_OWN)))
+
+
+def plan(config: HunyuanVideo15Config) -> ModelPlan:
+    """Return how the model may be split over devices. All three kinds of conditions are in the main sequence."""
+    places = tuple(f"{name}_index" for name in CONDITIONS)
+    embed = (
+        *("text_2.{norm,first}", "{text_2,image_embeds}.mlp.{up,down}", "image_embeds.{in_norm,out_norm}", "kind"),
+    )
+    return joint_plan(
+        config.shape,
+        replace(JOINT_STREAM, positions=(*places, "latent_index")),
+        styles={f"embed.{name}.{BOTH}": "replicate" for name in embed},
+    )
+
+
+def measures(batch: Batch) -> dict[str, np.ndarray]:
+    """Return the measures of each sample of a batch, with those of each kind of condition."""
+    names = {"refined": "text", "text_2": "text_2", "image_embeds": "image_embeds"}
+    kinds = {key: np.array(batch.segments[of].lengths) for key, of in names.items() if of in batch.segments}
+    return {**batch_measures(batch, CONDITIONS), **kinds}
+
+
+def work(config: HunyuanVideo15Config, measures: Measures, training: Training) -> np.ndarray:
+    passes, size = training.get("embed", FULL), config.hidden_size
+    wide, features = config.text_embed_2_dim, config.image_embed_dim
+    costs = {"text_2": GLYPHS_INNER * (wide + GLYPHS_INNER + size), "image_embeds": features * (features + size)}
+    total = refined_work(config, measures, training)
+    for name, cost in costs.items():
+        if name in measures:
+            total = total + passes.weights * 2 * measures[name] * cost
+    return total
+
+
 SPEC = joint_family(
     "hunyuan_video_1_5",
     HunyuanVideo15Config,

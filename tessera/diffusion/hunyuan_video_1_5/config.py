@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +47,7 @@ class HunyuanVideo15Family(HunyuanVideoFamily):
 
 class HunyuanVideo15Config(HunyuanConfig):
     class_name: ClassVar[str] = "HunyuanVideo15Transformer3DModel"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {**HunyuanConfig.fixed, "use_meanflow": (False,)}
 
     in_channels: int = Field(65, gt=0, le=10**6)
     out_channels: int = Field(32, gt=0, le=10**6)
@@ -57,7 +59,6 @@ class HunyuanVideo15Config(HunyuanConfig):
     image_embed_dim: int = Field(1152, gt=0, le=10**7)
     target_size: int = Field(640, gt=0, le=10**6, description="pixels of the side that videos are made for")
     task_type: str = "i2v"
-    use_meanflow: bool = False
 
     @property
     def shape(self) -> TransformerShape:

@@ -61,7 +61,6 @@ class HunyuanVideo15Embeddings(nn.Module):
         self.widths = (config.text_embed_dim, config.text_embed_2_dim, config.image_embed_dim)
         self.kind = nn.Embedding(len(CONDITIONS), size)
         self.time = TimeEmbedding(TIME_FEATURES, size)
-        self.second_time = TimeEmbedding(TIME_FEATURES, size) if config.use_meanflow else None
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return latents, all conditions one kind after another, and what modulations are computed from."""
@@ -78,10 +77,7 @@ class HunyuanVideo15Embeddings(nn.Module):
             rank_part(x + kind, batch, f"{name}_index")
             for name, x, kind in zip(CONDITIONS, embedded, self.kind.weight, strict=True)
         ]
-        time = self.time(times)
-        if self.second_time is not None and "timesteps_r" in batch:
-            time = time + self.second_time(batch["timesteps_r"])
-        return latents, torch.cat(parts), F.silu(time.to(latents.dtype))
+        return latents, torch.cat(parts), F.silu(self.time(times).to(latents.dtype))
 
 
 class HunyuanVideo15Model(JointTransformer):

@@ -79,6 +79,7 @@ class LTXVideoConfig(CrossConfig):
     def shape(self) -> CrossShape:
         return CrossShape(
             width=self.hidden_size,
+            heads=self.num_attention_heads,
             layers=self.num_layers,
             block=14 * self.hidden_size**2,
             latent_values=self.in_channels,

@@ -21,13 +21,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "20b": {},  # also Edit and Edit-2509
     "edit-2511-20b": {"zero_cond_t": True},
-    "layered-20b": {"use_additional_t_cond": True, "use_layer3d_rope": True},
 }
 _NAMES = (
     ("embed.latents.{kind}", "img_in.{kind}"),
     ("embed.text_norm.weight", "txt_norm.weight"),
     ("embed.text.{kind}", "txt_in.{kind}"),
-    ("embed.kind.weight", "time_text_embed.addition_t_embedding.weight"),
     ("head.proj.{kind}", "proj_out.{kind}"),
     *CONDITIONS,
 )

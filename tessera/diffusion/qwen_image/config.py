@@ -47,7 +47,6 @@ EDIT_PLUS = EditPipeline(
     each=f"Picture {{}}: {_SHOWN}",
     shown_pixels=384 * 384,
 )
-_KINDS = 2  # entries of diffusers' table for `additional_t_cond`
 
 
 class QwenImageFamily(EvenLevels, NoiseInModelType, GenerationFamily):
@@ -57,19 +56,11 @@ class QwenImageFamily(EvenLevels, NoiseInModelType, GenerationFamily):
     def edits(self) -> tuple[EditPipeline, ...]:
         return (EDIT, EDIT_PLUS)
 
-    def frame(self, image: int, images: int) -> int:
-        """Return the frame of an image of a sample."""
-        return image
-
-    def first_text(self, grids: Sequence[Grid]) -> int:
-        """Return the position of the first text token, on all axes."""
-        return max((max(rows // 2, columns // 2) for _, rows, columns in grids), default=0)
-
     def positions(self, text: int, grids: Sequence[Grid]) -> Tensor:
-        begin = self.first_text(grids)
+        begin = max((max(rows // 2, columns // 2) for _, rows, columns in grids), default=0)
         parts = [torch.arange(begin, begin + text).expand(3, -1)]
         for number, (frames, rows, columns) in enumerate(grids):
-            start = (self.frame(number, len(grids)), -(rows - rows // 2), -(columns - columns // 2))
+            start = (number, -(rows - rows // 2), -(columns - columns // 2))
             parts.append(grid_positions(start, (frames, rows, columns)))
         return torch.cat(parts, dim=1)
 
@@ -80,19 +71,13 @@ class QwenImageFamily(EvenLevels, NoiseInModelType, GenerationFamily):
         return scaled
 
 
-class QwenImageLayeredFamily(QwenImageFamily):
-    """Count the layers of an image as frames. The image that they make comes last, at frame -1."""
-
-    def frame(self, image: int, images: int) -> int:
-        return -1 if image == images - 1 else image
-
-    def first_text(self, grids: Sequence[Grid]) -> int:
-        return max(super().first_text(grids), len(grids) - 1)
-
-
 class QwenImageConfig(JointConfig):
     class_name: ClassVar[str] = "QwenImageTransformer2DModel"
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"guidance_embeds": (False,)}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "guidance_embeds": (False,),
+        "use_additional_t_cond": (False,),
+        "use_layer3d_rope": (False,),
+    }
 
     patch_size: int = Field(2, gt=0, le=10**4)
     in_channels: int = Field(64, gt=0, le=10**6, description="numbers in a token")
@@ -103,8 +88,6 @@ class QwenImageConfig(JointConfig):
     joint_attention_dim: int = Field(3584, gt=0, le=10**8, description="width of text embeddings")
     axes_dims_rope: tuple[int, int, int] = (16, 56, 56)
     zero_cond_t: bool = Field(False, description="latents of reference images have the time 0")
-    use_additional_t_cond: bool = Field(False, description="each sample is of one of two kinds")
-    use_layer3d_rope: bool = Field(False, description="images of a sample are layers, and the last is what they make")
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
@@ -114,10 +97,6 @@ class QwenImageConfig(JointConfig):
     @model_validator(mode="after")
     def _fits(self) -> QwenImageConfig:
         self.check_rope(self.axes_dims_rope, self.attention_head_dim)
-        if self.zero_cond_t and (self.use_layer3d_rope or self.use_additional_t_cond):
-            raise ValueError(
-                "zero_cond_t is for reference images, use_layer3d_rope and use_additional_t_cond for layers"
-            )
         return self
 
     @property
@@ -133,12 +112,10 @@ class QwenImageConfig(JointConfig):
             text_norm=True,
             rope_axes=self.axes_dims_rope,
             reference_time=self.zero_cond_t,
-            sample_kinds=_KINDS if self.use_additional_t_cond else 0,
         )
 
     def generation(self) -> GenerationFamily:
-        family = QwenImageLayeredFamily if self.use_layer3d_rope else QwenImageFamily
-        return family(
+        return QwenImageFamily(
             channels=self.out_channels or self.in_channels,
             patch=(1, self.patch_size, self.patch_size),
             joint=True,
@@ -152,5 +129,4 @@ class QwenImageConfig(JointConfig):
             "encoder_hidden_states": batch["text"][None],
             "timestep": batch["timesteps"] / 1000,
             "img_shapes": [list(batch.shapes["latents"])],
-            "additional_t_cond": batch.get("additional_t_cond"),
         }

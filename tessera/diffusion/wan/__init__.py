@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tessera.diffusion.cross import cross_family
+from tessera.core.model_plan import ModelPlan
+from tessera.diffusion.cross import cross_family, cross_plan
+from tessera.diffusion.plan import BOTH
 from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.model import WanModel
-from tessera.diffusion.wan.original import MODEL_TYPES, hf_config
-from tessera.diffusion.wan.plan import plan
-from tessera.diffusion.wan.weights import original, weights
+from tessera.diffusion.wan.weights import MODEL_TYPES, hf_config, original, weights
 
 _SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # 14B is the default of diffusers
 _IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
@@ -40,6 +40,22 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "out_channels": 48,
     },
 }
+
+
+def plan(config: WanConfig) -> ModelPlan:
+    """Return how the model may be split over devices. The published code computes some modules in float32."""
+    wide = ["embed.time", "blocks.{*}.modulation", "head.modulation"]
+    wide += ["blocks.{*}.cross_norm"] if config.cross_attn_norm else []
+    wide += ["embed.image.{norm_in,norm_out}"] if config.image_dim is not None else []
+    own = ("{norm_in,norm_out}." + BOTH, "mlp.{up,down}." + BOTH, "positions")
+    return cross_plan(
+        config.shape,
+        embed=config.patch_values * config.hidden,
+        styles={f"embed.image.{name}": "replicate" for name in own},
+        float32=tuple(wide),
+    )
+
+
 SPEC = cross_family(
     "wan",
     WanConfig,

@@ -68,6 +68,7 @@ class WanConfig(CrossConfig):
         embeds = 0 if self.image_dim is None else self.pos_embed_seq_len or _IMAGE_EMBEDS
         return CrossShape(
             width=self.hidden,
+            heads=self.num_attention_heads,
             layers=self.num_layers,
             block=6 * self.hidden**2 + 2 * self.hidden * self.ffn_dim,
             latent_values=self.patch_values,
