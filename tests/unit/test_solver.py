@@ -15,7 +15,7 @@ import torch
 from tessera.diffusion.family import EvenLevels, GenerationFamily
 from tessera.diffusion.qwen_image.config import QwenImageFamily
 from tessera.diffusion.sampling.denoise import dynamic_scale
-from tessera.diffusion.sampling.solver import EULER, FlowEuler, make_solver, scheduler_config, with_shift, with_solver
+from tessera.diffusion.sampling.solver import EULER, make_solver, scheduler_config, with_shift, with_solver
 from tests.errors import raises
 
 TOKENS = 300
@@ -80,8 +80,7 @@ def test_trajectories_are_those_of_diffusers_step_by_step(name: str, steps: int)
 def test_another_solver_keeps_the_noise_levels_of_the_model() -> None:
     wan = {"_class_name": "UniPCMultistepScheduler", **FLOW}
     euler = with_solver(wan, "euler")
-    assert isinstance(make_solver(euler, 4, TOKENS, sigmas=EvenLevels().sigmas(4)), FlowEuler)
-    assert euler["shift"] == 3.0
+    assert (euler["_class_name"], euler["shift"]) == (EULER, 3.0)
     assert with_solver(wan, "unipc") == wan
     flux = {"_class_name": EULER, **DYNAMIC}
     for name in ("unipc", "dpm++"):
