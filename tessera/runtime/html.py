@@ -69,12 +69,10 @@ STYLE = f":root{{color-scheme:light dark;{_LIGHT}}}@media(prefers-color-scheme:d
 NOTEBOOK = "tessera-output"  # the class of what stands in somebody else's page
 
 
-def page(title: str, body: Iterable[str], style: str = "", refresh_s: int | None = None) -> str:
-    """Return a whole page. `style`: CSS besides the common one. `refresh_s`: the browser reads the page again after so
-    many seconds. The page may load nothing, whatever the body says."""
-    again = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
+def page(title: str, body: Iterable[str], style: str = "") -> str:
+    """Return a full page. `style`: CSS besides the common one. The page may load nothing, whatever the body says."""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">"

@@ -21,7 +21,7 @@ from tessera.inference.load import parts_folder
 from tessera.lora.select import is_factor
 from tessera.observe.anomaly.guard import Guard
 from tessera.observe.profiler import StepProfiler
-from tessera.observe.report.live import LiveReport, Report
+from tessera.observe.report.callbacks import Report, SessionHistory
 from tessera.observe.watchdog.watchdog import Watchdog
 from tessera.parallel.mesh import Mesh
 from tessera.runtime.distributed import World
@@ -64,9 +64,9 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
     The guard is not in the list: it applies the update of a step, and the trainer calls it before all others.
     """
     config, watched = parts.config, parts.config.parallel.watch and parts.world.size > 1
-    live = LiveReport()
+    history = SessionHistory()
     callbacks: list[Callback | None] = [
-        live,  # serves the page of the run; the report at the end is written by `Report`
+        history,  # records the sessions; writes the report of a run that failed
         StopOnSignal(),  # early, so that Ctrl-C is handled while the others start
         Meter(config.log.every),  # writes `metrics.jsonl`, before those that read it
         Trackers(config.log) if config.log.trackers else None,  # copies `metrics.jsonl`
@@ -74,7 +74,7 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
         _quarantine(parts),  # writes the samples that could not be used; ends a run that uses too few
         parts.ema,  # averages the weights, before anything evaluates or exports the average
         _export(parts) if config.checkpoint.export else None,  # writes the trained model at the end
-        Report(live),  # writes the page at the end, from all records above
+        Report(history),  # writes the page at the end, from all records above
         _coverage(parts),  # checks that every trained tensor receives a gradient
         _generation(parts) if config.train.generate_every else None,  # generates samples of held-out prompts
         KeepLossScale(parts.loss_scale) if parts.loss_scale is not None else None,  # in checkpoints of float16 runs

@@ -27,7 +27,7 @@ from tessera.hub.config import with_local_folders
 from tessera.inference.load import load
 from tessera.inference.weight_source import CONFIG, RUN_FILE, find_file, run_exists, saved_config
 from tessera.models.files.side_files import SEAL, damaged_side_files
-from tessera.observe.report.plot import Plot, plot_run, table_of
+from tessera.observe.report.plot import Plot, table_of
 from tessera.runtime import distributed as dist
 from tessera.runtime import log
 from tessera.runtime.files import last_step, read_json_mapping, read_metrics
@@ -64,12 +64,9 @@ class Run:
         """Return the rows of `metrics.jsonl`: one for each step, and one for each evaluation."""
         return read_metrics(self.folder / "metrics.jsonl")
 
-    def plot(self, *names: str) -> Plot:
-        """Return the curves of the run, which a notebook shows: `run.plot()`, or `run.plot("loss", "lr")`.
-
-        `names`: as in `metrics.jsonl`. Elsewhere `run.plot().save("plot.html")` writes them as a page.
-        """
-        return plot_run(self.folder, names)
+    def plot(self) -> Plot:
+        """Return the charts of the report, which a notebook shows."""
+        return Plot(self.folder)
 
     def __repr__(self) -> str:
         saved = "no checkpoint" if self.checkpoint is None else self.checkpoint.name

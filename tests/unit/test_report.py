@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +20,9 @@ import tessera
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError
 from tessera.observe.report import recorded
+from tessera.observe.report.callbacks import Report, SessionHistory
 from tessera.observe.report.charts import charts_of
 from tessera.observe.report.history import History, read_sessions
-from tessera.observe.report.live import LiveReport, Report
 from tessera.observe.report.page import write_report
 from tessera.runtime.files import write_jsonl
 from tessera.runtime.process import Process
@@ -107,24 +106,14 @@ def trainer(folder: Path, step: int = 0) -> Any:
     return SimpleNamespace(config=SimpleNamespace(folder=folder), world=world, step=step, stop_reason=None)
 
 
-@pytest.mark.slow
-def test_the_report_of_a_run_at_work_is_drawn_by_another_process_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_the_history_of_a_run_at_work_ends_with_the_run(tmp_path: Path) -> None:
     folder = write_recorded_run(tmp_path / "run")
     (folder / "history.jsonl").unlink()
-    (folder / "answers.jsonl").unlink()
-    live = LiveReport(first_s=0.0, every_s=3600.0)
-    live.on_start(trainer(folder))
-    began = time.monotonic()
-    for step in (1, 2, 3):
-        live.on_step_end(trainer(folder, step), SimpleNamespace(step=step))  # type: ignore[arg-type]
-    assert time.monotonic() - began < 1.0  # a step waits for nothing
-    assert live._drawing is not None
-    assert live._drawing.wait(120) == 0
-    drawn = (folder / "report.html").read_text()
-    assert "running" in drawn
-    assert 'http-equiv="refresh"' in drawn
+    history = SessionHistory()
+    history.on_start(trainer(folder))
     assert [row.how for row in read_sessions(folder)] == ["running"]
-    Report(live).on_end(trainer(folder, 3))
+    assert "running" in tessera.report(folder).read_text()
+    Report(history).on_end(trainer(folder, 3))
     assert "finished" in (folder / "report.html").read_text()
     assert [(row.how, row.last_step) for row in read_sessions(folder)] == [("finished", 3)]
     assert [path.name for path in folder.glob("report.html*")] == ["report.html"]
@@ -132,11 +121,11 @@ def test_the_report_of_a_run_at_work_is_drawn_by_another_process_and_ends_with_t
 
 def test_a_run_that_fails_draws_why_and_never_hides_its_error(tmp_path: Path) -> None:
     folder = write_recorded_run(tmp_path / "run")
-    live = LiveReport()
+    live = SessionHistory()
     live.on_start(trainer(folder))
     live.on_error(trainer(folder, 7), TesseraError("no <disk> left"))
     assert "no &lt;disk&gt; left" in (folder / "report.html").read_text()
-    again = LiveReport()
+    again = SessionHistory()
     again.on_start(trainer(folder))
     (folder / "config.yaml").unlink()
     again.on_error(trainer(folder, 8), KeyboardInterrupt())  # the page cannot be drawn: that is only logged
@@ -184,10 +173,6 @@ def test_a_run_shows_its_curves_and_figures_in_a_notebook(run: Path, tmp_path: P
     assert Tags(markup).counts["svg"] > 8
     assert "body{" not in markup  # the page that it stands in keeps its own style
     assert all(".tessera-output" in rule for rule in re.findall(r"[}>]([^{}<>@]+)\{", markup.split("</style>")[0]))
-    assert len(result.plot("loss", "eval_loss", "mfu").charts) == 3
-    assert plot.save(tmp_path / "plot.html").read_text().startswith("<!doctype html>")
-    with raises("run.number-not-recorded"):
-        result.plot("margins")
     assert repr(result) == f"Run({run}: 200 steps, no checkpoint)"
     assert "NVIDIA H200" in result._repr_html_()
 

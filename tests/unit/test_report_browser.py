@@ -48,7 +48,7 @@ def test_the_report_works_in_a_browser(tmp_path: Path) -> None:
 def test_a_notebook_cell_works_in_a_browser(tmp_path: Path) -> None:
     run = tessera.Run(write_recorded_run(tmp_path / "run", how="finished"), None)
     cell = tmp_path / "cell.html"
-    cell.write_text(f"<!doctype html><body><h1>mine</h1>{run._repr_html_()}{run.plot('loss', 'mfu')._repr_html_()}")
+    cell.write_text(f"<!doctype html><body><h1>mine</h1>{run._repr_html_()}{run.plot()._repr_html_()}")
     pictures = Path(LOOK or tmp_path)
     with browser(tmp_path / "profile") as page:
         page.open(cell.as_uri(), height=1400)

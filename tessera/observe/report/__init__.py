@@ -1,1 +1,1 @@
-"""Draw a run as one page: while it goes on, and when it has ended or failed."""
+"""Draw a run as one page: when it has ended or failed, and on request."""

@@ -36,22 +36,7 @@ def charts_of(run: RecordedRun) -> list[str]:
     return [chart for chart in charts if chart]
 
 
-def names_to_draw(run: RecordedRun) -> list[str]:
-    """Return the names that `chart_of` draws: numbers of steps, and numbers that only evaluations have."""
-    names = dict.fromkeys(name for row in run.train_rows for name in row if name not in ("kind", "step"))
-    held_out = [f"eval_{name}" for name in run.held_out_names()]
-    return [name for name in names if run.points(name)] + held_out
-
-
-def chart_of(run: RecordedRun, name: str) -> str:
-    """Return a chart of one number, with its held-out values."""
-    if name.startswith("eval_"):
-        return _chart(f"Held-out {_words(name.removeprefix('eval_'))}", [_held(run.held_out(name[5:]))])
-    held = [_held(run.held_out(name))] if run.held_out(name) else []
-    return _chart(_title(name), [*_with_average(run, name), *held], log_scale=name in ("loss", "grad_norm"))
-
-
-def run_style(number: int) -> str:
+def _run_style(number: int) -> str:
     return f"run-{number % html.RUN_COLORS}"
 
 
@@ -67,11 +52,11 @@ def _metric_charts(run: RecordedRun) -> list[str]:
             charts.append(_chart(_title(names[0]), series))
             continue
         lines = [
-            html.Series(_words(name).removeprefix(f"{first} "), smooth(run.points(name)), run_style(number))
+            html.Series(_words(name).removeprefix(f"{first} "), smooth(run.points(name)), _run_style(number))
             for number, name in enumerate(names)
         ]
         held = [
-            html.Series(f"held-out {_words(name).removeprefix(f'{first} ')}", run.held_out(name), run_style(at), True)
+            html.Series(f"held-out {_words(name).removeprefix(f'{first} ')}", run.held_out(name), _run_style(at), True)
             for at, name in enumerate(names)
         ]
         charts.append(_chart(f"{_title(first)}, smoothed", [*lines, *held]))
@@ -123,8 +108,5 @@ def _words(name: str) -> str:
 
 
 def _title(name: str) -> str:
-    words = _TITLES.get(name, _words(name))
+    words = _words(name)
     return words[:1].upper() + words[1:]
-
-
-_TITLES = {"lr": "learning rate", "grad_norm": "gradient norm", "mfu": "MFU", "tflops": "TFLOP/s of each rank"}

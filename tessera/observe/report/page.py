@@ -17,7 +17,6 @@ from tessera.runtime import html
 from tessera.runtime.files import check_regular, read_text
 
 REPORT = "report.html"
-REFRESH_S = 60  # a browser reloads the page so often while the run goes on
 _HOW = {
     "running": "running",
     "finished": "finished",
@@ -61,7 +60,7 @@ def write_report(folder: str | Path) -> Path:
     """Write `report.html` of a run from its records. The run may still be running."""
     run = read_run(folder)
     path = run.folder / REPORT
-    write_page(path, report_page(run, REFRESH_S if run.running else None))
+    write_page(path, report_page(run))
     return path
 
 
@@ -69,7 +68,7 @@ def write_page(path: Path, page: str) -> None:
     """Write a page in one step: no reader sees half of it, two writers do no harm, and no link is followed."""
     if path.exists():
         check_regular(path)
-    fresh = fresh_page(path, os.getpid())
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.unlink(missing_ok=True)
     try:
         fresh.write_text(page, encoding="utf-8")
@@ -80,13 +79,8 @@ def write_page(path: Path, page: str) -> None:
         raise
 
 
-def fresh_page(path: Path, pid: int) -> Path:
-    """Return the file that a process writes and then renames to the page."""
-    return path.with_name(f"{path.name}.{pid}.new")
-
-
-def report_page(run: RecordedRun, refresh_s: int | None = None) -> str:
-    """Return the page of a run. `refresh_s`: seconds after which a browser reloads it."""
+def report_page(run: RecordedRun) -> str:
+    """Return the page of a run."""
     body = [
         f'<h1>{html.escape(run.name)}</h1><div class="soft">{html.escape(_subtitle(run))}</div>{state_of(run)}',
         html.facts(facts_of(run)),
@@ -96,7 +90,7 @@ def report_page(run: RecordedRun, refresh_s: int | None = None) -> str:
         _sessions(run.sessions),
         _settings(run.folder),
     ]
-    return html.page(f"{run.name} · Tessera", body, _STYLE, refresh_s)
+    return html.page(f"{run.name} · Tessera", body, _STYLE)
 
 
 def _subtitle(run: RecordedRun) -> str:

@@ -38,10 +38,6 @@ class RecordedRun:
     def name(self) -> str:
         return str(self.config.get("name") or self.folder.name)
 
-    @property
-    def running(self) -> bool:
-        return bool(self.sessions) and self.sessions[-1].how == "running"
-
     @cached_property
     def train_rows(self) -> list[Mapping[str, Any]]:
         return [row for row in self.rows if row["kind"] == "train"]
