@@ -22,12 +22,9 @@ _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 58, 26, 14, 30
 
 # Colours by the preferred scheme of the reader, then the page itself, then what stands on a page.
 _LIGHT = """--ink:#1c2024;--soft:#5d6675;--line:#d8dbe2;--page:#fbfbfc;--card:#fff;--main:#2f5fd0;--held:#d9622b;
---good:#2e8b57;--bad:#c23b3b;--run-0:#2f5fd0;--run-1:#d9622b;--run-2:#2e8b57;--run-3:#8a4fc7;--run-4:#b0871a;
---run-5:#178f9c;--run-6:#c23b7f;--run-7:#5d6675"""
+--good:#2e8b57;--bad:#c23b3b"""
 _DARK = """--ink:#e8eaee;--soft:#9aa3b2;--line:#343a46;--page:#14171c;--card:#1c2027;--main:#7da2ff;--held:#ff9b66;
---good:#63c793;--bad:#ff7d7d;--run-0:#7da2ff;--run-1:#ff9b66;--run-2:#63c793;--run-3:#c79bff;--run-4:#e6c35c;
---run-5:#5fd0dc;--run-6:#ff8cc3;--run-7:#9aa3b2"""
-RUN_COLORS = 8
+--good:#63c793;--bad:#ff7d7d"""
 _PAGE = """
 *{box-sizing:border-box}body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:0 auto;
 padding:28px;max-width:1240px}h1{font-size:26px;line-height:1.25;margin:4px 0}h2{font-size:18px;margin:34px 0 12px}
@@ -60,11 +57,7 @@ td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);whit
 th{font-weight:600;color:var(--soft);font-size:13px}th[colspan]{text-align:center}
 td:first-child,th:first-child,.sentences td,.sentences th{text-align:left}.sentences td{white-space:normal}
 tr:last-child td{border-bottom:0}
-""" + "".join(
-    f"polyline.run-{n}{{stroke:var(--run-{n})}}circle.run-{n}{{fill:var(--run-{n})}}"
-    f".key.run-{n} i{{background:var(--run-{n})}}\n"
-    for n in range(RUN_COLORS)
-)
+"""
 STYLE = f":root{{color-scheme:light dark;{_LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{_DARK}}}}}{_PAGE}{_PARTS}"
 NOTEBOOK = "tessera-output"  # the class of what stands in somebody else's page
 
@@ -138,7 +131,7 @@ def table(
 class Series:
     label: str
     points: Sequence[Point]
-    style: str = "main"  # main, raw (pale), held, or run-N for one of several runs
+    style: str = "main"  # main, raw (pale) or held
     dots: bool = False
 
 

@@ -306,7 +306,7 @@ def batches(*values: float) -> list[Batch]:
     ("middle", "value", "expected"),
     [
         (Divided(), 50.0, "forward of block.1"),
-        (Rooted(), 200.0, "backward of block.1"),
+        (Rooted(), 200.0, "gradient of the output of first"),
         (nn.Identity(), math.inf, "forward of first (its input was not finite already)"),
     ],
 )

@@ -7,7 +7,6 @@ are copied to the host together when the step is over. Each rank records what it
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,26 +14,24 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera.core.batch import Batch
 from tessera.core.engine import Engine
 from tessera.core.task import Counts, Losses, Reference, Task
 from tessera.runtime.modules import clean_name, local_shard
 
-Moment = Literal["forward", "output", "input"]  # the output of a module; the gradient of that; that of its input
+Moment = Literal["output", "gradient"]  # the output of a module, and the gradient of that
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Describe one tensor. `tensor` numbers those with a gradient: records of one tensor share the number."""
+    """Describe the outputs of a module in one micro-batch, or the gradient of one of them."""
 
     moment: Moment
     module: str
     microbatch: int
     largest: float = 0.0  # absolute value
-    before: float = 0.0  # forward: the same of the inputs
-    tensor: int = -1
+    before: float = 0.0  # of outputs: the same of the inputs
 
     @property
     def finite(self) -> bool:
@@ -54,7 +51,7 @@ class ActivationTrace:
 
     def grad_sq(self, microbatch: int) -> float:
         """Return the summed squares of the gradients of module outputs, a measure of the size of the update."""
-        values = (e.largest for e in self.records if e.moment == "output" and e.microbatch == microbatch)
+        values = (e.largest for e in self.records if e.moment == "gradient" and e.microbatch == microbatch)
         return math.fsum(min(value, 1e150) ** 2 for value in values if math.isfinite(value))
 
 
@@ -75,17 +72,15 @@ class _Recorder:
     def __init__(self) -> None:
         self.microbatch = 0
         self._pending: list[tuple[TensorRecord, Tensor, Tensor | None]] = []  # with `largest` and `before`
-        self._numbers = WeakTensorKeyDictionary()  # of tensors with a gradient
-        self._fresh_numbers = itertools.count()
 
     def hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def after(module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
-            before, outputs = list(_tensors((inputs, keywords))), list(_tensors(output))
-            self._add(TensorRecord("forward", name, self.microbatch), outputs, before)
+            outputs = list(_tensors(output))
+            self._add(TensorRecord("output", name, self.microbatch), outputs, list(_tensors((inputs, keywords))))
+            record = TensorRecord("gradient", name, self.microbatch)
             for tensor in outputs:
-                self._follow("output", name, tensor)
-            for tensor in before:
-                self._follow("input", name, tensor)
+                if tensor.requires_grad and tensor.is_floating_point():
+                    tensor.register_hook(lambda gradient: self._add(record, [gradient]))  # type: ignore[no-untyped-call]
 
         return after
 
@@ -93,14 +88,6 @@ class _Recorder:
         largest = _largest(tensors)
         if largest is not None:
             self._pending.append((record, largest, _largest(before)))
-
-    def _follow(self, moment: Moment, name: str, tensor: Tensor) -> None:
-        if tensor.requires_grad and tensor.is_floating_point():
-            if tensor not in self._numbers:
-                self._numbers[tensor] = next(self._fresh_numbers)
-            number = self._numbers[tensor]
-            record = TensorRecord(moment, name, self.microbatch, tensor=number)
-            tensor.register_hook(lambda gradient: self._add(record, [gradient]))  # type: ignore[no-untyped-call]
 
     def records(self) -> list[TensorRecord]:
         if not self._pending:

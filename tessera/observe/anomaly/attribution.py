@@ -261,21 +261,13 @@ def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
     The number is the distance to the cause, 0 being the nearest: forward comes before backward, and a module whose
     inputs were finite, so that the fault began there, before one whose inputs were not.
     """
-    for record in records:
-        if record.moment == "forward" and not record.finite:
+    bad = [record for record in records if not record.finite]
+    for record in bad:
+        if record.moment == "output":
             if math.isfinite(record.before):
                 return 0, f"forward of {record.module}"
             return 1, f"forward of {record.module} (its input was not finite already)"
-    for record in records:
-        if record.moment != "forward" and not record.finite:
-            readers = [e.module for e in records if e.tensor == record.tensor and e.moment == "input"]
-            got = [e for e in records if e.moment == "output" and e.microbatch == record.microbatch]
-            sound = {e.module for e in got} - {e.module for e in got if not e.finite}
-            makers = [name for name in readers if name in sound]
-            if makers:  # the innermost module with a finite gradient of its output and a bad one of its input
-                return 2, f"backward of {max(makers, key=lambda name: name.count('.'))}"
-            return 3, f"backward, in what follows {record.module}"
-    return None
+    return (2, f"gradient of the output of {bad[0].module}") if bad else None
 
 
 def dominant(excess: Sequence[float]) -> list[int]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from tessera.observe.report.recorded import RecordedRun, smooth
 from tessera.runtime import html
 
-_DRAWN_RATES = ("tokens_per_s", "samples_per_s")
 _FEW_POINTS = 40  # up to this many are drawn as dots
 
 
@@ -20,8 +19,9 @@ def charts_of(run: RecordedRun) -> list[str]:
         _chart("Learning rate", [html.Series("learning rate", run.points("lr"))]),
     ]
     charts += _metric_charts(run)
-    for rate in _rates(run):
-        charts.append(_chart(_rate_title(rate), [html.Series("per second", run.points(rate))], from_zero=True))
+    for rate in ("tokens_per_s", "samples_per_s"):
+        title = f"{_title(rate.removesuffix('_per_s'))} per second"
+        charts.append(_chart(title, [html.Series("per second", run.points(rate))], from_zero=True))
     speed, unit = ("mfu", "MFU") if run.points("mfu") else ("tflops", "TFLOP/s of each rank")
     charts.append(_chart(unit, [html.Series(unit, run.points(speed))], from_zero=True))
     memory = [
@@ -36,33 +36,12 @@ def charts_of(run: RecordedRun) -> list[str]:
     return [chart for chart in charts if chart]
 
 
-def _run_style(number: int) -> str:
-    return f"run-{number % html.RUN_COLORS}"
-
-
 def _metric_charts(run: RecordedRun) -> list[str]:
-    """Return charts of the objective's metrics. Metrics with the same first word, as `reward_chosen`, share a chart."""
-    groups: dict[str, list[str]] = {}
-    for name in run.metric_names():
-        groups.setdefault(name.split("_")[0], []).append(name)
-    charts = []
-    for first, names in groups.items():
-        if len(names) == 1:
-            series = [*_with_average(run, names[0]), _held(run.held_out(names[0]))]
-            charts.append(_chart(_title(names[0]), series))
-            continue
-        lines = [
-            html.Series(_words(name).removeprefix(f"{first} "), smooth(run.points(name)), _run_style(number))
-            for number, name in enumerate(names)
-        ]
-        held = [
-            html.Series(f"held-out {_words(name).removeprefix(f'{first} ')}", run.held_out(name), _run_style(at), True)
-            for at, name in enumerate(names)
-        ]
-        charts.append(_chart(f"{_title(first)}, smoothed", [*lines, *held]))
-    drawn = {"loss", *run.metric_names()}
+    """Return charts of the objective's metrics, and of metrics that only evaluations have."""
+    names = run.metric_names()
+    charts = [_chart(_title(name), [*_with_average(run, name), _held(run.held_out(name))]) for name in names]
     for name in run.held_out_names():
-        if name not in drawn:
+        if name not in ("loss", *names):
             charts.append(_chart(_HELD_OUT.get(name, f"Held-out {_words(name)}"), [_held(run.held_out(name))]))
     return charts
 
@@ -90,17 +69,6 @@ def _with_average(run: RecordedRun, key: str) -> list[html.Series]:
 
 def _held(points: list[html.Point]) -> html.Series:
     return html.Series("held-out", points, "held", dots=len(points) <= _FEW_POINTS)
-
-
-def _rates(run: RecordedRun) -> list[str]:
-    """Return the rates to draw. The other rates are among the figures of the page."""
-    names = dict.fromkeys(name for row in run.train_rows for name in row if name.endswith("_per_s"))
-    moving = [name for name in names if any(y for _, y in run.points(name))]
-    return [name for name in moving if name in _DRAWN_RATES] or moving[:2]
-
-
-def _rate_title(rate: str) -> str:
-    return f"{_title(rate.removesuffix('_per_s'))} per second"
 
 
 def _words(name: str) -> str:
