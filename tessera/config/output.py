@@ -108,7 +108,7 @@ class GuardSection(Section):
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
 
-TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow"]
+TrackerName = Literal["tensorboard", "wandb", "swanlab"]
 Label = Annotated[str, Field(min_length=1, max_length=128)]
 
 
@@ -116,28 +116,19 @@ class TrackerSection(Section):
     """Declare one experiment tracker that follows the run."""
 
     name: TrackerName
-    project: Label | None = Field(None, description="project, in MLflow the experiment; default: tessera")
+    project: Label | None = Field(None, description="default: tessera")
     workspace: Label | None = Field(None, description="user or team that the project belongs to (wandb, swanlab)")
     run_name: Label | None = Field(None, description="default: the name of the recipe")
     tags: list[Label] = Field(default_factory=list, max_length=64)
     mode: Literal["online", "offline"] | None = Field(
         None, description="offline: only files in the run's folder; default: as the package is set up"
     )
-    uri: Annotated[str, Field(min_length=1, max_length=2048)] | None = Field(
-        None,
-        description="tracking server of MLflow; default: MLFLOW_TRACKING_URI, otherwise a file in the run's folder",
-    )
 
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> TrackerSection:
-        takes = {"tensorboard": (), "mlflow": ("project", "run_name", "tags", "mode", "uri")}.get(
-            self.name, ("project", "workspace", "run_name", "tags", "mode")
-        )
-        for key in ("project", "workspace", "run_name", "tags", "mode", "uri"):
-            if getattr(self, key) and key not in takes:
-                raise ValueError(f"`{key}` has no effect with {self.name}; it takes {', '.join(takes) or 'nothing'}")
-        if self.uri is not None and self.mode == "offline":
-            raise ValueError("`uri` has no effect with mode offline; leave one of them out")
+        for key in ("project", "workspace", "run_name", "tags", "mode"):
+            if getattr(self, key) and self.name == "tensorboard":
+                raise ValueError(f"`{key}` has no effect with tensorboard, which takes no settings")
         return self
 
 

@@ -25,6 +25,8 @@ def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     saved = dict(data)
     if isinstance(saved.get("data"), Mapping):
         saved["data"] = _data_of_today(saved["data"])
+    if isinstance(saved.get("log"), Mapping):
+        saved["log"] = _log_of_today(saved["log"])
     notes = _without_removed_keys(saved)
     section = saved.get("checkpoint")
     if not isinstance(section, Mapping) or "minutes" not in section:
@@ -55,6 +57,16 @@ def _without_removed_keys(saved: dict[str, Any]) -> list[str]:
                 f"{name}.{key} of this run's config.yaml is left out: the key no longer exists" for key in changed
             ]
     return notes
+
+
+def _log_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section without MLflow, and without the key `uri` that MLflow alone had."""
+    trackers = [
+        {key: value for key, value in entry.items() if key != "uri"} if isinstance(entry, Mapping) else entry
+        for entry in section.get("trackers") or []
+        if entry != "mlflow" and not (isinstance(entry, Mapping) and entry.get("name") == "mlflow")
+    ]
+    return {**section, "trackers": trackers}
 
 
 def _data_of_today(section: Mapping[str, Any]) -> dict[str, Any]:

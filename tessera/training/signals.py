@@ -1,10 +1,9 @@
-"""Stop a run on signals: it prints an answer at once, finishes the step and saves."""
+"""Stop a run on signals: it finishes the step and saves."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 from types import FrameType
@@ -23,29 +22,24 @@ class StopOnSignal(Callback):
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
-        self._answers: _Answers | None = None
 
     def on_start(self, trainer: TrainerHandle) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python lets only the main thread set handlers
 
         def handle(number: int, frame: FrameType | None) -> None:
-            # Python handles two signals as one if both arrive during one operation.
-            twice = self._answers is not None and self._answers.interrupts > 1
-            if number == signal.SIGINT and (twice or trainer.stop_reason is not None):
+            again = trainer.stop_reason is not None
+            if number == signal.SIGINT and trainer.world.is_main:
+                _write_line(SECOND if again else FIRST)
+            if number == signal.SIGINT and again:
                 raise KeyboardInterrupt
             outlive_launcher()
             trainer.request_stop(signal.Signals(number).name)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, handle)
-        if trainer.world.is_main:
-            self._answers = _Answers()
 
     def on_end(self, trainer: TrainerHandle) -> None:
-        if self._answers is not None:
-            self._answers.close()
-            self._answers = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -54,35 +48,7 @@ class StopOnSignal(Callback):
         self.on_end(trainer)
 
 
-class _Answers:
-    """Answer Ctrl-C from a thread: the handler of the main thread waits until the current operation returns."""
-
-    def __init__(self) -> None:
-        self.interrupts = 0
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        self._fd_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._run, name="tessera-signals", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while numbers := self._read.recv(64):
-            for number in numbers:
-                if number == signal.SIGINT:
-                    self.interrupts += 1
-                    _say(FIRST if self.interrupts == 1 else SECOND)
-                elif number == 0:
-                    return
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._fd_before)
-        self._write.send(b"\0")
-        self._thread.join()
-        self._read.close()
-        self._write.close()
-
-
-def _say(words: str) -> None:
-    """Write a line to stderr past Python's buffers, which the interrupted thread may hold."""
+def _write_line(text: str) -> None:
+    """Write a line to stderr past Python's buffers, which the interrupted code may be writing to."""
     clear = "\r\x1b[K" if is_terminal(sys.stderr) else ""
-    os.write(2, f"{clear}{words}\n".encode())
+    os.write(2, f"{clear}{text}\n".encode())

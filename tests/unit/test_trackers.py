@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from tessera.runtime.files import read_metrics
 from tessera.training import trackers
 from tessera.training.callbacks import named_callbacks
 from tessera.training.run import resume, train
-from tessera.training.trackers import IDS, TrackedRun, Tracker, Trackers, check_trackers, flat_settings, known_ids
+from tessera.training.trackers import IDS, TrackedRun, Tracker, Trackers, check_trackers, flat_settings, read_ids
 from tests.errors import raises
 from tests.toys.callbacks import StopAt
 from tests.toys.chat_set import chat_recipe, write_chat_set
@@ -81,7 +80,7 @@ def test_a_tracker_gets_every_row_and_a_resumed_run_goes_on_in_the_same_one(tmp_
     assert tracker.ended == [False]
     assert (tracker.runs[0].id, tracker.runs[0].name) == (None, "mine")
     assert tracker.runs[0].settings["train.steps"] == 4
-    assert known_ids(config.folder) == {"wandb": "id-1"}
+    assert read_ids(config.folder) == {"wandb": "id-1"}
     callback, trainer = follow(config, lambda one: tracker, step=3)
     add_rows(config, 4)
     callback.on_error(trainer, RuntimeError())
@@ -91,7 +90,7 @@ def test_a_tracker_gets_every_row_and_a_resumed_run_goes_on_in_the_same_one(tmp_
 
 
 def test_a_tracker_that_is_new_to_a_run_gets_what_was_before(tmp_path: Path) -> None:
-    config = recipe(tmp_path, "mlflow")
+    config = recipe(tmp_path, "tensorboard")
     tracker = Kept(config.log.tracker_sections[0])
     trainer_of(config)
     add_rows(config, 1, 2)
@@ -143,25 +142,6 @@ def test_a_tracker_that_raises_is_reported_once_and_left_out(
     assert told == ["wandb is left out from here on: SystemExit: no such key"]
 
 
-def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    released = threading.Event()
-
-    class Hanging(Kept):
-        def start(self, run: TrackedRun) -> tuple[str, str]:
-            released.wait()
-            return super().start(run)
-
-    monkeypatch.setattr(trackers, "END_SECONDS", 0.05)
-    callback, trainer = follow(recipe(tmp_path, "wandb"), Hanging)
-    with caplog.at_level(logging.WARNING, "tessera"):
-        callback.on_step_end(trainer, None)  # type: ignore[arg-type]
-        callback.on_end(trainer)
-    released.set()
-    assert "ends without it" in caplog.text
-
-
 def test_a_missing_package_is_told_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,8 +156,7 @@ def test_a_missing_package_is_told_with_the_line_that_installs_it(
     [
         ("wnadb", "recipe.wrong-value"),
         ({"name": "tensorboard", "project": "p"}, "recipe.wrong-value"),
-        ({"name": "mlflow", "workspace": "p"}, "recipe.wrong-value"),
-        ({"name": "mlflow", "uri": "http://here", "mode": "offline"}, "recipe.wrong-value"),
+        ("mlflow", "recipe.wrong-value"),
         ({"name": "wandb", "mode": "maybe"}, "recipe.several-problems"),
     ],
 )
@@ -194,10 +173,10 @@ def test_a_tracker_named_twice_and_the_old_key_are_told(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_strange_file_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / IDS).write_text('{"wandb": "../../x", "mlflow": 3, "swanlab": "abc-1"}')
-    assert known_ids(tmp_path) == {"swanlab": "abc-1"}
+    (tmp_path / IDS).write_text('{"wandb": "../../x", "tensorboard": 3, "swanlab": "abc-1"}')
+    assert read_ids(tmp_path) == {"swanlab": "abc-1"}
     (tmp_path / IDS).write_text("nonsense")
-    assert known_ids(tmp_path) == {}
+    assert read_ids(tmp_path) == {}
 
 
 def test_settings_are_flat_and_leave_out_what_says_nothing(tmp_path: Path) -> None:
@@ -254,15 +233,6 @@ def read_wandb(folder: Path) -> dict[int, float]:
     return values
 
 
-def read_mlflow(folder: Path) -> dict[int, float]:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
-    history = client.get_metric_history(known_ids(folder)["mlflow"], "loss")
-    assert client.get_run(known_ids(folder)["mlflow"]).data.params["train.steps"] == "4"
-    return {metric.step: metric.value for metric in history}
-
-
 def read_swanlab(folder: Path) -> dict[int, float]:
     """Its records have no public reader: a loss is there if its eight bytes are, beside its name."""
     records = [one for path in (folder / "swanlab").rglob("*.swanlab") for one in stored_records(path)]
@@ -275,7 +245,7 @@ def read_swanlab(folder: Path) -> dict[int, float]:
     }
 
 
-READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "swanlab": read_swanlab}
+READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "swanlab": read_swanlab}
 
 
 @pytest.mark.slow
@@ -285,9 +255,9 @@ def test_what_a_tracker_keeps_offline_is_read_back(name: str, tmp_path: Path) ->
     settings = {"train.steps": 4, "data.eval": [], "checkpoint.every": 2, "log.every": 1}
     settings["log.trackers"] = [name if name == "tensorboard" else {"name": name, "mode": "offline"}]
     run = train(chat_recipe(tmp_path / "data", tmp_path), settings, callbacks=[StopAt(2)])
-    first = known_ids(run.folder)
+    first = read_ids(run.folder)
     resume(run.folder)
-    assert known_ids(run.folder) == first != {}
+    assert read_ids(run.folder) == first != {}
     losses = {row["step"]: row["loss"] for row in run.metrics if row["kind"] == "train"}
     values = READERS[name](run.folder)
     assert sorted(values) == [1, 2, 3, 4]
