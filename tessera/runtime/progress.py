@@ -27,7 +27,7 @@ def human_bytes(count: float) -> str:
 class WorkProgress:
     """Count what is done of some work, and say it from time to time; `unit`: "bytes", or what is counted.
 
-    Only the main rank shows anything. Where a bar of the run is on the terminal already, lines go above it.
+    Only the main rank shows anything.
     """
 
     def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
@@ -53,7 +53,7 @@ class WorkProgress:
         if self._silent:
             return
         now = time.monotonic()
-        # A bar of the run replaces stderr: what is written there has to be whole lines.
+        # A stream that replaces stderr, as in a notebook, gets full lines.
         live = log.is_terminal(sys.stderr) and sys.stderr is sys.__stderr__
         if live and now - self._began >= _AFTER and now - self._printed_at >= _REFRESH:
             self._printed_at = now

@@ -1,4 +1,4 @@
-"""The step line: what it says of loss, memory and speed, and how wide it is."""
+"""The step line: what it says of loss, memory and speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tessera.runtime import log
-from tessera.training.console import WIDTH, clock, mean_of, plain, step_fields, styled
+from tessera.training.console import clock, mean_of, plain, step_fields, styled
 
 ROW: dict[str, Any] = {
     "step": 250,
@@ -31,11 +31,9 @@ def line(row: dict[str, Any], steps: int = 1500, metrics: tuple[str, ...] = ()) 
     return plain(step_fields(row, steps, metrics))
 
 
-def test_the_step_line_says_what_matters_in_a_hundred_columns() -> None:
+def test_the_step_line_says_what_matters() -> None:
     said = "step  250/1500  epoch 1.2  loss 0.7216  lr 1.0e-5  grad 0.91  5.7k tok/s  mfu 41%  42 GiB  eta 1m46"
     assert line(ROW) == said
-    assert len(said) <= WIDTH
-    assert len(line(ROW, 1_500_000)) <= WIDTH
 
 
 def test_memory_on_the_step_line_is_the_peak() -> None:
@@ -44,21 +42,14 @@ def test_memory_on_the_step_line_is_the_peak() -> None:
 
 
 PAIRS = {"accuracy": 0.75, "margin": 0.31, "reward_chosen": 0.2, "reward_rejected": -0.11}
-NOISE = {"error_at_high_noise": 0.4, "error_at_low_noise": 0.1, "error_at_middle_noise": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("metrics", "said"), [(PAIRS, ("acc 0.75", "margin 0.31")), (NOISE, ("err_high 0.4", "err_low 0.1"))]
-)
 @pytest.mark.parametrize("troubled", [False, True])
-def test_metrics_of_the_objective_are_on_the_line(
-    metrics: dict[str, float], said: tuple[str, ...], troubled: bool
-) -> None:
+def test_the_first_metrics_of_the_objective_are_on_the_line(troubled: bool) -> None:
     trouble = {"skipped_steps": 3, "data_wait": 0.4, "balance": 1.8} if troubled else {}
-    row = {**ROW, **metrics, **trouble, "step": 1_250_000, "step_seconds": 10.0}
-    text = line(row, 9_999_999, tuple(metrics))
-    assert len(text) <= WIDTH
-    assert all(word in text for word in said[: 1 if troubled else 2])
+    row = {**ROW, **PAIRS, **trouble, "step": 1_250_000, "step_seconds": 10.0}
+    text = line(row, 9_999_999, tuple(PAIRS))
+    assert "accuracy 0.75  margin 0.31  lr" in text
     assert "loss 0.7216" in text
     assert ("skipped 3" in text) == troubled
 
