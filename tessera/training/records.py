@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import logging
 import os
@@ -36,7 +35,6 @@ log = logging.getLogger("tessera")
 Row = tuple[int, list[str]]  # number of a row, ids of its samples
 SEGMENT_BYTES = 4 << 20  # a rank's file of that size is compressed and closed: about a tenth of it remains
 Segment = tuple[Path, int, int]  # file, first step, last step
-Span = tuple[int, int]  # first step, last step
 _OPEN = re.compile(r"(rank-\d+)\.jsonl")
 _SEGMENT = re.compile(r"(rank-\d+)\.(\d+)-(\d+)\.jsonl\.gz")
 
@@ -52,7 +50,6 @@ class Ledger(Callback):
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._segment_bytes = segment_bytes
-        self._examined = False
         self._record = JsonLines(Path())  # `on_start` knows the folder
 
     def on_start(self, trainer: TrainerHandle) -> None:
@@ -64,9 +61,6 @@ class Ledger(Callback):
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         # The first step opens the file, after the first collective of the run: the main rank has trimmed it by now.
-        if not self._examined:
-            self._examined = True
-            _report_damage(self._record.path, result.step - 1)
         ids = [list(batch.sample_ids) for batch in result.microbatches]
         rows = [batch.rows for batch in result.microbatches]
         masked = [id for batch in result.microbatches for id in masked_samples(batch)]
@@ -133,19 +127,13 @@ def _ranks_in(folder: Path) -> dict[str, list[Segment]]:
 
 
 def _unpacked(segment: Path) -> bytes:
-    """Return the lines of a segment, as far as it can be read."""
+    """Return the lines of a segment; nothing of a damaged one."""
     check_regular(segment)
-    parts: list[bytes] = []
-    unpack = zlib.decompressobj(wbits=31)
-    with segment.open("rb") as file:
-        try:
-            while block := file.read(4096):  # small blocks: damage costs the rest of the file from its block on
-                parts.append(unpack.decompress(block))
-        except zlib.error:
-            pass
-    if not unpack.eof:
-        log.warning("%s is damaged, a part of it cannot be read", segment)
-    return b"".join(parts)
+    try:
+        return gzip.decompress(segment.read_bytes())
+    except (OSError, EOFError, zlib.error):
+        log.warning("%s is damaged and cannot be read", segment)
+        return b""
 
 
 class LedgerLine(NamedTuple):
@@ -167,8 +155,10 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
     for rank, line in _lines_of_run(folder):
         steps.setdefault(line.step, []).extend(line.rows)
         ranks.setdefault(line.step, []).append(rank)
-    complete = [(step, step) for step, some in ranks.items() if len(set(some)) > max(some)]  # ranks count from 0
-    _report_holes(folder / "ledger", _gaps(complete, min(steps, default=1), max(steps, default=0)))
+    complete = {step for step, some in ranks.items() if len(set(some)) > max(some)}  # ranks count from 0
+    missing = [str(step) for step in range(min(steps, default=1), max(steps, default=0)) if step not in complete]
+    if missing:
+        log.warning("%s is damaged: it lacks samples of step %s", folder / "ledger", few_names(missing))
     return {step: sorted(steps[step]) for step in sorted(steps)}
 
 
@@ -211,37 +201,6 @@ def _parse_line(text: bytes) -> LedgerLine | None:
         return LedgerLine(step, list(_rows_of(content)), [str(id) for id in masked])
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _report_damage(path: Path, step: int) -> None:
-    """Log the steps up to `step` that the ledger of a rank lacks."""
-    segments = _ranks_in(path.parent).get(path.stem, [])
-    steps = {line.step for line in read_lines(path, _parse_line)}
-    spans = [*((first, last) for _, first, last in segments), *((step, step) for step in steps)]
-    if path.stem == "rank-00000" and spans:  # the others are not there where a run had fewer ranks for a while
-        _report_holes(path, _gaps(spans, min(spans)[0], step))
-
-
-def _gaps(spans: Iterable[Span], first: int, last: int) -> list[Span]:
-    """Return the parts of first..last that no span covers."""
-    gaps: list[Span] = []
-    at = first - 1
-    for begin, end in sorted(spans):
-        if begin > at + 1:
-            gaps.append((at + 1, begin - 1))
-        at = max(at, end)
-    return [*gaps, (at + 1, last)] if at < last else gaps
-
-
-def _report_holes(path: Path, holes: Sequence[Span]) -> None:
-    if holes:
-        names = [str(first) if first == last else f"{first} to {last}" for first, last in holes]
-        log.warning("%s is damaged: it lacks samples of step %s", path, few_names(names))
-
-
-def digest(ledger: Mapping[int, list[Row]]) -> str:
-    """Return a hash that is equal for runs with the same samples in the same rows at the same steps."""
-    return hashlib.sha256(json.dumps(sorted(ledger.items())).encode()).hexdigest()
 
 
 def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tessera.runtime.files import read_jsonl
-from tessera.training.records import Row, digest, read_ledger
+from tessera.training.records import Row, read_ledger
 from tessera.training.run import train
 from tests.dist.spawn import run_ranks
 from tests.dist.test_kill import finish, kill, start
@@ -78,7 +78,6 @@ def test_any_layout_keeps_the_same_books(
     run_ranks(run, ranks, recipe(data, tmp_path, workers, micro_batch=micro))
     ledgers = books(tmp_path)
     assert ledgers == expected
-    assert digest(ledgers) == digest(expected)
     assert len(list((tmp_path / "chat" / "ledger").iterdir())) == ranks
     metrics = [row for row in read_jsonl(tmp_path / "chat" / "metrics.jsonl") if "step_seconds" in row]
     assert all(1.0 <= row["balance"] < ranks for row in metrics)
@@ -100,10 +99,3 @@ def wait_for(checkpoints: Path, step: int, patience: float = 90) -> None:
     while not any(int(path.name[5:]) >= step for path in checkpoints.glob("step-????????")):
         assert time.monotonic() < deadline, f"no checkpoint of step {step}"
         time.sleep(0.01)
-
-
-def test_a_ledger_tells_runs_apart(expected: Books) -> None:
-    (first, ids), *others = expected[3]
-    assert digest({**expected, 3: [(first, ids[::-1]), *others]}) != digest(expected)
-    assert digest({**expected, 3: [(first + 1, ids), *others]}) != digest(expected)
-    assert digest({step: rows for step, rows in expected.items() if step != 5}) != digest(expected)
