@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -52,12 +51,13 @@ def doctor(
         sections,
         None if brought is None else brought.processor,
         length=length or (2048 if brought is None else brought.data.length),
+        truncate="never" if brought is None else brought.data.truncate,
         limits=None if brought is None else brought.limits,
         work=None if brought is None else brought.work,
         samples=samples,
         decode=decode,
     )
-    for line in diagnosis.lines(colour=sys.stdout.isatty()):
+    for line in diagnosis.lines():
         typer.echo(line)
     for file, text, option in ((html, diagnosis.html, "--html"), (json_file, diagnosis.json, "--json")):
         if file is not None:

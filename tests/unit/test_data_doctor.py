@@ -75,7 +75,6 @@ FLAWS: dict[str, list[dict[str, Any]]] = {
     "loose-placeholder": [ask("look at <image> now"), answer("at what")],
     "mojibake": [ask("itâ€™s broken"), answer("so it is")],
     "control-character": [ask("a bell \x07"), answer("I hear")],
-    "short-answer": [ask("which one"), answer("B")],
 }
 
 
@@ -114,12 +113,10 @@ def test_every_flaw_is_found_once_and_at_its_place(zoo: Path) -> None:
             assert [place.where for place in mine] == [f"zoo.jsonl:{names.index(name) + 1}"], name
             assert mine[0].detail
     assert set(FLAWS) <= set(count_of)
-    once = set(FLAWS) - {"short-answer"}
-    assert {name: count_of[name] for name in once} == dict.fromkeys(once, 1)
+    assert {name: count_of[name] for name in FLAWS} == dict.fromkeys(FLAWS, 1)
     assert count_of["placeholders"] == 2
     assert count_of["bad-row"] == 1
     assert count_of["repeated-content"] == 1
-    assert count_of["repeated-id"] == 1
     turns = diagnosis.findings["turn-order"]
     assert {place.id for place in turns.locations} >= {"two-users", "assistant-first"}
     assert diagnosis.worst == "loss"
@@ -178,7 +175,7 @@ def test_only_decoding_finds_what_lies_behind_a_header(tmp_path: Path) -> None:
     assert counts(looked_at(file, decode=True, processor=None))["damaged-media"] == 1
 
 
-def test_one_answer_for_most_and_one_picture_for_many(tmp_path: Path) -> None:
+def test_one_answer_for_most_is_told(tmp_path: Path) -> None:
     pictures(tmp_path, ["same.png"])
     rows = [{"messages": [with_image("same.png", f"question {n}"), answer("I cannot" if n % 2 else f"it is {n}")]}
             for n in range(60)]  # fmt: skip
@@ -186,16 +183,19 @@ def test_one_answer_for_most_and_one_picture_for_many(tmp_path: Path) -> None:
     findings = diagnosis.findings
     assert findings["one-answer"].count == 30
     assert "I cannot" in findings["one-answer"].locations[0].detail
-    assert findings["shared-media"].count == 1
-    assert "same.png: used 60 times" in findings["shared-media"].locations[0].detail
 
 
-def test_a_set_of_two_forms_is_a_finding_and_the_other_rows_are_seen(tmp_path: Path) -> None:
+def test_a_set_of_two_forms_is_a_finding_and_other_sets_are_seen(tmp_path: Path) -> None:
     pictures(tmp_path, ["a.png"])
     rows = [row("q", "words"), seen("a.png"), row("q2", "more words")]
-    diagnosis = looked_at(write_jsonl(tmp_path / "mixed.jsonl", rows))
+    mixed, sound = (
+        write_jsonl(tmp_path / "mixed.jsonl", rows),
+        write_jsonl(tmp_path / "sound.jsonl", [row("q", "a b c")]),
+    )
+    diagnosis = looked_at(mixed, sound)
     assert counts(diagnosis)["set-refused"] == 1
-    assert diagnosis.total("usable") == 2
+    assert [one.usable for one in diagnosis.sets] == [0, 1]
+    assert diagnosis.exit_code == 1
 
 
 def test_pictures_that_are_enlarged_or_shrunk_are_told(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_pictures_that_are_enlarged_or_shrunk_are_told(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- forecast, figures
 
 
-def test_the_forecast_says_what_a_length_drops_and_what_cutting_saves(tmp_path: Path) -> None:
+def test_the_forecast_says_what_a_length_drops(tmp_path: Path) -> None:
     # 10 letters each, in 1, 2, 4 or 8 exchanges of 10 letters.
     rows = [{"id": f"{n}-{k}", "messages": [m for _ in range(n) for m in (ask("q" * 5), answer(f"{k:05d}"))]}
             for n in (1, 2, 4, 8) for k in range(10)]  # fmt: skip
@@ -224,14 +224,13 @@ def test_the_forecast_says_what_a_length_drops_and_what_cutting_saves(tmp_path: 
     assert chosen.chosen
     assert chosen.dropped == 10
     assert chosen.tokens_lost == pytest.approx(800 / 1500)
-    assert chosen.cut_share == pytest.approx(0.25)
-    assert chosen.cut_tokens_lost == pytest.approx(400 / 1500)
     assert rungs[10].dropped == 30
-    assert rungs[10].cut_tokens_lost == pytest.approx((10 + 30 + 70) * 10 / 1500)
     assert rungs[80].dropped == 0
     assert rungs[80].padding == pytest.approx(1 - 1500 / (19 * 80))
-    assert not any(rung.estimated for rung in diagnosis.forecast)
     assert counts(diagnosis)["too-long"] == 10
+    cut = looked_at(tmp_path / "set.jsonl", length=40, truncate="turns")
+    assert counts(cut)["cut"] == 10
+    assert (cut.total("usable"), cut.exit_code) == (40, 0)
 
 
 def test_the_ladder_ends_where_everything_fits() -> None:
@@ -308,7 +307,6 @@ def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path) -> None:
     titles = {one.title for one in diagnosis.histograms}
     assert {"Length of a sample", "Patches of a sample", "Work in text", "Work in vision"} <= titles
     assert "⟦" in "\n".join(diagnosis.lines())
-    assert "\x1b[" in "\n".join(diagnosis.lines(colour=True))
     # A folder with a run in it serves as well as its recipe.
     (tmp_path / "run" / "processor").mkdir(parents=True)
     assert model.processor is not None
@@ -449,7 +447,7 @@ def test_images_and_videos_with_captions_are_examined(tmp_path: Path) -> None:
         *("empty-caption", "huge-caption", "long-caption"),
     }
     assert {name: count_of.get(name) for name in wanted} == dict.fromkeys(wanted, 1)
-    assert not {"nothing-trained", "all-trained", "turn-order", "empty-answer", "short-answer"} & set(count_of)
+    assert not {"nothing-trained", "all-trained", "turn-order", "empty-answer"} & set(count_of)
     assert diagnosis.total("usable") == 3
     assert {one.unit for one in diagnosis.histograms} >= {"seconds", "embeddings", "pixels"}
     assert [rung.dropped for rung in diagnosis.forecast if rung.chosen] == [1]

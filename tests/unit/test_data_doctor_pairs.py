@@ -11,7 +11,6 @@ import pytest
 
 from tessera.config.run_config import SourceSection
 from tessera.tools.data_doctor.examine import examine, for_recipe
-from tests.errors import raises
 from tests.toys.pair_set import pair_recipe, rated_recipe, write_pair_set
 from tests.unit.data_cases import write_jsonl
 
@@ -32,7 +31,9 @@ def test_pairs_and_rated_answers_are_read_as_a_run_reads_them(
     assert any(span.kind == "trained" for shown in diagnosis.samples for span in shown.spans)
 
 
-def test_pairs_without_a_recipe_are_told_as_pairs(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Hello", "rejected": "Go"}])
-    with raises("data.wrong-kind"):
-        examine([SourceSection(path=file)], workers=1)
+@pytest.mark.parametrize("question", [{"prompt": "Hi"}, {"messages": [{"role": "user", "content": "Hi"}]}])
+def test_pairs_without_a_recipe_are_examined_as_pairs(question: dict[str, Any], tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "pairs.jsonl", [{**question, "chosen": "Hello there", "rejected": "Go"}])
+    diagnosis = examine([SourceSection(path=file)], workers=0)
+    assert (diagnosis.worst, diagnosis.total("usable")) == ("sound", 1)
+    assert {span.text for span in diagnosis.samples[0].spans} >= {"Hello there", "Go"}

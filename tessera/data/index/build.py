@@ -74,7 +74,7 @@ def build_index(
         raise TesseraError(
             "no data files are given", where="data", fix="list them under data.train", code="data.no-files"
         )
-    maker = _Maker(
+    maker = IndexMaker(
         processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, report, max_bad_share
     )
     parts = tuple(maker.part(section) for section in sections)
@@ -97,7 +97,9 @@ def build_index(
 
 
 @dataclass(frozen=True)
-class _Maker:
+class IndexMaker:
+    """Make the indexes of data sets, one at a time. The fields are arguments of `build_index`."""
+
     processor: MediaProcessor
     length: int
     truncate: Truncate
@@ -106,8 +108,8 @@ class _Maker:
     folder: Path | None
     workers: Workers
     timeout_s: float
-    report: bool
-    max_bad_share: float
+    report: bool = True
+    max_bad_share: float = 1.0
 
     def part(self, section: SourceSection) -> SourceIndex:
         """Return the index of one data set."""

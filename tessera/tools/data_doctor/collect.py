@@ -1,51 +1,69 @@
-"""Collect the results of all chunks: a few numbers for each row and each media part, never their text.
+"""Collect the measures of all data sets: findings, figures of each set, histograms, and a forecast of row lengths.
 
-A row takes about a hundred bytes. Repeated ids, conversations, answers and images are detected by hashes. Rows that a
-finding names are read again.
+A sample is a few numbers. Samples that a finding names are read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tessera.core.sample import Sample
+from tessera.data.index.measure import BadRow, Measured, bad_rows
+from tessera.data.index.split import SourceIndex, Truncate
 from tessera.data.kinds import Work
 from tessera.data.order.order import PackingConfig, PackingStats, Samples, row_table
 from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source
 from tessera.errors import TesseraError
 from tessera.tools.data_doctor.findings import (
+    DETAIL,
     MOST_LOCATIONS,
+    SAMPLE_KINDS,
+    Finding,
     SampleLocation,
-    Tally,
     check_texts,
-    media_hash,
-    media_name,
+    kind_of,
+    worst_first,
 )
-from tessera.tools.data_doctor.look import LOST, MEDIA_KINDS, TOO_LONG, USABLE, Examiner, Seen
+from tessera.tools.data_doctor.histogram import Histogram, histogram
+from tessera.tools.data_doctor.look import Look
 
-ONE_ANSWER = 0.3  # largest share of rows with the same answer
-SHARED = 0.01  # largest share of samples with the same file
-FEW = 20  # rows: below, shares are not judged
+ONE_ANSWER = 0.3  # largest share of samples with the same answer
+FEW = 20  # samples: shares of fewer mean nothing
+PACKED = 200_000  # samples that a forecast packs; the rest is extrapolated
+# Histograms: title, unit, column.
+_WITH_TOKENS = (
+    ("Length of a sample", "tokens", "tokens"),
+    ("Trained on in a sample", "tokens", "trained"),
+    ("Patches of a sample", "patches", "patches"),
+    ("Text of a sample", "embeddings", "text"),
+    ("Length of videos", "seconds", "seconds"),
+)
+_WITHOUT_TOKENS = (
+    ("Length of a sample", "characters", "characters"),
+    ("Answers of a sample", "characters", "answer_characters"),
+)
+_ALWAYS = (
+    ("Media of a sample", "images and videos", "media"),
+    ("Frames of videos", "frames", "frames"),
+    ("Largest image of a sample", "pixels", "pixels"),
+)
 
 
 @dataclass(frozen=True)
 class SetFacts:
-    """Hold the figures of one data set. Tokens are those of its usable samples."""
+    """Hold the figures of one data set. Sums are over usable samples."""
 
     path: str
     rows: int
     usable: int
-    lost: int
     too_long: int
     characters: int
     tokens: int
     trained: int
-    media_tokens: int
     images: int
     videos: int
     audios: int
@@ -55,229 +73,253 @@ class SetFacts:
         return self.images + self.videos + self.audios
 
 
-class Collection:
-    """Collect the results of all chunks. Rows are numbered over all sets."""
+@dataclass
+class ExaminedSet:
+    """Hold the measures of the usable samples of a data set, and the reasons why other records cannot be used."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = list(sources)
-        self.starts = np.cumsum([0, *(len(source) for source in sources)])
-        self.total = int(self.starts[-1])
-        self.columns: dict[str, np.ndarray] = {}
-        self.tally = Tally()
-        self._media: dict[str, list[np.ndarray]] = {}
+    source: Source
+    look: Look
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    bad: list[BadRow] = field(default_factory=list)
+    bad_count: int = 0
+    refused: TesseraError | None = None
 
-    def add(self, seen: Seen) -> None:
-        """Add the results for a chunk."""
-        first = int(self.starts[seen.chunk.set])
-        for name, values in seen.columns.items():
-            column = self.columns.setdefault(name, np.zeros(self.total, dtype=values.dtype))
-            column[first + seen.chunk.rows.start : first + seen.chunk.rows.stop] = values
-        for name, values in seen.media.items():
-            self._media.setdefault(name, []).append(values + first if name == "row" else values)
-        self.tally.merge(seen.findings)
+    def add_index(self, index: SourceIndex) -> None:
+        """Take the measures of a data set's index, and its bad records."""
+        self.rows, self.columns = np.asarray(index.rows), index.columns
+        self.bad, self.bad_count = list(bad_rows(index.tables)), index.bad_count
 
-    def media(self, name: str) -> np.ndarray:
-        """Return one array over all media parts."""
-        parts = self._media.get(name, [])
-        return np.concatenate(parts) if parts else np.empty(0)
+    def add_look(self, looked: Measured) -> None:
+        """Take the measures of `Look`. Samples that it cannot read are bad, too."""
+        arrays = looked.arrays
+        at = np.searchsorted(self.rows, arrays["row"])
+        self.columns = {name: values[at] for name, values in self.columns.items()}
+        self.columns |= {n.removeprefix("column."): v for n, v in arrays.items() if n.startswith("column.")}
+        self.rows = np.asarray(arrays["row"])
+        self.bad, self.bad_count = sorted([*self.bad, *looked.bad]), self.bad_count + looked.bad_count
 
-    def column(self, name: str, keep: np.ndarray | None = None) -> np.ndarray:
-        """Return one array over all rows, or over some."""
-        values = self.columns.get(name, np.zeros(self.total, dtype=np.int64))
-        return values if keep is None else values[keep]
+    def refuse(self, error: TesseraError) -> None:
+        """Count all samples as unusable: a run ends at this data set."""
+        self.refused, self.rows, self.columns = error, np.empty(0, np.int64), {}
+        self.bad, self.bad_count = [], 0
 
-    def locate(self, row: int) -> tuple[Source, int]:
-        """Return the data set of a row, and its number there."""
-        part = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return self.sources[part], row - int(self.starts[part])
-
-    def sets(self) -> list[SetFacts]:
-        """Return the facts of each data set."""
-        rows_of_media, kinds = self.media("row"), self.media("kind")
-        facts = []
-        for source, first, last in zip(self.sources, self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
-            state = self.column("state")[first:last]
-            usable = first + np.flatnonzero(state == USABLE)
-            mine = kinds[(rows_of_media >= first) & (rows_of_media < last)]
-            lost, too_long = int((state == LOST).sum()), int((state == TOO_LONG).sum())
-            summed = ("characters", "tokens", "trained", "media_tokens")
-            sums = {name: int(self.column(name, usable).sum()) for name in summed}
-            sums |= {f"{kind}s": int((mine == at).sum()) for at, kind in enumerate(MEDIA_KINDS)}
-            facts.append(SetFacts(str(source.path), last - first, len(usable), lost, too_long, **sums))
-        return facts
-
-    # ------------------------------------------------------------------------------------------ all rows
-
-    def find_repeats(self) -> None:
-        """Add the findings that only show over all rows."""
-        for name, kind in (("id", "repeated-id"), ("content", "repeated-content")):
-            count, groups = _repeated(self.column(f"hash.{name}"))
-            locations = [
-                self._location(again, f"also {self._where(first)}; {times} times") for first, again, times in groups
-            ]
-            self.tally.count(kind, count, locations)
-        self._find_one_answer()
-        self._find_shared_media()
-
-    def _find_one_answer(self) -> None:
-        values, firsts, counts = np.unique(self.column("hash.answer"), return_index=True, return_counts=True)
-        counts[values == 0] = 0
-        answered = int(counts.sum())
-        if answered < FEW:
-            return
-        most = int(counts.argmax())
-        if counts[most] > ONE_ANSWER * answered:
-            row = int(firsts[most])
-            sample = self._sample(row)
-            text = "" if sample is None else (check_texts(sample).answer or "")[:80]
-            share = f"{counts[most] / answered:.0%} of the last answers are {text!r}"
-            self.tally.count("one-answer", int(counts[most]), [self._location(row, share)])
-
-    def _find_shared_media(self) -> None:
-        hashes, rows = self.media("hash"), self.media("row")
-        if not len(hashes):
-            return
-        values, firsts, counts = np.unique(hashes, return_index=True, return_counts=True)
-        shared = np.flatnonzero(counts > max(FEW, SHARED * self.total))
-        shared = shared[np.argsort(-counts[shared], kind="stable")]
-        locations = []
-        for at in shared[:MOST_LOCATIONS].tolist():
-            row = int(rows[firsts[at]])
-            name = self._media_name(row, int(values[at]))
-            locations.append(self._location(row, f"{name}: used {counts[at]:,} times"))
-        self.tally.count("shared-media", len(shared), locations)
-
-    # ------------------------------------------------------------------------------------------ rows by number
-
-    def _where(self, row: int) -> str:
-        source, number = self.locate(row)
-        return source.location(number)
-
-    def _location(self, row: int, detail: str) -> SampleLocation:
-        sample = self._sample(row)
-        return SampleLocation(self._where(row), "" if sample is None else sample.id, detail)
-
-    def _sample(self, row: int) -> Sample | None:
-        source, number = self.locate(row)
+    def read(self, row: int) -> Sample | None:
         try:
-            return source.read(number)
+            return self.source.read(row)
         except (RecordError, TesseraError):
             return None
 
-    def _media_name(self, row: int, mark: int) -> str:
-        sample, (source, _) = self._sample(row), self.locate(row)
-        parts = [] if sample is None else sample.media()
-        return next((media_name(part) for part in parts if media_hash(part, source.root) == mark), "a file")
+    def kind_of_bad(self, bad: BadRow) -> str:
+        """Return the kind of finding of a bad record, by the words of its reason or by what can be read of it."""
+        kind = kind_of(bad.reason)
+        if kind is not None:
+            return kind
+        sample = self.read(bad.row)
+        if sample is None:
+            return "bad-row"
+        return "unreadable-media" if self.look.sizes(sample) is None else "unfit"
+
+
+class Collection:
+    """Hold the usable samples of all data sets, in order. `length`: tokens of a row; None: without a model."""
+
+    def __init__(self, sets: Sequence[ExaminedSet], length: int | None, truncate: Truncate) -> None:
+        self.sets, self.length, self.truncate = sets, length, truncate
+        self.starts = np.cumsum([0, *(len(one.rows) for one in sets)])
+        names = sorted({name for one in sets for name in one.columns})
+        self.columns = {
+            name: np.concatenate(
+                [one.columns.get(name, np.zeros(len(one.rows), np.int64)) for one in sets], dtype=np.int64
+            )
+            for name in names
+        }
+        tokens = self.column("tokens")
+        self.long = np.zeros(len(tokens), bool) if length is None else tokens > length
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a measure of all samples; zeros if no data set has it."""
+        return self.columns.get(name, np.zeros(int(self.starts[-1]), np.int64))
+
+    def locate(self, at: int) -> tuple[ExaminedSet, int]:
+        """Return the data set of a sample, and its record number there."""
+        number = int(np.searchsorted(self.starts, at, side="right")) - 1
+        return self.sets[number], int(self.sets[number].rows[at - int(self.starts[number])])
+
+    def facts(self) -> list[SetFacts]:
+        """Return the figures of each data set."""
+        facts = []
+        for number, one in enumerate(self.sets):
+            mine = np.arange(self.starts[number], self.starts[number + 1])
+            fits = mine if self.truncate == "turns" else mine[~self.long[mine]]
+            names = ("characters", "tokens", "trained", "images", "videos", "audios")
+            sums = {name: int(self.column(name)[fits].sum()) for name in names}
+            counts = len(one.source), len(fits), len(mine) - len(fits)
+            facts.append(SetFacts(str(one.source.path), *counts, **sums))
+        return facts
+
+    # ------------------------------------------------------------------------------------------ findings
+
+    def findings(self) -> dict[str, Finding]:
+        """Return all findings, worst first."""
+        findings = self._bad_records()
+        problems = self.column("problems")
+        for bit, kind in enumerate(SAMPLE_KINDS):
+            self._add(findings, kind, np.flatnonzero(problems >> bit & 1))
+        self._add(findings, "long-caption", np.flatnonzero(self.column("cut_captions")))
+        self._add(findings, "cut" if self.truncate == "turns" else "too-long", np.flatnonzero(self.long))
+        count, groups = _repeated(self.column("hash_content"))
+        _set(findings, "repeated-content", count, [self._again(*group) for group in groups])
+        self._find_one_answer(findings)
+        return worst_first(findings)
+
+    def _bad_records(self) -> dict[str, Finding]:
+        locations: dict[str, list[SampleLocation]] = {}
+        findings: dict[str, Finding] = {}
+        for one in self.sets:
+            for bad in one.bad:
+                where = one.source.location(bad.row)
+                locations.setdefault(one.kind_of_bad(bad), []).append(SampleLocation(where, bad.id, bad.reason))
+            if one.refused is not None:
+                where = one.refused.where or str(one.source.path)
+                locations.setdefault("set-refused", []).append(SampleLocation(where, "", one.refused.what))
+        for kind, places in locations.items():
+            _set(findings, kind, len(places), places)
+        _set(findings, "unlisted", sum(one.bad_count - len(one.bad) for one in self.sets), [])
+        return findings
+
+    def _add(self, findings: dict[str, Finding], kind: str, samples: np.ndarray) -> None:
+        """Add a finding about these samples."""
+        _set(findings, kind, len(samples), [self._location(at, kind) for at in samples[:MOST_LOCATIONS].tolist()])
+
+    def _location(self, at: int, kind: str) -> SampleLocation:
+        one, row = self.locate(at)
+        sample, tokens = one.read(row), int(self.column("tokens")[at])
+        if kind in ("too-long", "cut"):
+            detail = f"{tokens:,} tokens, a row has {self.length:,}"
+        elif kind == "long-caption":
+            detail = f"{int(self.column('text')[at]):,} embeddings are read of it"
+        else:
+            sizes = None if sample is None else one.look.sizes(sample)
+            detail = "" if sample is None or sizes is None else one.look.problems(sample, sizes).get(kind, "")
+        return SampleLocation(one.source.location(row), "" if sample is None else sample.id, detail)
+
+    def _again(self, first: int, again: int, times: int) -> SampleLocation:
+        (before, row), (one, number) = self.locate(first), self.locate(again)
+        sample = one.read(number)
+        detail = f"also {before.source.location(row)}; {times} times"
+        return SampleLocation(one.source.location(number), "" if sample is None else sample.id, detail)
+
+    def _find_one_answer(self, findings: dict[str, Finding]) -> None:
+        values, firsts, counts = np.unique(self.column("hash_answer"), return_index=True, return_counts=True)
+        counts[values == 0] = 0
+        answered = int(counts.sum())
+        if answered < FEW or counts.max() <= ONE_ANSWER * answered:
+            return
+        most = int(counts.argmax())
+        one, row = self.locate(int(firsts[most]))
+        sample = one.read(row)
+        text = "" if sample is None else (check_texts(sample).answer or "")[:80]
+        detail = f"{counts[most] / answered:.0%} of the last answers are {text!r}"
+        place = SampleLocation(one.source.location(row), "" if sample is None else sample.id, detail)
+        _set(findings, "one-answer", int(counts[most]), [place])
+
+
+def _set(findings: dict[str, Finding], kind: str, count: int, places: Iterable[SampleLocation]) -> None:
+    if count:
+        first = list(places)[:MOST_LOCATIONS]
+        short = tuple(SampleLocation(one.where, one.id[:DETAIL], one.detail[:DETAIL]) for one in first)
+        findings[kind] = Finding(count, short)
 
 
 def _repeated(hashes: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return how many rows repeat an earlier one, and (first row, next one, how often) of the first few."""
+    """Return how many samples repeat an earlier one, and (first, second, how often) of the first few groups."""
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]
     starts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]])) if len(ranked) else np.empty(0, int)
     counts = np.diff(np.append(starts, len(ranked)))
-    again = (counts > 1) & (ranked[starts] != 0)
+    again = counts > 1
     starts, counts = starts[again], counts[again]
-    seconds = order[starts + 1]
+    seconds = order[starts + 1] if len(starts) else starts
     first_few = np.argsort(seconds, kind="stable")[:MOST_LOCATIONS]
     groups = [(int(order[starts[at]]), int(seconds[at]), int(counts[at])) for at in first_few]
     return int((counts - 1).sum()), groups
 
 
-SAMPLED = 64  # too long samples that are cut, for each length; the rest is estimated
-PACKED = 200_000  # samples that are packed; the rest is estimated
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def histograms(collected: Collection, work: Work | None) -> list[Histogram]:
+    """Return the distributions of the measures."""
+    tokens = collected.length is not None
+    drawn = [
+        histogram(title, unit, values, collected.length if name == "tokens" else None, adds_up=name not in ("pixels",))
+        for title, unit, name in (*(_WITH_TOKENS if tokens else _WITHOUT_TOKENS), *_ALWAYS)
+        if (values := collected.column(name)).any()
+    ]
+    if tokens and work is not None and len(collected.long):
+        drawn += [
+            histogram(f"Work in {stream}", "FLOPs", values)
+            for stream, values in work(collected.columns).items()
+            if values.any()
+        ]
+    return [one for one in drawn if one is not None]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Hold what a run with rows of `length` tokens loses. Shares are those of all usable samples or their tokens."""
+    """Hold what a run with rows of `length` tokens loses, and how its rows are filled."""
 
     length: int
     dropped: int  # samples longer than a row
-    dropped_share: float
-    tokens_lost: float  # share of tokens in them
-    cut_share: float  # with data.truncate=turns: samples that lose their last turns
-    cut_dropped_share: float  # and those whose first exchange does not fit
-    cut_tokens_lost: float
-    padding: float  # share of packed rows that is filling
+    dropped_share: float  # of all usable samples
+    tokens_lost: float  # share of all tokens in dropped samples
+    padding: float  # share of packed rows that is empty
     rows: int
     work: float | None  # of the heaviest row, over the mean; None: unknown
-    estimated: bool  # cutting was tried on some of the samples, or packing
     chosen: bool
 
 
 def ladder(length: int, longest: int) -> list[int]:
-    """Return half and double lengths around the one asked for, up to the first that holds every sample."""
+    """Return half and double lengths around `length`, up to the first that fits every sample."""
     rungs = [length // 4, length // 2, length]
     while rungs[-1] < longest and len(rungs) < 8:
         rungs.append(rungs[-1] * 2)
     return sorted({rung for rung in rungs if rung > 0})
 
 
-def forecast(collected: Collection, examiner: Examiner, length: int, work: Work | None, seed: int) -> list[Rung]:
-    """Return what row lengths around `length` do to the samples. Of very many, only some are really cut and packed."""
-    trainable = np.flatnonzero(np.isin(collected.column("state"), (USABLE, TOO_LONG)))
-    if not len(trainable):
+def forecast(collected: Collection, length: int, work: Work | None, seed: int) -> list[Rung]:
+    """Return what row lengths around `length` drop without truncation, and how the rest is packed."""
+    tokens = collected.column("tokens")
+    if not len(tokens):
         return []
-    tokens = collected.column("tokens", trainable)
-    total, count = int(tokens.sum()), len(tokens)
     flops: dict[str, np.ndarray] = {}
     token_work: dict[str, float] = {}
     if work is not None:
-        flops = work({name: values[trainable] for name, values in collected.columns.items()})
+        flops = work(collected.columns)
         one_token = {name: np.array([int(name == "tokens")]) for name in collected.columns}
         token_work = {stream: float(values[0]) for stream, values in work(one_token).items()}
     rungs = []
     for rung in ladder(length, int(tokens.max())):
-        long, fits, chance = np.flatnonzero(tokens > rung), np.flatnonzero(tokens <= rung), np.random.default_rng(seed)
-        cut, tried = _kept_by_cutting(collected, examiner, tokens, trainable, _some(long, SAMPLED, chance), rung)
-        packed, stats = _some(fits, PACKED, chance), PackingStats(0, rung, 0.0)
+        fits = np.flatnonzero(tokens <= rung)
+        packed, stats = fits, PackingStats(0, rung, 0.0)
+        if len(fits) > PACKED:
+            packed = np.sort(np.random.default_rng(seed).choice(fits, PACKED, replace=False))
         if len(packed):
             weighed = {stream: values[packed] for stream, values in flops.items()}
             samples = Samples(tokens[packed], np.array([0, len(packed)]), None, weighed, token_work)
             stats = row_table(samples, PackingConfig(rung, seed)).stats
-        lost = int(tokens[long].sum())
+        dropped = len(tokens) - len(fits)
         rungs.append(
             Rung(
                 length=rung,
-                dropped=len(long),
-                dropped_share=len(long) / count,
-                tokens_lost=lost / total,
-                cut_share=cut.samples * len(long) / count,
-                cut_dropped_share=(1 - cut.samples) * len(long) / count,
-                cut_tokens_lost=lost * (1 - cut.tokens) / total,
+                dropped=dropped,
+                dropped_share=dropped / len(tokens),
+                tokens_lost=1 - float(tokens[fits].sum() / tokens.sum()),
                 padding=stats.padding,
                 rows=round(stats.rows * len(fits) / max(1, len(packed))),
                 work=stats.work,
-                estimated=tried < len(long) or len(packed) < len(fits),
                 chosen=rung == length,
             )
         )
     return rungs
-
-
-def _some(numbers: np.ndarray, most: int, chance: np.random.Generator) -> np.ndarray:
-    return numbers if len(numbers) <= most else np.sort(chance.choice(numbers, most, replace=False))
-
-
-class _Kept(NamedTuple):
-    """Hold the shares of long samples and of their tokens that remain after truncation by turns."""
-
-    tokens: float
-    samples: float
-
-
-def _kept_by_cutting(
-    collected: Collection, examiner: Examiner, tokens: np.ndarray, rows: np.ndarray, tried: np.ndarray, length: int
-) -> tuple[_Kept, int]:
-    """Cut samples to a length. Return the shares that remain, and how many samples could be read."""
-    whole, cut = [], []
-    for at in tried.tolist():
-        try:
-            cut.append(examiner.kept_tokens(*collected.locate(int(rows[at])), length))
-        except (RecordError, TesseraError, OSError):
-            continue
-        whole.append(int(tokens[at]))
-    if not whole:
-        return _Kept(0.0, 0.0), 0
-    return _Kept(sum(cut) / sum(whole), sum(count > 0 for count in cut) / len(cut)), len(cut)

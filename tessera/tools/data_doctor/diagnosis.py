@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,14 +16,13 @@ from tessera.runtime.html import escape, section
 from tessera.tools.data_doctor.collect import Rung, SetFacts
 from tessera.tools.data_doctor.findings import KINDS, SEVERITIES, Finding, Kind, Severity
 from tessera.tools.data_doctor.histogram import Histogram, bars, chart, short
-from tessera.tools.data_doctor.show import Shown, Thumb
+from tessera.tools.data_doctor.look import Shown, Thumb
 
 WITHOUT_A_MODEL = (
     "Lengths are in characters: with --recipe or --model the doctor also counts tokens, says what is trained on, "
     "forecasts what a row length drops, and weighs each sample."
 )
 _WIDE = 110
-_COLOURS = {"loss": "31", "warning": "33", "note": "36", "good": "32", "bold": "1", "soft": "2", "trained": "30;42"}
 _MARKS: dict[Severity, str] = {"loss": "✗", "warning": "!", "note": "·"}
 _MAX_SHOWN = 700  # characters of a sample
 
@@ -73,7 +73,6 @@ class Diagnosis:
             facts += [
                 ("tokens", f"{self.total('tokens'):,}"),
                 ("trained on", f"{self.total('trained') / tokens:.1%}"),
-                ("tokens of media", f"{self.total('media_tokens') / tokens:.1%}"),
             ]
             padding = next((rung.padding for rung in self.forecast if rung.chosen), None)
             if padding is not None:
@@ -90,10 +89,31 @@ class Diagnosis:
             said.append("Media was judged by headers; --decode reads all of it.")
         return said
 
+    def sets_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the names of columns, and a row for each data set."""
+        tokens = self.length is not None
+        names = ["set", "samples", "usable", "media", *(["tokens", "trained on"] if tokens else ["characters"])]
+        rows = []
+        for one in self.sets:
+            counts = (one.rows, one.usable, one.media, one.tokens if tokens else one.characters)
+            trained = [f"{one.trained / max(1, one.tokens):.1%}"] if tokens else []
+            rows.append([one.path, *(f"{count:,}" for count in counts), *trained])
+        return names, rows
+
+    def forecast_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the names of columns, and a row for each length."""
+        names = ["row length", "dropped", "tokens lost", "padding", "rows", "heaviest row"]
+        rows = []
+        for rung in self.forecast:
+            shares = (f"{share:.2%}" for share in (rung.dropped_share, rung.tokens_lost, rung.padding))
+            work = "" if rung.work is None else f"{rung.work:.2f} x mean"
+            rows.append([f"{rung.length:,}{' <' if rung.chosen else ''}", *shares, f"{rung.rows:,}", work])
+        return names, rows
+
     # ------------------------------------------------------------------------------------------ forms
 
-    def lines(self, *, colour: bool = False, samples: int = 3) -> list[str]:
-        return _terminal_lines(self, colour=colour, samples=samples)
+    def lines(self, *, samples: int = 3) -> list[str]:
+        return _terminal_lines(self, samples)
 
     def html(self) -> str:
         return _page(self)
@@ -120,102 +140,68 @@ class Diagnosis:
 # ---------------------------------------------------------------------------------------------- terminal
 
 
-def _terminal_lines(diagnosis: Diagnosis, *, colour: bool, samples: int) -> list[str]:
-    """Return a diagnosis as lines. Text from data is made harmless: it may hold codes that move the cursor."""
-    paint = _Paint(colour)
-    worst = diagnosis.worst
-    head = "good" if worst in ("sound", "note") else worst
-    lines = [paint(diagnosis.verdict, head, "bold"), ""]
-    lines += ["   ".join(f"{name} {paint(value, 'bold')}" for name, value in diagnosis.facts()), ""]
+def _terminal_lines(diagnosis: Diagnosis, samples: int) -> list[str]:
+    """Return a diagnosis as lines without control characters: texts of a data set may contain terminal codes."""
+    lines = [diagnosis.verdict, "", "   ".join(f"{name} {value}" for name, value in diagnosis.facts()), ""]
     if len(diagnosis.sets) > 1:
-        lines += [
-            f"  {histogram.usable:>12,} of {histogram.rows:>12,} usable   {harmless(histogram.path)}"
-            for histogram in diagnosis.sets
-        ]
-        lines.append("")
+        lines += [*_aligned(*diagnosis.sets_table()), ""]
     for name, finding in diagnosis.findings.items():
         kind = KINDS[name]
-        lines.append(f"{paint(_MARKS[kind.severity], kind.severity)} {paint(kind.title, 'bold')}: {finding.count:,}")
+        lines.append(f"{_MARKS[kind.severity]} {kind.title}: {finding.count:,}")
         for location in finding.locations:
-            id = f" ({harmless(location.id)})" if location.id and location.id != location.where else ""
-            lines += _wrapped(f"{harmless(location.where)}{id}: {harmless(location.detail)}", "      ")
-        lines += [paint(line, "soft") for line in _wrapped(f"mend: {kind.mend}", "      ")]
+            id = f" ({location.id})" if location.id and location.id != location.where else ""
+            lines += _wrapped(harmless(f"{location.where}{id}: {location.detail}"), "      ")
+        lines += _wrapped(f"mend: {kind.mend}", "      ")
     if diagnosis.findings:
         lines.append("")
     for histogram in diagnosis.histograms:
-        lines.append(f"{histogram.title:>24} {short(histogram.min):>7} {bars(histogram)} {short(histogram.max)}")
-        lines.append(paint(f"{'':>24}         {histogram.summary()}", "soft"))
-    lines += _forecast(diagnosis, paint)
+        lines.append(f"{histogram.title:>26} {short(histogram.min):>7} {bars(histogram)} {short(histogram.max)}")
+        lines.append(f"{'':>26}         {histogram.summary()}")
+    if diagnosis.forecast:
+        lines += ["", *_aligned(*diagnosis.forecast_table())]
     for sample in diagnosis.samples[:samples]:
-        lines += ["", *_sample(sample, paint)]
-    lines += ["", *(paint(line, "soft") for note in diagnosis.notes() for line in _wrapped(note, ""))]
-    return lines
+        lines += ["", *_sample(sample)]
+    return [*lines, "", *(line for note in diagnosis.notes() for line in _wrapped(note, ""))]
 
 
-def _forecast(diagnosis: Diagnosis, paint: _Paint) -> list[str]:
-    if not diagnosis.forecast:
-        return []
-    names = "   row length     dropped   tokens lost   cut by turns   tokens lost   padding       rows   heaviest"
-    lines = ["", paint(names, "bold")]
-    for rung in diagnosis.forecast:
-        line = (
-            f"{'>' if rung.chosen else ' '} {rung.length:>11,} {rung.dropped_share:>11.2%} {rung.tokens_lost:>13.2%}"
-            f" {rung.cut_share:>14.2%} {rung.cut_tokens_lost:>13.2%} {rung.padding:>9.2%} {rung.rows:>10,}"
-            f" {'' if rung.work is None else f'{rung.work:.2f} x':>10}"
-        )
-        lines.append(paint(line, "bold") if rung.chosen else line)
-    if any(rung.estimated for rung in diagnosis.forecast):
-        lines.append(paint("  cutting and packing are estimated from a part of the samples", "soft"))
-    return lines
+def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table as lines, the first column at its left and the others at their right."""
+    table = [names, *rows]
+    widths = [max(len(row[at]) for row in table) for at in range(len(names))]
+    return [
+        "  ".join([harmless(row[0]).ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    ]
 
 
-def _sample(sample: Shown, paint: _Paint) -> list[str]:
+def _sample(sample: Shown) -> list[str]:
+    """Return a sample as lines: ⟦trained⟧ text, context, and [media]."""
     counts = "" if sample.tokens is None else f"  {sample.tokens:,} tokens, {sample.trained:,} trained on"
-    lines = [paint(f"── {harmless(sample.location)} ({harmless(sample.id)}){counts}", "bold")]
+    lines = [harmless(f"── {sample.location} ({sample.id})") + counts]
     if sample.problem:
-        lines.append(paint(harmless(sample.problem), "loss"))
+        lines.append(harmless(sample.problem))
     for thumb in sample.media:
         tokens = "" if thumb.tokens is None else f", {thumb.tokens:,} tokens"
-        lines.append(paint(f"   {harmless(thumb.name)}: {thumb.size}{tokens}", "note"))
+        lines.append(f"   {harmless(thumb.name)}: {thumb.size}{tokens}")
     text, room = "", _MAX_SHOWN
     for span in sample.spans:
         words = harmless(span.text, keep_lines=True)
         words = words if len(words) <= room else words[: max(0, room)] + "…"
         room -= len(words)
-        style = {"trained": ("trained",), "media": ("note",), "context": ()}[span.kind]
-        # Without colours brackets tell what is trained on.
-        plain = f"⟦{words}⟧" if span.kind == "trained" else f"[{words}]" if span.kind == "media" else words
-        text += "\n".join(paint(line, *style) if line else "" for line in words.split("\n")) if paint.on else plain
+        text += {"trained": f"⟦{words}⟧", "media": f"[{words}]", "context": words}[span.kind]
         if room <= 0:
             break
     return [*lines, *text.rstrip("\n").split("\n")]
 
 
 def harmless(text: str, *, keep_lines: bool = False) -> str:
-    """Replace control characters by their visible symbols."""
+    """Replace control characters by the replacement character."""
     allowed = "\n\t" if keep_lines else ""
-    return "".join(
-        char
-        if char.isprintable() or char in allowed
-        else chr(0x2400 + ord(char))
-        if ord(char) < 0x20
-        else "\N{REPLACEMENT CHARACTER}"
-        for char in text
-    )
+    return "".join(char if char.isprintable() or char in allowed else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDE, initial_indent=indent, subsequent_indent=indent + "  ") or [indent]
-
-
-class _Paint:
-    def __init__(self, on: bool) -> None:
-        self.on = on
-
-    def __call__(self, text: str, *styles: str) -> str:
-        if not self.on or not styles:
-            return text
-        return f"\x1b[{';'.join(_COLOURS[style] for style in styles)}m{text}\x1b[0m"
 
 
 # ---------------------------------------------------------------------------------------------- page
@@ -247,32 +233,21 @@ _WORDS = {"loss": "loses samples", "warning": "looks wrong", "note": "worth know
 
 def _page(diagnosis: Diagnosis) -> str:
     """Return the page of a diagnosis."""
+    chosen = [number for number, rung in enumerate(diagnosis.forecast) if rung.chosen]
     names = ", ".join(one.path for one in diagnosis.sets)
     findings = "".join(_finding(KINDS[name], one, diagnosis.total("rows")) for name, one in diagnosis.findings.items())
     sections = [
         f'<header class="{diagnosis.worst}"><p class="soft">{escape(names)}</p><h1>{escape(diagnosis.verdict)}</h1>',
         "".join(f'<p class="soft">{escape(note)}</p>' for note in diagnosis.notes()),
-        f"</header>{html.facts(diagnosis.facts())}{_sets_table(diagnosis)}",
+        f"</header>{html.facts(diagnosis.facts())}",
+        html.table(*diagnosis.sets_table()) if len(diagnosis.sets) > 1 else "",
         section("Findings", findings or "<p>Nothing was found.</p>"),
         section("Distributions", f'<div class="charts">{"".join(map(chart, diagnosis.histograms))}</div>'),
-        _forecast_section(diagnosis),
+        section("Row lengths", html.table(*diagnosis.forecast_table(), chosen=chosen)) if diagnosis.forecast else "",
         _samples_section(diagnosis),
         f'<p class="soft">Examined in {diagnosis.seconds:.1f} s by tessera data doctor.</p>',
     ]
     return html.page(f"{names[:200]} · Tessera data doctor", sections, _STYLE)
-
-
-def _sets_table(diagnosis: Diagnosis) -> str:
-    if len(diagnosis.sets) < 2:
-        return ""
-    tokens = diagnosis.length is not None
-    cells = []
-    for facts in diagnosis.sets:
-        counts = (facts.rows, facts.usable, facts.media, facts.tokens if tokens else facts.characters)
-        trained = [f"{facts.trained / max(1, facts.tokens):.1%}"] if tokens else []
-        cells.append([escape(facts.path), *(f"{count:,}" for count in counts), *trained])
-    names = ["set", "samples", "usable", "media", *(["tokens", "trained on"] if tokens else ["characters"])]
-    return html.table(names, cells)
 
 
 def _finding(kind: Kind, finding: Finding, rows: int) -> str:
@@ -292,26 +267,6 @@ def _finding(kind: Kind, finding: Finding, rows: int) -> str:
         f'<span class="soft">{_WORDS[kind.severity]} · {share}</span></summary><ul>{locations}{also}</ul>'
         f'<p><span class="soft">Mend:</span> {escape(kind.mend)}</p></details>'
     )
-
-
-def _forecast_section(diagnosis: Diagnosis) -> str:
-    if not diagnosis.forecast:
-        return ""
-    names = ("row length", "dropped", "tokens lost", "cut by turns", "still dropped", "tokens lost", "padding", "rows")
-    rows = []
-    for rung in diagnosis.forecast:
-        shares = (rung.dropped_share, rung.tokens_lost, rung.cut_share, rung.cut_dropped_share, rung.cut_tokens_lost)
-        work = "" if rung.work is None else f"{rung.work:.2f} x mean"
-        rows.append([f"{rung.length:,}", *(f"{s:.2%}" for s in (*shares, rung.padding)), f"{rung.rows:,}", work])
-    above = (
-        '<tr><th></th><th colspan="2">truncate=never</th><th colspan="3">truncate=turns</th><th colspan="3">packed</th>'
-        "</tr>"
-    )
-    chosen = [number for number, rung in enumerate(diagnosis.forecast) if rung.chosen]
-    estimated = any(rung.estimated for rung in diagnosis.forecast)
-    note = '<p class="soft">Cutting and packing are estimated from a part of the samples.</p>' if estimated else ""
-    table = html.table((*names, "heaviest row"), rows, above=above, chosen=chosen)
-    return section("Row lengths", table + note)
 
 
 def _samples_section(diagnosis: Diagnosis) -> str:

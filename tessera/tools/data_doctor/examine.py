@@ -1,15 +1,15 @@
-"""Examine data sets: every row once in worker processes, then the checks over all rows."""
+"""Examine data sets: read their indexes, look at every usable sample, and compare samples with each other."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -18,43 +18,40 @@ from tessera.config.run_config import DataSection, ParallelSection, RunConfig, S
 from tessera.config.saved_recipe import read_saved
 from tessera.config.trust import Trust, check_trusted, named_code
 from tessera.core.spec import Processor
-from tessera.data.index.measure import Progress
+from tessera.data.index.build import IndexMaker
+from tessera.data.index.measure import MeasureRows, Workers, default_workers, measure_all
+from tessera.data.index.split import Truncate
 from tessera.data.kinds import Work
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.kinds.unpaired_preference import RatedProcessor
 from tessera.data.media.files import Limits, limits_of
 from tessera.data.media.read import ChatProcessor
-from tessera.data.sources.source import Source, open_source
+from tessera.data.sources.container import RecordError
+from tessera.data.sources.source import open_source
 from tessera.data.workers.pool import Lost, Pool
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config, local_model
 from tessera.inference.weight_source import origin_of
-from tessera.tools.data_doctor.collect import Collection, forecast
+from tessera.tools.data_doctor.collect import Collection, ExaminedSet, forecast, histograms
 from tessera.tools.data_doctor.diagnosis import Diagnosis
-from tessera.tools.data_doctor.histogram import Histogram, histogram
-from tessera.tools.data_doctor.look import LOST, Chunk, Examiner, ToShow
-from tessera.tools.data_doctor.show import Shown
+from tessera.tools.data_doctor.look import Look, Shown, ShowSamples, ToShow, no_target
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
 
-CHUNK = 256  # rows that a worker examines at a time
 RUN_CONFIG = "config.yaml"
 _OF_ANSWERS = {"preference": PairProcessor, "unpaired_preference": RatedProcessor}
-# Histograms: title, unit, column.
-_WITH_TOKENS = (
-    ("Length of a sample", "tokens", "tokens"),
-    ("Trained on in a sample", "tokens", "trained"),
-    ("Media tokens of a sample", "tokens", "media_tokens"),
-    ("Patches of a sample", "patches", "patches"),
-    ("Text of a sample", "embeddings", "text"),
-    ("Length of videos", "seconds", "seconds"),
-)
-_WITHOUT_TOKENS = (
-    ("Length of a sample", "characters", "characters"),
-    ("Answers of a sample", "characters", "answer_characters"),
-)
-_ALWAYS = (("Media of a sample", "images and videos", "media"), ("Frames of videos", "frames", "frames"))
+_FIRST_RECORDS = 20  # records that show whether a data set has preference pairs
+
+
+@dataclass(frozen=True)
+class _Options:
+    processor: ChatProcessor | GenerationProcessor | None
+    limits: Limits
+    workers: Workers
+    decode: bool
+    timeout_s: float
+    scratch: Path
 
 
 def examine(
@@ -62,18 +59,20 @@ def examine(
     processor: Processor | None = None,
     *,
     length: int = 2048,
+    truncate: Truncate = "never",
     limits: Limits | None = None,
     work: Work | None = None,
-    workers: int | Literal["auto"] = "auto",
+    workers: Workers = "auto",
     samples: int = 20,
     decode: bool = False,
     timeout_s: float = 60.0,
     seed: int = 0,
 ) -> Diagnosis:
-    """Examine every row of `sections`; with a processor also tokens: what is trained on, what `length` drops.
+    """Examine every record of `sections`; with a processor also the tokens of each sample.
 
-    `work`: FLOPs of samples in each stream, from their measures. `samples`: so many are shown from the beginning of the
-    sets, and half as many drawn by chance. `decode`: read every image and video, and not only its header.
+    `length` and `truncate`: as `data.length` and `data.truncate` of a recipe. `work`: FLOPs of samples in each stream,
+    from their measures. `samples`: how many samples to show from the beginning of the data sets; half as many more are
+    drawn at random. `decode`: decode every image and video instead of reading headers only.
     """
     began = time.perf_counter()
     if not sections:
@@ -83,8 +82,6 @@ def examine(
             fix="name one or more files",
             code="data.no-files-named",
         )
-    if (form := _form_of(processor)) is not None:
-        sections = [section.model_copy(update={"format": form}) for section in sections]
     if processor is not None and not isinstance(processor, (ChatProcessor, GenerationProcessor)):
         raise TesseraError(
             f"{type(processor).__name__} serves neither conversations nor captions",
@@ -93,102 +90,88 @@ def examine(
             code="data.processor-without-samples",
         )
     with tempfile.TemporaryDirectory(prefix="tessera-doctor-") as scratch:
-        sources = [open_source(section, Path(scratch)) for section in sections]
-        examiner = Examiner(sources, processor, limits or Limits(), length, decode, timeout_s)
-        with Pool(examiner, _workers(workers), timeout_s=timeout_s) as pool:
-            collected = _look_at_all(pool, sources)
-            shown_samples = [
-                Shown(f"row {item.row + 1}", "", problem=result.reason) if isinstance(result, Lost) else result
-                for item, result in pool.map(_chosen(sources, samples, seed))
-            ]
-        collected.find_repeats()
-        rungs = [] if processor is None else forecast(collected, examiner, length, work, seed)
-        return Diagnosis(
-            tuple(collected.sets()),
-            collected.tally.sorted(),
-            tuple(_histograms(collected, processor is not None, length, work)),
-            tuple(rungs),
-            tuple(shown_samples),
-            None if processor is None else length,
-            decode,
-            time.perf_counter() - began,
-        )
-
-
-def _form_of(processor: Processor | None) -> str | None:
-    """Return the form of rows that a processor needs; None: any form, detected from the rows."""
-    if isinstance(processor, GenerationProcessor):
-        return "generation"
-    if isinstance(processor, RatedProcessor):
-        return "unpaired_preference"
-    return "preference" if isinstance(processor, PairProcessor) else None
-
-
-def _workers(workers: int | Literal["auto"]) -> int:
-    """Return the number of processes, at least one: a file that crashes its reader must not end the examination."""
-    return min(16, max(1, len(os.sched_getaffinity(0)))) if workers == "auto" else workers
-
-
-# ---------------------------------------------------------------------------------------------- rows
-
-
-def _look_at_all(pool: Pool, sources: Sequence[Source]) -> Collection:
-    collected = Collection(sources)
-    progress = Progress("doctor", collected.total)
-    chunks = (
-        Chunk(number, range(start, min(start + CHUNK, len(source))))
-        for number, source in enumerate(sources)
-        for start in range(0, len(source), CHUNK)
+        options = _Options(processor, limits or Limits(), workers, decode, timeout_s, Path(scratch))
+        sets = [_examine_set(_in_format(section, processor), options) for section in sections]
+        samples_shown = _show(sets, options, samples, seed)
+    collected = Collection(sets, None if processor is None else length, truncate)
+    rungs = [] if processor is None else forecast(collected, length, work, seed)
+    return Diagnosis(
+        tuple(collected.facts()),
+        collected.findings(),
+        tuple(histograms(collected, work)),
+        tuple(rungs),
+        tuple(samples_shown),
+        None if processor is None else length,
+        decode,
+        time.perf_counter() - began,
     )
-    for _, seen in pool.map(chunks, again=_without):
-        collected.add(seen)
-        progress.count(len(seen.chunk.rows), int((seen.columns["state"] == LOST).sum()))
-    return collected
 
 
-def _without(chunk: Chunk, lost: Lost) -> Chunk:
-    """Return a chunk without the row that ended its reader; without any row if that one is not known."""
-    lost_rows = {row for row, _ in chunk.lost}
-    others = [row for row in chunk.rows if row not in lost_rows]
-    at_fault = [row for row in others if row == lost.at] or others
-    return replace(chunk, lost=(*chunk.lost, *((row, lost.reason) for row in at_fault)))
+def _in_format(section: SourceSection, processor: Processor | None) -> SourceSection:
+    """Return a data set with the format that the processor needs; without a processor, pairs are detected."""
+    if isinstance(processor, GenerationProcessor):
+        return section.model_copy(update={"format": "generation"})
+    if isinstance(processor, RatedProcessor):
+        return section.model_copy(update={"format": "unpaired_preference"})
+    pairs = section.model_copy(update={"format": "preference"})
+    if isinstance(processor, PairProcessor):
+        return pairs
+    return pairs if processor is None and section.format == "auto" and _has_pairs(pairs) else section
 
 
-def _chosen(sources: Sequence[Source], samples: int, seed: int) -> list[ToShow]:
-    """Return the first rows of each set, then some drawn by chance."""
+def _has_pairs(section: SourceSection) -> bool:
+    """Return whether the first records of a data set that can be read have a better and a worse answer."""
+    source = open_source(section)
+    records = source.records.scan(range(min(_FIRST_RECORDS, len(source))))
+    contents = [record.content for _, record in records if not isinstance(record, RecordError)]
+    return bool(contents) and all(source.schema.fits(content, "preference") for content in contents)
+
+
+def _examine_set(section: SourceSection, options: _Options) -> ExaminedSet:
+    """Return the usable samples of a data set with all measures, and the reasons why others cannot be used."""
+    processor, timeout_s = options.processor, options.timeout_s
+    source = open_source(section, options.scratch)
+    look = Look(source.root, processor, options.limits, options.decode)
+    examined = ExaminedSet(source, look)
+    target = no_target if processor is None else processor.target
+    rows: range | np.ndarray = range(len(source))
+    try:
+        if processor is not None:
+            maker = IndexMaker(
+                processor, sys.maxsize, "never", options.limits, "skip", options.scratch, options.workers, timeout_s
+            )
+            index = maker.part(section)
+            examined.add_index(index)
+            rows = rows if len(index) == len(source) else np.asarray(index.rows)
+        if len(rows):
+            measure = MeasureRows(source, rows, look, options.limits, look.sampling, target, timeout_s)
+            title = f"samples of {source.path.name}"
+            examined.add_look(measure_all(measure, workers=options.workers, title=title))
+    except TesseraError as error:
+        examined.refuse(error)
+    return examined
+
+
+def _show(sets: Sequence[ExaminedSet], options: _Options, samples: int, seed: int) -> list[Shown]:
+    """Return the first samples of each data set as shown, then some drawn at random."""
     if samples < 1:
         return []
-    each = max(1, samples // len(sources))
-    first = [ToShow(number, row) for number, source in enumerate(sources) for row in range(min(each, len(source)))]
+    each = max(1, samples // len(sets))
+    first = [ToShow(n, row) for n, one in enumerate(sets) for row in range(min(each, len(one.source)))]
     chance = np.random.default_rng(seed)
-    sizes = np.array([len(source) for source in sources], dtype=np.float64)
+    sizes = np.array([len(one.source) for one in sets], dtype=np.float64)
     drawn = []
     for _ in range(-(-samples // 2)):
-        number = int(chance.choice(len(sources), p=sizes / sizes.sum()))
-        drawn.append(ToShow(number, int(chance.integers(len(sources[number])))))
-    return list(dict.fromkeys([*first[:samples], *drawn]))
-
-
-# ---------------------------------------------------------------------------------------------- figures
-
-
-def _histograms(collected: Collection, tokens: bool, length: int, work: Work | None) -> list[Histogram]:
-    measured = np.flatnonzero(collected.column("state") != LOST)
-    pixels, ratio = collected.media("pixels"), collected.media("ratio")
-    histograms = [
-        histogram(title, unit, collected.column(name, measured), length if name == "tokens" else None)
-        for title, unit, name in (*(_WITH_TOKENS if tokens else _WITHOUT_TOKENS), *_ALWAYS)
-        if collected.column(name, measured).any()
-    ]
-    histograms.append(histogram("Size of images", "pixels", pixels[pixels > 0], adds_up=False))
-    if tokens and (ratio != 1).any():
-        histograms.append(histogram("Pixels seen of each pixel", "times", ratio, adds_up=False))
-    if tokens and work is not None and len(measured):
-        flops = work({name: values[measured] for name, values in collected.columns.items()})
-        histograms += [
-            histogram(f"Work in {stream}", "FLOPs", values) for stream, values in flops.items() if values.any()
+        number = int(chance.choice(len(sets), p=sizes / sizes.sum()))
+        drawn.append(ToShow(number, int(chance.integers(len(sets[number].source)))))
+    items = list(dict.fromkeys([*first[:samples], *drawn]))
+    work = ShowSamples([one.source for one in sets], [one.look for one in sets], options.timeout_s)
+    workers = default_workers() if options.workers == "auto" else options.workers
+    with Pool(work, min(workers, len(items)), timeout_s=options.timeout_s) as pool:
+        return [
+            Shown(f"row {item.row + 1}", "", problem=result.reason) if isinstance(result, Lost) else result
+            for item, result in pool.map(items)
         ]
-    return [one for one in histograms if one is not None]
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -196,6 +179,8 @@ def _histograms(collected: Collection, tokens: bool, length: int, work: Work | N
 
 @dataclass(frozen=True)
 class ForModel:
+    """Hold what a recipe, or the folder of a model, determines about an examination."""
+
     processor: Processor | None
     work: Work | None
     data: DataSection
@@ -211,8 +196,7 @@ def sets_of(names: Sequence[str]) -> list[SourceSection]:
 
 
 def sets_as_in(names: Sequence[str], data: DataSection) -> list[SourceSection]:
-    """Return data sets that the command line names; of those that `data` names as well, what it says of them counts:
-    where their media lie, how their columns are called."""
+    """Return data sets that the command line names, with the settings (root, columns) of those that `data` has too."""
     sections = {os.path.abspath(section.path): section for section in (*data.eval, *data.train)}
     return [sections.get(os.path.abspath(section.path), section) for section in sets_of(names)]
 
@@ -222,13 +206,13 @@ def for_recipe(recipe: Path) -> ForModel:
 
 
 def for_model(folder: Path, trust: Trust = False) -> ForModel:
-    """Return what a Hugging Face folder, a run, or one of its checkpoints brings. No weights are read."""
+    """Return the processor of a Hugging Face folder, a run, or a checkpoint. No weights are read."""
     folder = local_model(folder, "--model", weights=False)
     if (folder / RUN_CONFIG).is_file():
         config = load_config(read_saved(folder / RUN_CONFIG))
         check_trusted(folder, named_code(config), trust)  # the task is built too
         run = folder.parent.parent if origin_of(folder) == "checkpoint" else folder
-        if (run / "processor").is_dir():  # a run keeps its own copy, whatever became of the folder it began from
+        if (run / "processor").is_dir():  # the folder that the run began from may be gone
             config = config.model_copy(
                 update={"model": config.model.model_copy(update={"tokenizer": run / "processor"})}
             )
@@ -237,7 +221,7 @@ def for_model(folder: Path, trust: Trust = False) -> ForModel:
 
 
 def _prepared(config: RunConfig) -> ForModel:
-    # How the model will be sharded does not matter here, and this is one process.
+    # A layout of several ranks does not change samples, and this is one process.
     setup = build_meta_model(config.model_copy(update={"parallel": ParallelSection()}), 1)
     processor = build_processor(config, setup)
     if isinstance(processor, ChatProcessor):

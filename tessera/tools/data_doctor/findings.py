@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ Severity = Literal["loss", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("loss", "warning", "note")
 MOST_LOCATIONS = 5  # of each finding, named to the user
 DETAIL = 240  # characters of a reason that are kept
+DECODING = "cannot be decoded: "  # begins the reason of a sample whose header is sound and whose content is not
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ KINDS: dict[str, Kind] = {
     "nothing-trained": Kind(
         "loss", "Nothing to train on", "add an answer, or say whose words are trained on with data.train_on"
     ),
+    "unlisted": Kind("loss", "Further unusable rows", "mend the rows above, and run the doctor again"),
     "too-long": Kind(
         "loss", "Longer than a row", "raise data.length, lower max_pixels of data.processor, or set data.truncate=turns"
     ),
@@ -100,21 +102,32 @@ KINDS: dict[str, Kind] = {
         "warning", "Same conversation more than once", "remove the copies, or weigh the set instead"
     ),
     "one-answer": Kind("warning", "One answer for many questions", "check that the answers were exported as meant"),
-    "repeated-id": Kind(
-        "note", "Ids given more than once", "none needed: repeated ids get a suffix in ledgers and lists"
-    ),
-    "short-answer": Kind("note", "Answers of one or two characters", "none needed where that is the task"),
-    "shared-media": Kind("note", "Same file in many samples", "none needed where several questions are about one file"),
     "enlarged": Kind(
         "note", "Images enlarged to the least size", "lower min_pixels: enlarged images cost tokens and add nothing"
     ),
     "shrunk": Kind("note", "Images shrunk below half their side", "raise max_pixels where small print matters"),
+    "cut": Kind(
+        "note", "Longer than a row and cut by turns", "raise data.length to keep all turns (data.truncate=turns cuts)"
+    ),
 }
+# Problems of one usable sample, in the order of their bits in the column `problems`.
+SAMPLE_KINDS = (
+    "empty-answer",
+    "special-word",
+    "loose-placeholder",
+    "control-character",
+    "mojibake",
+    "turn-order",
+    "all-trained",
+    "enlarged",
+    "shrunk",
+)
 
 # Which kind a reason means, in the words that sources and media readers use; the first that matches.
 _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(words, re.IGNORECASE), kind)
     for words, kind in (
+        (f"^{DECODING}", "damaged-media"),
         (r"caption is empty", "empty-caption"),
         (r"a caption of [\d,]+ (?:characters|tokens)", "huge-caption"),
         (r"placeholder|token count that cannot match", "placeholders"),
@@ -130,9 +143,9 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
-def kind_of(reason: str, otherwise: str) -> str:
-    """Return which kind of finding a reason means; `otherwise`, where its words do not tell."""
-    return next((kind for words, kind in _REASONS if words.search(reason)), otherwise)
+def kind_of(reason: str) -> str | None:
+    """Return the kind of finding that the words of a reason mean; None if they do not tell."""
+    return next((kind for words, kind in _REASONS if words.search(reason)), None)
 
 
 @dataclass(frozen=True)
@@ -142,46 +155,18 @@ class SampleLocation:
     detail: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Finding:
-    """Hold how many samples (or what else the title of the kind names) have a fault, and where the first ones are."""
+    """Hold how many samples (or files) have a fault, and where the first few are."""
 
-    count: int = 0
-    locations: list[SampleLocation] = field(default_factory=list)
-
-    def add(self, location: SampleLocation) -> None:
-        self.count += 1
-        if len(self.locations) < MOST_LOCATIONS:
-            self.locations.append(SampleLocation(location.where, location.id[:DETAIL], location.detail[:DETAIL]))
+    count: int
+    locations: tuple[SampleLocation, ...]
 
 
-class Tally:
-    """Count the faults of each kind, and keep the locations of the first few."""
-
-    def __init__(self) -> None:
-        self.findings: dict[str, Finding] = {}
-
-    def add(self, kind: str, where: str, id: str, detail: str = "") -> None:
-        assert kind in KINDS, kind
-        self.findings.setdefault(kind, Finding()).add(SampleLocation(where, id, detail))
-
-    def count(self, kind: str, count: int, locations: Iterable[SampleLocation]) -> None:
-        """Set the finding of a kind that the caller has counted over the whole data set."""
-        if count:
-            self.findings[kind] = Finding(count, list(locations)[:MOST_LOCATIONS])
-
-    def merge(self, other: Mapping[str, Finding]) -> None:
-        for kind, finding in other.items():
-            mine = self.findings.setdefault(kind, Finding())
-            mine.count += finding.count
-            mine.locations += finding.locations[: MOST_LOCATIONS - len(mine.locations)]
-
-    def sorted(self) -> dict[str, Finding]:
-        """Return findings, worst first, and of one severity the most frequent first."""
-        names = sorted(
-            self.findings, key=lambda name: (SEVERITIES.index(KINDS[name].severity), -self.findings[name].count, name)
-        )
-        return {name: self.findings[name] for name in names}
+def worst_first(findings: Mapping[str, Finding]) -> dict[str, Finding]:
+    """Return findings by severity, and findings of one severity by number."""
+    order = sorted(findings, key=lambda name: (SEVERITIES.index(KINDS[name].severity), -findings[name].count, name))
+    return {name: findings[name] for name in order}
 
 
 # ---------------------------------------------------------------------------------------------- texts
@@ -191,7 +176,6 @@ _MOJIBAKE = re.compile(r"â€|[ÃÂ][\u0080-\u00bf]|Ã[€‚ƒ„†‡ˆ‰Š
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff]")
 _SPECIAL = re.compile(r"<\|[A-Za-z_][A-Za-z0-9_]{1,30}\|>|</?s>|\[/?INST\]|<<SYS>>|<(?:pad|unk|eos|bos)>")
 _LOOSE = re.compile(r"<(?:image|video|audio)>")
-_SHORT = 2  # characters
 
 
 @dataclass
@@ -217,11 +201,8 @@ def check_texts(sample: Sample) -> TextFacts:
             facts.answer_characters += length
         if message.role == "assistant":
             facts.answer = texts[0] if len(texts) == 1 else "".join(texts)
-            short = facts.answer.strip() if length <= 64 else facts.answer
-            if not short and len(texts) == len(message.parts):
+            if not facts.answer.strip() and len(texts) == len(message.parts):
                 facts.problems.setdefault("empty-answer", "the assistant says nothing")
-            elif len(short) <= _SHORT:
-                facts.problems.setdefault("short-answer", f"{short!r}")
         for text in texts:
             for kind, words in _oddities(text):
                 if kind == "loose-placeholder":
@@ -280,12 +261,13 @@ def _order(messages: tuple[Message, ...]) -> str | None:
 
 
 def hash_of(*values: str | bytes) -> int:
+    """Return a hash of 63 bits."""
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
         digest.update(len(data).to_bytes(8, "little"))  # "a", "bc" is not "ab", "c"
         digest.update(data)
-    return int.from_bytes(digest.digest(), "little")
+    return int.from_bytes(digest.digest(), "little") >> 1  # it fits into int64
 
 
 def media_hash(part: Part, root: Path) -> int:

@@ -88,14 +88,15 @@ def short(value: float) -> str:
 
 def chart(data: Histogram) -> str:
     """Return the histogram as a figure. Pointing at a bar shows its range and count."""
-    bars = [(count, f"{_range(data, number)}: {count:,}") for number, count in enumerate(data.counts)]
-    marked = () if _one_each(data) else (50, 95)
-    lines = [(_position(data, data.percentiles[p]), "share", f"{p} %") for p in marked]
+    edges = [short(edge) for edge in data.edges]
+    bars = [(count, f"{edges[at]} to {edges[at + 1]}: {count:,}") for at, count in enumerate(data.counts)]
+    lines = [(_position(data, data.percentiles[p]), "share", f"{p} %") for p in (50, 95)]
     if data.mark is not None and data.edges[0] <= data.mark <= data.edges[-1]:
         lines.append((_position(data, data.mark), "mark", short(data.mark)))
     unit = f"{data.unit}, bins grow" if data.log_scale else data.unit
     note = f'<p class="soft">{html.escape(data.summary())}</p>'
-    return html.bar_chart(data.title, unit, bars, labels=_labels(data), lines=lines, note=note)
+    labels = [(at, edges[at]) for at in (0, len(bars) // 2, len(bars))]
+    return html.bar_chart(data.title, unit, bars, labels=labels, lines=lines, note=note)
 
 
 def bars(data: Histogram, width: int = 48) -> str:
@@ -112,22 +113,3 @@ def _position(data: Histogram, value: float) -> float:
     edges = np.array(data.edges)
     at = int(np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(data.counts) - 1))
     return float(at + (value - edges[at]) / max(edges[at + 1] - edges[at], 1e-12))
-
-
-def _labels(data: Histogram) -> list[tuple[float, str]]:
-    """Return labels as (position in bars, text): both ends and the middle, or values where each bar is one integer."""
-    bins = len(data.counts)
-    if _one_each(data):
-        every = max(1, math.ceil(bins / 12))
-        return [(at + 0.5, short(data.edges[at] + 0.5)) for at in range(0, bins, every)]
-    return [(at, short(data.edges[at])) for at in (0, bins // 2, bins)]
-
-
-def _one_each(data: Histogram) -> bool:
-    """Return whether each bin is one integer: edges lie between integers."""
-    return math.isclose(data.edges[1] - data.edges[0], 1.0) and not data.edges[0].is_integer()
-
-
-def _range(data: Histogram, number: int) -> str:
-    low, high = data.edges[number], data.edges[number + 1]
-    return short(low + 0.5) if _one_each(data) else f"{short(low)} to {short(high)}"

@@ -1,24 +1,29 @@
-"""Examine rows of data sets in worker processes: measures of texts and media headers, hashes and findings.
+"""Look at one sample: what the data set's index does not know about it, and how a model reads it.
 
-Workers return no text, except for a few findings and for the samples on the page.
+`Look` runs in worker processes as a measure of `tessera.data.index`: it returns numbers only. The texts of a finding
+come from a second look at the few samples that are named.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from PIL import Image
 
+from tessera.core.batch import IGNORE
 from tessera.core.sample import PLAIN, MediaSize, Message, Part, Sample
-from tessera.data.index.split import TruncateToLength
 from tessera.data.kinds.preference import PairProcessor
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.files import Limits
 from tessera.data.media.read import ChatProcessor, MediaSampling, decode, probe, read_media
+from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError, reason_of
 from tessera.data.sources.formats import CHOSEN, REJECTED
 from tessera.data.sources.source import Source
@@ -27,268 +32,105 @@ from tessera.data.workers.worker import time_limit
 from tessera.diffusion.processor import GenerationProcessor
 from tessera.errors import TesseraError
 from tessera.tools.data_doctor.findings import (
-    Finding,
-    Tally,
+    DECODING,
+    SAMPLE_KINDS,
     check_texts,
     content_hash,
     hash_of,
-    kind_of,
     media_hash,
     media_name,
 )
-from tessera.tools.data_doctor.show import Shown, show
 
-LOST, USABLE, TOO_LONG = 0, 1, 2  # values of the column `state`
 MEDIA_KINDS = ("image", "video", "audio")
-ENLARGED, SHRUNK = 1.5, 0.25  # target over own pixels: beyond rounding to whole blocks; less than half of each side
-_KNOWN_SIZES = 10_000
-_OF_ANY_TEXT = ("mojibake", "control-character")  # the other problems are about turns of a conversation
-_NO_FAMILY = MediaSampling(audio=AudioSampling(rate=16_000))  # to look at data without a model
-_PER_MEDIA = {"row": np.int64, "hash": np.uint64, "kind": np.uint8, "pixels": np.int64, "ratio": np.float32}
+ENLARGED, SHRUNK = 1.5, 0.25  # pixels after resizing over pixels before
+NO_FAMILY = MediaSampling(audio=AudioSampling(rate=16_000))  # how media is sampled without a model
+_OF_ANY_TEXT = ("mojibake", "control-character")  # the other problems of texts are about turns of a conversation
+
+
+def no_target(kind: str, size: MediaSize) -> None:
+    """Resize no media: without a model, nothing is known about sizes."""
+    return
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Name rows of one set that are to be examined. `lost`: rows at which a reader crashed or hung, and why."""
+class Look:
+    """Measure a sample for the doctor: its texts, the number and size of its media, hashes, and a bit per problem."""
 
-    set: int
-    rows: range
-    lost: tuple[tuple[int, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class ToShow:
-    """Name a row of a set that is to be shown."""
-
-    set: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Hold the results for a chunk: arrays over its rows in `columns`, over its media in `media`, and the findings."""
-
-    chunk: Chunk
-    columns: dict[str, np.ndarray]
-    media: dict[str, np.ndarray]
-    findings: dict[str, Finding]
-
-
-class _Look:
-    """Collect the findings of a chunk while it is examined."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.tally = Tally()
-        self.media: dict[str, list[float]] = {name: [] for name in _PER_MEDIA}
-
-    def report(self, kind: str, row: int, id: str, detail: str) -> None:
-        self.tally.add(kind, self.source.location(row), id, detail)
-
-    def seen(self, chunk: Chunk, rows: Sequence[dict[str, int]]) -> Seen:
-        columns = {}
-        for name in {name for row in rows for name in row} | {"state"}:
-            dtype = np.uint64 if name.startswith("hash.") else np.int64
-            columns[name] = np.array([row.get(name, 0) for row in rows], dtype=dtype)
-        media = {name: np.array(self.media[name], dtype=dtype) for name, dtype in _PER_MEDIA.items()}
-        return Seen(chunk, columns, media, self.tally.findings)
-
-
-@dataclass
-class Examiner:
-    """Examine chunks, as work of a pool. It is picklable: it opens nothing before it is called."""
-
-    sources: Sequence[Source]
+    root: Path
     processor: ChatProcessor | GenerationProcessor | None
     limits: Limits
-    length: int
-    decode_all: bool
-    timeout_s: float
+    decode: bool
 
-    def __post_init__(self) -> None:
-        self.sampling = _NO_FAMILY if self.processor is None else self.processor.sampling
-        self._media_tokens: dict[tuple[str, MediaSize], int] = {}
+    @property
+    def sampling(self) -> VideoSampling:
+        return NO_FAMILY if self.processor is None else self.processor.sampling
 
     @property
     def captions(self) -> bool:
-        """Return whether rows are images and videos with captions, and no conversations."""
+        """Return whether records are captioned images and videos instead of conversations."""
         return isinstance(self.processor, GenerationProcessor)
 
-    def __call__(self, item: Chunk | ToShow, note: Note) -> Seen | Shown:
-        if isinstance(item, ToShow):
-            note(item.row)
-            return self._show(item)
-        look, rows = _Look(self.sources[item.set]), []
-        for row, result in _scan(look.source, item, note):
-            if isinstance(result, Sample):
-                rows.append(self._sample(look, row, result))
-                continue
-            rows.append({})
-            if isinstance(result, RecordError):
-                look.report(kind_of(result.reason, "bad-row"), row, result.id, result.reason)
-            else:
-                look.report("set-refused", row, "", result.what)
-        return look.seen(item, rows)
-
-    # ------------------------------------------------------------------------------------------ rows
-
-    def _sample(self, look: _Look, row: int, sample: Sample) -> dict[str, int]:
-        """Return the columns of a row. A sample that cannot be used has hashes alone."""
-        root = look.source.root
-        texts = check_texts(_as_spoken(sample))
-        for kind, detail in texts.problems.items():
-            if not self.captions or kind in _OF_ANY_TEXT:
-                look.report(kind, row, sample.id, detail)
-        parts = sample.media()
-        marks = [media_hash(part, root) for part in parts]
-        hashes = {"hash.id": hash_of(sample.id), "hash.content": content_hash(sample, marks)}
-        if texts.answer is not None and not self.captions:
-            hashes["hash.answer"] = hash_of(texts.answer.strip())
-        stage = "unreadable-media"
-        try:
-            with time_limit(self.timeout_s):
-                sizes = [probe(part, root, self.limits, self.sampling) for part in parts]
-                stage = "unfit"
-                measures = {} if self.processor is None else dict(self.processor.measure(sample, sizes))
-                if self.decode_all:
-                    stage = "damaged-media"
-                    self._pixels(sample, look.source)
-        except (TesseraError, OSError) as error:
-            kind = kind_of(reason_of(error), stage)
-            kind = "damaged-media" if stage == "damaged-media" and kind != "stuck" else kind
-            look.report(kind, row, sample.id, reason_of(error))
-            return hashes
-        if self.captions:
-            measures |= self._caption_facts(look, row, sample, sizes, measures)
-        else:
-            measures.pop("samples", None)
-        frames = sum(size.frames for part, size in zip(parts, sizes, strict=True) if part.kind == "video")
-        measures |= {"characters": texts.characters, "answer_characters": texts.answer_characters}
-        measures |= {"media": len(parts), "frames": frames}
-        measures["state"] = self._state(look, row, sample, measures)
-        tokens = self._note_media(look, row, sample, sizes, marks)
-        measures["media_tokens"] = measures["latents"] if self.captions else tokens
-        return {**hashes, **measures}
-
-    def _caption_facts(
-        self, look: _Look, row: int, sample: Sample, sizes: Sequence[MediaSize], measures: dict[str, int]
-    ) -> dict[str, int]:
-        """Return how long the videos of a sample are, and report a caption that is cut."""
-        if measures.get("cut_captions"):
-            look.report("long-caption", row, sample.id, f"{measures['text']:,} embeddings are read of it")
-        seconds = sum(size.total / size.rate for size in sizes if size.rate)
-        return {"seconds": math.ceil(seconds)}
-
-    def _state(self, look: _Look, row: int, sample: Sample, measures: dict[str, int]) -> int:
-        if not self.captions and not self._is_trained_on(look, row, sample, measures):
-            return LOST
-        if self.processor is not None and measures["tokens"] > self.length:
-            detail = f"{measures['tokens']:,} tokens, a row has {self.length:,}"
-            look.report("too-long", row, sample.id, detail)
-            return TOO_LONG
-        return USABLE
-
-    def _is_trained_on(self, look: _Look, row: int, sample: Sample, measures: dict[str, int]) -> bool:
-        """Return whether anything of a conversation is trained on."""
-        roles = {message.role for message in sample.messages}
+    def __call__(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
+        if self.decode:
+            try:
+                self.media(sample)
+            except (TesseraError, OSError) as error:
+                raise TesseraError(f"{DECODING}{reason_of(error)}", code="data.damaged-media") from error
+        spoken, parts = _as_spoken(sample), sample.media()
+        texts = check_texts(spoken)
+        marks = [media_hash(part, self.root) for part in parts]
+        problems = self.problems(sample, sizes)
+        columns = {
+            "problems": sum(1 << SAMPLE_KINDS.index(kind) for kind in problems),
+            "characters": texts.characters,
+            "answer_characters": texts.answer_characters,
+            "hash_content": content_hash(sample, marks),
+            "hash_answer": 0 if texts.answer is None or self.captions else hash_of(texts.answer.strip()),
+            "media": len(parts),
+            "frames": sum(size.frames for part, size in zip(parts, sizes, strict=True) if part.kind == "video"),
+            "seconds": math.ceil(sum(size.total / size.rate for size in sizes if size.rate)),
+            "pixels": max((size.width * size.height for size in sizes), default=0),
+        }
+        columns |= {f"{kind}s": sum(part.kind == kind for part in parts) for kind in MEDIA_KINDS}
         if self.processor is None:
-            trained, everything = bool(roles & {"assistant", PLAIN}), roles == {"assistant"}
-        else:
-            count = measures.get("trained", 1)  # the first token is never trained on: nothing comes before it
-            trained, everything = bool(count), count >= measures["tokens"] - 1
-        if not trained:
-            look.report("nothing-trained", row, sample.id, f"roles: {', '.join(sorted(roles))}")
-            return False
-        if everything and PLAIN not in roles:
-            look.report("all-trained", row, sample.id, f"roles: {', '.join(sorted(roles))}")
-        return True
+            columns["trained"] = sum(message.role in ("assistant", PLAIN) for message in spoken.messages)
+        return columns
 
-    def _note_media(
-        self, look: _Look, row: int, sample: Sample, sizes: Sequence[MediaSize], marks: Sequence[int]
-    ) -> int:
-        """Note each media part of a sample, and return the tokens of all."""
-        tokens = 0
-        details: dict[str, str] = {}
-        for part, size, mark in zip(sample.media(), sizes, marks, strict=True):
-            ratio = 1.0
-            if self.processor is not None:
-                tokens += 0 if self.captions else self._tokens_of(part, size)
-                target = None if part.kind == "audio" else self.processor.target(part.kind, size)
-                if target is not None:
-                    ratio = target[0] * target[1] / (size.width * size.height)
-                    kind = "enlarged" if ratio > ENLARGED else "shrunk" if ratio < SHRUNK else ""
-                    detail = f"{media_name(part)}: {size.width}x{size.height} to {target[0]}x{target[1]}"
-                    details.setdefault(kind, detail)
-            values = (row, mark, MEDIA_KINDS.index(part.kind), size.width * size.height, ratio)
-            for name, value in zip(_PER_MEDIA, values, strict=True):
-                look.media[name].append(value)
-        details.pop("", None)
-        for kind, detail in details.items():
-            look.report(kind, row, sample.id, detail)
-        return tokens
+    def problems(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, str]:
+        """Return the problems of a usable sample: kind of finding -> detail."""
+        spoken = _as_spoken(sample)
+        problems = check_texts(spoken).problems
+        if self.captions:
+            problems = {kind: detail for kind, detail in problems.items() if kind in _OF_ANY_TEXT}
+        elif {message.role for message in spoken.messages} == {"assistant"}:
+            problems["all-trained"] = "every message is the assistant's"
+        for part, size in zip(sample.media(), sizes, strict=True):
+            target = None if self.processor is None or part.kind == "audio" else self.processor.target(part.kind, size)
+            if target is not None:
+                ratio = target[0] * target[1] / (size.width * size.height)
+                detail = f"{media_name(part)}: {size.width}x{size.height} to {target[0]}x{target[1]}"
+                if ratio > ENLARGED or ratio < SHRUNK:
+                    problems.setdefault("enlarged" if ratio > ENLARGED else "shrunk", detail)
+        return problems
 
-    def _tokens_of(self, part: Part, size: MediaSize) -> int:
-        """Return the tokens that a message gains by a media part. Sizes repeat, so results are kept."""
-        assert self.processor is not None
-        key = (part.kind, size)
-        tokens = self._media_tokens.get(key)
-        if tokens is None:
-            if len(self._media_tokens) >= _KNOWN_SIZES:
-                self._media_tokens.clear()
-            with_it = self._plain.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
-            tokens = self._media_tokens[key] = with_it - self._empty_tokens
-        return tokens
-
-    @property
-    def _plain(self) -> ChatProcessor | GenerationProcessor:
-        """Return the processor of a conversation that is no pair."""
-        assert self.processor is not None
-        return self.processor.inner if isinstance(self.processor, PairProcessor) else self.processor
-
-    @cached_property
-    def _empty_tokens(self) -> int:
-        return self._plain.measure(Sample("", (Message("user", ()),)), [])["tokens"]
-
-    def kept_tokens(self, source: Source, row: int, length: int) -> int:
-        """Return the tokens of a sample after truncation by turns; 0 when nothing of it fits."""
-        assert self.processor is not None
-        # An image, a video or a pair of answers cannot be cut: it fits, or is left out.
-        if not isinstance(self.processor, ChatProcessor) or isinstance(self.processor, PairProcessor):
-            return 0
-        sample = source.read(row)
-        sizes = [probe(part, source.root, self.limits, self.sampling) for part in sample.media()]
+    def sizes(self, sample: Sample) -> list[MediaSize] | None:
+        """Return the sizes of a sample's media; None if a header cannot be read."""
         try:
-            return TruncateToLength(self.processor, length)(sample, sizes)["tokens"]
-        except TesseraError:
-            return 0
+            return [probe(part, self.root, self.limits, self.sampling) for part in sample.media()]
+        except (TesseraError, OSError):
+            return None
 
-    # ------------------------------------------------------------------------------------------ pixels
-
-    def _pixels(self, sample: Sample, source: Source) -> tuple[list[Any], list[MediaSize]]:
+    def media(self, sample: Sample) -> tuple[list[Any], list[MediaSize]]:
+        """Return the decoded media of a sample, and their sizes."""
         if self.processor is not None:
-            return read_media(sample, source.root, self.limits, self.processor)
+            return read_media(sample, self.root, self.limits, self.processor)
         parts = sample.media()
-        media = [decode(part, source.root, self.limits, self.sampling) for part in parts]
-        return media, [probe(part, source.root, self.limits, self.sampling) for part in parts]
-
-    def _show(self, item: ToShow) -> Shown:
-        source = self.sources[item.set]
-        location = source.location(item.row)
-        try:
-            sample = source.read(item.row)
-        except (RecordError, TesseraError) as error:
-            return Shown(location, error.id if isinstance(error, RecordError) else "", problem=reason_of(error))
-        try:
-            with time_limit(self.timeout_s):
-                media, sizes = self._pixels(sample, source)
-                processor = self.processor if isinstance(self.processor, ChatProcessor) else None
-                return show(location, sample, media, sizes, processor, self._tokens_of)
-        except (TesseraError, OSError) as error:
-            return show(location, sample, [], [], None, self._tokens_of, problem=reason_of(error))
+        sizes = [probe(part, self.root, self.limits, self.sampling) for part in parts]
+        return [decode(part, self.root, self.limits, self.sampling) for part in parts], sizes
 
 
 def _as_spoken(sample: Sample) -> Sample:
-    """Return a conversation with an answer in the place of a pair: the better one."""
+    """Return the conversation of a preference pair with the better answer; any other sample as it is."""
     answers = [message for message in sample.messages if message.role in (CHOSEN, REJECTED)]
     if not answers:
         return sample
@@ -296,22 +138,177 @@ def _as_spoken(sample: Sample) -> Sample:
     return Sample(sample.id, (*question, Message("assistant", answers[0].parts)))
 
 
-def _scan(source: Source, chunk: Chunk, note: Note) -> Iterator[tuple[int, Sample | RecordError | TesseraError]]:
-    """Yield every row of the chunk once, also behind rows that the set refuses or that were lost."""
-    lost = dict(chunk.lost)
-    at, stop = chunk.rows.start, chunk.rows.stop
-    while at < stop:
-        if at in lost:
-            yield at, RecordError(source.location(at), lost[at])
-            at += 1
-            continue
-        end = min((row for row in lost if row > at), default=stop)
-        note(at)
+# ---------------------------------------------------------------------------------------------- samples on the page
+
+THUMBNAIL = 144  # pixels of the longer side
+MOST_MEDIA = 8  # thumbnails per sample
+MOST_TEXT = 1500  # characters per span; of a longer span both ends are shown
+MOST_SPANS = 200
+_REPEATED = 4  # equal tokens in a row are placeholders of media
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    text: str
+    kind: Literal["context", "trained", "media"]
+
+
+@dataclass(frozen=True)
+class Thumb:
+    name: str
+    size: str  # such as "640 x 480"
+    tokens: int | None
+    uri: str | None  # of a small image, as data
+
+
+@dataclass(frozen=True)
+class Shown:
+    location: str
+    id: str
+    spans: tuple[TextSpan, ...] = ()
+    media: tuple[Thumb, ...] = ()
+    more_media: int = 0
+    tokens: int | None = None
+    trained: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class ToShow:
+    """Name a record of a data set that is to be shown."""
+
+    set: int
+    row: int
+
+
+@dataclass(frozen=True)
+class ShowSamples:
+    """Show samples, as work of a pool: decoders of media may crash."""
+
+    sources: Sequence[Source]
+    looks: Sequence[Look]
+    timeout_s: float
+
+    def __call__(self, item: ToShow, note: Note) -> Shown:
+        note(item.row)
+        source, look = self.sources[item.set], self.looks[item.set]
+        location = source.location(item.row)
         try:
-            for row, result in source.scan(range(at, end)):
-                at = row + 1
-                yield row, result
-                note(at)  # the reader goes on with the next row
-        except TesseraError as error:
-            yield at, error
-            at += 1
+            sample = source.read(item.row)
+        except (RecordError, TesseraError) as error:
+            return Shown(location, error.id if isinstance(error, RecordError) else "", problem=reason_of(error))
+        processor = look.processor if isinstance(look.processor, ChatProcessor) else None
+        try:
+            with time_limit(self.timeout_s):
+                return show(location, sample, *look.media(sample), processor)
+        except (TesseraError, OSError) as error:
+            return show(location, sample, [], [], None, problem=reason_of(error))
+
+
+def show(
+    location: str,
+    sample: Sample,
+    media: Sequence[Any],
+    sizes: Sequence[MediaSize],
+    processor: ChatProcessor | None,
+    problem: str | None = None,
+) -> Shown:
+    """Return a sample as shown. Without a processor, messages of the assistant are marked as trained."""
+    parts = sample.media()
+    thumbs = []
+    for number, part in enumerate(parts[:MOST_MEDIA]):
+        name = media_name(part)[-80:]
+        if number < len(media):
+            tokens = None if processor is None else _media_tokens(processor, part, sizes[number])
+            thumbs.append(Thumb(name, _size_text(part, sizes[number]), tokens, _uri(media[number])))
+        else:
+            thumbs.append(Thumb(name, "not read", None, None))
+    more = max(0, len(parts) - MOST_MEDIA)
+    if processor is None:
+        spans = _message_spans(sample)
+        return Shown(location, sample.id, tuple(spans), tuple(thumbs), more, problem=problem)
+    encoded = processor.encode(sample, media, sizes)
+    marked = encoded.labels != IGNORE
+    spans = _token_spans(encoded.tokens.tolist(), marked.tolist(), processor)
+    trained = encoded.counts.get("trained", int(marked.sum()))
+    return Shown(location, sample.id, tuple(spans), tuple(thumbs), more, len(encoded.tokens), trained, problem)
+
+
+def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int:
+    """Return how many tokens a media part adds to a message."""
+    inner = processor.inner if isinstance(processor, PairProcessor) else processor
+    with_media = inner.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
+    return with_media - inner.measure(Sample("", (Message("user", ()),)), [])["tokens"]
+
+
+def _token_spans(tokens: list[int], trained: list[bool], processor: ChatProcessor) -> list[TextSpan]:
+    """Return tokens as text, split where training begins or ends. Repeated placeholders of media become one span."""
+    spans: list[TextSpan] = []
+    start = 0
+    while start < len(tokens) and len(spans) < MOST_SPANS:
+        end = start
+        while end < len(tokens) and tokens[end] == tokens[start] and trained[end] == trained[start]:
+            end += 1
+        if end - start >= _REPEATED and not trained[start]:
+            word = processor.spell(tokens[start : start + 1]).strip() or "media"
+            spans.append(TextSpan(f"{word} x {end - start}", "media"))
+        else:
+            end = start + 1
+            while end < len(tokens) and trained[end] == trained[start] and not _repeats(tokens, trained, end):
+                end += 1
+            text = _shortened(processor.spell(tokens[start:end]))
+            spans.append(TextSpan(text, "trained" if trained[start] else "context"))
+        start = end
+    if start < len(tokens):
+        spans.append(TextSpan(f"… {len(tokens) - start:,} more tokens", "media"))
+    return [span for span in spans if span.text]
+
+
+def _repeats(tokens: list[int], trained: list[bool], at: int) -> bool:
+    run = tokens[at : at + _REPEATED]
+    return not trained[at] and len(run) == _REPEATED and len(set(run)) == 1
+
+
+def _message_spans(sample: Sample) -> list[TextSpan]:
+    spans: list[TextSpan] = []
+    for message in sample.messages[: MOST_SPANS // 2]:
+        if message.role != PLAIN:
+            spans.append(TextSpan(f"{message.role}: ", "context"))
+        for part in message.parts:
+            if part.kind == "text":
+                trained = message.role in ("assistant", CHOSEN, PLAIN)
+                spans.append(TextSpan(_shortened(part.value), "trained" if trained else "context"))
+            else:
+                spans.append(TextSpan(f"{part.kind} {media_name(part)[-80:]}", "media"))
+        spans.append(TextSpan("\n", "context"))
+    return [span for span in spans if span.text]
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MOST_TEXT:
+        return text
+    half = MOST_TEXT // 2
+    return f"{text[:half]} … {len(text) - 2 * half:,} more characters … {text[-half:]}"
+
+
+def _size_text(part: Part, size: MediaSize) -> str:
+    if part.kind == "audio":
+        return f"{size.samples:,} audio samples"
+    frames = f", {size.frames} frames" if part.kind == "video" else ""
+    return f"{size.width} x {size.height}{frames}"
+
+
+def _uri(media: Any) -> str | None:
+    """Return a thumbnail as a data URI: of an image, or of a video's first frame; None for audio."""
+    image = media
+    if isinstance(media, np.ndarray):
+        if media.ndim != 4 or not len(media):
+            return None
+        image = Image.fromarray(media[0])
+    if not isinstance(image, Image.Image):
+        return None
+    small = image.convert("RGB")
+    small.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.BICUBIC)
+    out = io.BytesIO()
+    small.save(out, "JPEG", quality=72)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
