@@ -14,13 +14,11 @@ from tessera.errors import TesseraError
 
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?):(?P<port>\d{1,5})")
 _MAX_NODES = 100_000
-_SLURM_WORD = re.compile(r"[\w.,:@%/\-]+")
 _SLURM_NAME = re.compile(r"[\w.\-]+")
 _DNS_LABEL = re.compile(
     r"[a-z0-9](?:[a-z0-9\-]{0,51}[a-z0-9])?"
 )  # shorter than the limit: the operator adds -worker-NNN
 _IMAGE = re.compile(r"[\w][\w./:@\-]*")
-_RESOURCE = re.compile(r"[a-z0-9.\-]+/[A-Za-z0-9._\-]+")
 _MASTER_PORT = 29500
 _RESTARTS = 3
 
@@ -58,14 +56,6 @@ def parse_cluster(
     restarts: int = 0,
     port: int | None = None,
 ) -> Cluster:
-    if nproc < 1:
-        raise TesseraError(
-            f"{nproc} ranks per machine", where="--nproc", allowed=["1 or more"], code="job.too-few-ranks"
-        )
-    if restarts < 0:
-        raise TesseraError(
-            f"{restarts} restarts", where="--restarts", allowed=["0 or more"], code="job.negative-restarts"
-        )
     low, high = _node_range(nnodes)
     if master is not None and rdzv is not None:
         raise TesseraError(
@@ -161,19 +151,6 @@ class Job:
     nodes: int
     ranks_per_node: int
 
-    def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise TesseraError(
-                f"{self.nodes} machines", where="--nodes", allowed=["1 or more"], code="job.too-few-machines"
-            )
-        if self.ranks_per_node < 1:
-            raise TesseraError(
-                f"{self.ranks_per_node} devices",
-                where="--gpus-per-node",
-                allowed=["1 or more"],
-                code="job.too-few-ranks",
-            )
-
     def start_line(self, node_rank: str, endpoint: str) -> str:
         """Return LINE of `sh -c LINE sh WORDS...`: the shell sees the words only as "$@", whatever they contain.
 
@@ -185,35 +162,16 @@ class Job:
         return line
 
 
-def slurm_script(
-    job: Job,
-    *,
-    partition: str | None = None,
-    account: str | None = None,
-    time_limit: str | None = None,
-    cpus_per_rank: int | None = None,
-    setup: str | None = None,
-) -> str:
-    _check(_SLURM_NAME, job.name, "--name", "letters, digits, dots, dashes")
-    options: list[tuple[str, object]] = [
+def slurm_script(job: Job) -> str:
+    """Return an sbatch file. Options of the site (partition, account, time) are given to sbatch."""
+    _check(_SLURM_NAME, job.name, "name", "letters, digits, dots, dashes")
+    options = [
         ("job-name", job.name),
         ("nodes", job.nodes),
         ("ntasks-per-node", 1),
         ("gpus-per-node", job.ranks_per_node),
         ("output", "%x-%j.log"),
     ]
-    for name, value in (("partition", partition), ("account", account), ("time", time_limit)):
-        if value is not None:
-            options.append((name, _check(_SLURM_WORD, value, f"--{name}", "one word")))
-    if cpus_per_rank is not None:
-        if cpus_per_rank < 1:
-            raise TesseraError(
-                f"{cpus_per_rank} cores per rank",
-                where="--cpus-per-rank",
-                allowed=["1 or more"],
-                code="job.too-few-cores",
-            )
-        options.append(("cpus-per-task", cpus_per_rank * job.ranks_per_node))
     start = shlex.quote(job.start_line("$SLURM_NODEID", "$MASTER"))
     lines = [
         "#!/bin/bash",
@@ -221,7 +179,6 @@ def slurm_script(
         "#SBATCH --requeue",
         "",
         "set -euo pipefail",
-        *([setup] if setup else []),
         "# The first machine holds the rendezvous; the port differs from job to job.",
         'FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
         'export MASTER="$FIRST:$((20000 + SLURM_JOB_ID % 20000))"',
@@ -231,18 +188,10 @@ def slurm_script(
     return "\n".join(lines) + "\n"
 
 
-def kubernetes_manifest(
-    job: Job,
-    *,
-    image: str | None,
-    pvc: str | None = None,
-    mount: str = "/data",
-    namespace: str | None = None,
-    resource: str = "nvidia.com/gpu",
-    workdir: str | None = None,
-) -> str:
+def kubernetes_manifest(job: Job, image: str | None, pvc: str | None = None) -> str:
+    """Return a PyTorchJob of the training operator. `pvc`: a claim that is mounted at /data."""
     label = "a lower-case name of letters, digits and dashes, at most 53"
-    _check(_DNS_LABEL, job.name, "--name", label)
+    _check(_DNS_LABEL, job.name, "name", label)
     if image is None:
         raise TesseraError(
             "Kubernetes needs a container image",
@@ -257,22 +206,15 @@ def kubernetes_manifest(
         "command": ["sh", "-c", job.start_line("$RANK", "$MASTER_ADDR:$MASTER_PORT"), "sh"],
         "args": list(job.words),
         "ports": [{"name": "pytorchjob-port", "containerPort": _MASTER_PORT}],
-        "resources": {
-            "limits": {_check(_RESOURCE, resource, "--resource", "such as nvidia.com/gpu"): job.ranks_per_node}
-        },
+        "resources": {"limits": {"nvidia.com/gpu": job.ranks_per_node}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     # Loader workers pass batches in shared memory; by default a pod has 64 MiB of it.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    if workdir is not None:
-        container["workingDir"] = _absolute(workdir, "--workdir")
     if pvc is not None:
         claim = _check(_DNS_LABEL, pvc, "--pvc", label)
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
-        container["volumeMounts"].append({"name": "data", "mountPath": _absolute(mount, "--mount")})
-    metadata: dict[str, Any] = {"name": job.name}
-    if namespace is not None:
-        metadata["namespace"] = _check(_DNS_LABEL, namespace, "--namespace", label)
+        container["volumeMounts"].append({"name": "data", "mountPath": "/data"})
 
     def replicas(count: int) -> dict[str, Any]:
         pod = {"spec": {"containers": [container], "volumes": volumes}}
@@ -284,7 +226,7 @@ def kubernetes_manifest(
     manifest = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": metadata,
+        "metadata": {"name": job.name},
         "spec": {
             "runPolicy": {"backoffLimit": _RESTARTS, "cleanPodPolicy": "Running"},
             "pytorchReplicaSpecs": roles,
@@ -304,14 +246,3 @@ def _check(pattern: re.Pattern[str], value: str, where: str, allowed: str) -> st
     if not pattern.fullmatch(value):
         raise TesseraError(f"not usable here: {value!r}", where=where, allowed=[allowed], code="job.value-not-usable")
     return value
-
-
-def _absolute(path: str, where: str) -> str:
-    if not re.fullmatch(r"/[\w./\-]*", path) or ".." in path.split("/"):
-        raise TesseraError(
-            f"not an absolute path inside a container: {path!r}",
-            where=where,
-            allowed=["/data"],
-            code="job.path-not-absolute",
-        )
-    return path

@@ -80,7 +80,7 @@ def generate(
     dtype: Annotated[str | None, typer.Option("--dtype", help="media: float32, bfloat16 or float16")] = None,
     vae_tiling: Annotated[bool, typer.Option("--vae-tiling", help="media: decode in overlapping tiles")] = False,
     vae_slicing: Annotated[bool, typer.Option("--vae-slicing", help="media: decode one after another")] = False,
-    nproc: Annotated[int | None, typer.Option("--nproc", help="media: ranks on this machine")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="media: ranks on this machine")] = None,
     cp: Annotated[int | None, typer.Option("--cp", help="media: ranks that share tokens; default: all")] = None,
     ulysses: Annotated[
         int | None, typer.Option("--ulysses", help="media: of --cp, so many exchange heads, the others form a ring")
@@ -119,6 +119,8 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
     adapters = _strengths(options.get("adapter"), options.get("strength"), "--strength")
     if not generates_media(options["model"], trust):
         _refuse(options, "this model answers in text", (*SHARED, *ANSWERS))
+        if options["seed"] and not options.get("temperature"):
+            raise _without_effect("seed", "at temperature 0 the likeliest token is taken", ["--temperature"])
         _answer(options, adapters)
         return
     _refuse(options, "this model makes images or videos", (*SHARED, *SAMPLING, *MEDIA, *LAYOUT))

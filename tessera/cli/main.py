@@ -21,7 +21,7 @@ from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
 from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
 from tessera.config.extensions import extensions, find_hint
-from tessera.errors import TesseraError, nearest, reported
+from tessera.errors import TesseraError, reported
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
 
@@ -306,7 +306,6 @@ def main() -> None:
         with reported(), launcher_blamed():
             quiet_libraries()
             try:
-                _refuse_unknown_command(sys.argv[1:])
                 _refuse_foreign_options(sys.argv[1:])
                 app()
             except TesseraError as error:
@@ -323,21 +322,6 @@ def _tell_other_ranks(error: TesseraError) -> None:
         from tessera.runtime.rendezvous import report_refusal
 
         report_refusal(error)
-
-
-def _refuse_unknown_command(words: list[str]) -> None:
-    """Raise for a command that neither Tessera nor an installed package offers."""
-    commands = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
-    commands += [group.name for group in app.registered_groups if group.name]
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        raise TesseraError(
-            f"no such command: {words[0]}",
-            where="command line",
-            allowed=commands,
-            nearest=nearest(words[0], commands),
-            fix="install the package that adds it, if it is none of these (entry points of the group tessera.commands)",
-            code="job.unknown-command",
-        )
 
 
 def _refuse_foreign_options(words: list[str]) -> None:

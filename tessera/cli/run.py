@@ -36,13 +36,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="key=value, for example optim.lr=1e-4", metavar="[KEY=VALUE]...", autocompletion=complete_key),
 ]
-Ranks = Annotated[int, typer.Option("--nproc", help="ranks on this machine")]
+Ranks = Annotated[int, typer.Option("--nproc", min=1, help="ranks on this machine")]
 Port = Annotated[int | None, typer.Option("--port", help="port of the rendezvous; default: a free one")]
 Nodes = Annotated[str, typer.Option("--nnodes", help="machines: 4, or 2:4 for as many as come (elastic)")]
 NodeRank = Annotated[int | None, typer.Option("--node-rank", help="number of this machine, from 0")]
 Master = Annotated[str | None, typer.Option("--master", help="HOST:PORT on machine 0: rendezvous of fixed machines")]
 Rendezvous = Annotated[str | None, typer.Option("--rdzv", help="HOST:PORT: the rendezvous of elastic machines")]
-Restarts = Annotated[int, typer.Option("--restarts", help="times to start the ranks again after one failed")]
+Restarts = Annotated[int, typer.Option("--restarts", min=0, help="times to start the ranks again after one failed")]
 
 
 def train(
@@ -183,21 +183,13 @@ def launch(
     overrides: Overrides = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="write an sbatch file")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob manifest")] = False,
-    nodes: Annotated[int, typer.Option("--nodes", help="machines")] = 1,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="devices, and so ranks, per machine")] = 8,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="machines")] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", min=1, help="devices, and so ranks, per machine")
+    ] = 8,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write; default: the screen")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="of the job; default: the run's")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Slurm")] = None,
-    account: Annotated[str | None, typer.Option("--account", help="Slurm")] = None,
-    time_limit: Annotated[str | None, typer.Option("--time", help="Slurm, such as 24:00:00")] = None,
-    cpus_per_rank: Annotated[int | None, typer.Option("--cpus-per-rank", help="Slurm")] = None,
-    setup: Annotated[str | None, typer.Option("--setup", help="Slurm: a shell line to run first")] = None,
     image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image")] = None,
-    pvc: Annotated[str | None, typer.Option("--pvc", help="Kubernetes: claim with data and runs")] = None,
-    mount: Annotated[str, typer.Option("--mount", help="Kubernetes: where the claim is mounted")] = "/data",
-    namespace: Annotated[str | None, typer.Option("--namespace", help="Kubernetes")] = None,
-    resource: Annotated[str, typer.Option("--resource", help="Kubernetes: name of a device")] = "nvidia.com/gpu",
-    workdir: Annotated[str | None, typer.Option("--workdir", help="Kubernetes: working folder")] = None,
+    pvc: Annotated[str | None, typer.Option("--pvc", help="Kubernetes: claim with data and runs, at /data")] = None,
 ) -> None:
     """Write a recipe as a job for Slurm or Kubernetes; the job is not started."""
     from tessera.cli.cluster import Job, kubernetes_manifest, slurm_script
@@ -209,26 +201,8 @@ def launch(
             "for which scheduler?", where="tessera launch", allowed=["--slurm", "--kubernetes"], code="job.no-scheduler"
         )
     config = load_config(recipe, parse_overrides(overrides or []))
-    job = Job([str(recipe), *(overrides or [])], name or config.name, nodes, gpus_per_node)
-    if slurm:
-        text = slurm_script(
-            job,
-            partition=partition,
-            account=account,
-            time_limit=time_limit,
-            cpus_per_rank=cpus_per_rank,
-            setup=setup,
-        )
-    else:
-        text = kubernetes_manifest(
-            job,
-            image=image,
-            pvc=pvc,
-            mount=mount,
-            namespace=namespace,
-            resource=resource,
-            workdir=workdir,
-        )
+    job = Job([str(recipe), *(overrides or [])], config.name, nodes, gpus_per_node)
+    text = slurm_script(job) if slurm else kubernetes_manifest(job, image, pvc)
     if output is None:
         typer.echo(text, nl=False)
     else:

@@ -34,26 +34,25 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        for name, in_range, allowed in (
+            ("temperature", 0 <= self.temperature < float("inf"), "0 and above"),
+            ("top_k", self.top_k >= 0, "0 (no limit) and above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
+        ):
+            if not in_range:
+                raise TesseraError(
+                    f"{name} is {getattr(self, name)}",
+                    where="sampling",
+                    allowed=[allowed],
+                    code="generation.sampling-out-of-range",
+                )
+        unused = [name for name, used in (("top_k", self.top_k > 0), ("top_p", self.top_p < 1)) if used]
+        if self.temperature == 0 and unused:
             raise TesseraError(
-                f"temperature is {self.temperature}",
+                f"at temperature 0 the likeliest token is taken: {' and '.join(unused)} has no effect",
                 where="sampling",
-                allowed=["0 and above"],
-                code="generation.temperature-out-of-range",
-            )
-        if self.top_k < 0:
-            raise TesseraError(
-                f"top_k is {self.top_k}",
-                where="sampling",
-                allowed=["0 (no limit) and above"],
-                code="generation.top-k-out-of-range",
-            )
-        if not 0 < self.top_p <= 1:
-            raise TesseraError(
-                f"top_p is {self.top_p}",
-                where="sampling",
-                allowed=["above 0, up to 1"],
-                code="generation.top-p-out-of-range",
+                fix=f"set a temperature above 0, or leave {' and '.join(unused)} out",
+                code="generation.option-without-effect",
             )
 
 

@@ -171,6 +171,15 @@ def test_senseless_settings_are_refused(bad: dict[str, Any]) -> None:
         Sampling(**bad)
 
 
+@pytest.mark.parametrize("unused", [{"top_k": 5}, {"top_p": 0.9}])
+def test_limits_without_a_temperature_are_refused(unused: dict[str, Any]) -> None:
+    with pytest.raises(TesseraError) as caught:
+        Sampling(**unused)
+    assert caught.value.code == "generation.option-without-effect"
+    assert next(iter(unused)) in caught.value.what
+    Sampling(0.5, **unused)
+
+
 def test_a_stream_never_shows_half_a_character() -> None:
     data = "grün 😀!".encode()
     texts: list[str] = []
