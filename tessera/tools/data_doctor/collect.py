@@ -126,11 +126,12 @@ class Collection:
 
     def __init__(self, sets: Sequence[ExaminedSet], length: int | None, truncate: Truncate) -> None:
         self.sets, self.length, self.truncate = sets, length, truncate
-        self.starts = np.cumsum([0, *(len(one.rows) for one in sets)])
-        names = sorted({name for one in sets for name in one.columns})
+        self.starts = np.cumsum([0, *(len(examined.rows) for examined in sets)])
+        names = sorted({name for examined in sets for name in examined.columns})
         self.columns = {
             name: np.concatenate(
-                [one.columns.get(name, np.zeros(len(one.rows), np.int64)) for one in sets], dtype=np.int64
+                [examined.columns.get(name, np.zeros(len(examined.rows), np.int64)) for examined in sets],
+                dtype=np.int64,
             )
             for name in names
         }
@@ -149,13 +150,13 @@ class Collection:
     def facts(self) -> list[SetFacts]:
         """Return the figures of each data set."""
         facts = []
-        for number, one in enumerate(self.sets):
+        for number, examined in enumerate(self.sets):
             mine = np.arange(self.starts[number], self.starts[number + 1])
             fits = mine if self.truncate == "turns" else mine[~self.long[mine]]
             names = ("characters", "tokens", "trained", "images", "videos", "audios")
             sums = {name: int(self.column(name)[fits].sum()) for name in names}
-            counts = len(one.source), len(fits), len(mine) - len(fits)
-            facts.append(SetFacts(str(one.source.path), *counts, **sums))
+            counts = len(examined.source), len(fits), len(mine) - len(fits)
+            facts.append(SetFacts(str(examined.source.path), *counts, **sums))
         return facts
 
     # ------------------------------------------------------------------------------------------ findings
@@ -176,16 +177,16 @@ class Collection:
     def _bad_records(self) -> dict[str, Finding]:
         locations: dict[str, list[SampleLocation]] = {}
         findings: dict[str, Finding] = {}
-        for one in self.sets:
-            for bad in one.bad:
-                where = one.source.location(bad.row)
-                locations.setdefault(one.kind_of_bad(bad), []).append(SampleLocation(where, bad.id, bad.reason))
-            if one.refused is not None:
-                where = one.refused.where or str(one.source.path)
-                locations.setdefault("set-refused", []).append(SampleLocation(where, "", one.refused.what))
+        for examined in self.sets:
+            for bad in examined.bad:
+                where = examined.source.location(bad.row)
+                locations.setdefault(examined.kind_of_bad(bad), []).append(SampleLocation(where, bad.id, bad.reason))
+            if examined.refused is not None:
+                where = examined.refused.where or str(examined.source.path)
+                locations.setdefault("set-refused", []).append(SampleLocation(where, "", examined.refused.what))
         for kind, places in locations.items():
             _set(findings, kind, len(places), places)
-        _set(findings, "unlisted", sum(one.bad_count - len(one.bad) for one in self.sets), [])
+        _set(findings, "unlisted", sum(examined.bad_count - len(examined.bad) for examined in self.sets), [])
         return findings
 
     def _add(self, findings: dict[str, Finding], kind: str, samples: np.ndarray) -> None:
@@ -193,22 +194,22 @@ class Collection:
         _set(findings, kind, len(samples), [self._location(at, kind) for at in samples[:MOST_LOCATIONS].tolist()])
 
     def _location(self, at: int, kind: str) -> SampleLocation:
-        one, row = self.locate(at)
-        sample, tokens = one.read(row), int(self.column("tokens")[at])
+        examined, row = self.locate(at)
+        sample, tokens = examined.read(row), int(self.column("tokens")[at])
         if kind in ("too-long", "cut"):
             detail = f"{tokens:,} tokens, a row has {self.length:,}"
         elif kind == "long-caption":
             detail = f"{int(self.column('text')[at]):,} embeddings are read of it"
         else:
-            sizes = None if sample is None else one.look.sizes(sample)
-            detail = "" if sample is None or sizes is None else one.look.problems(sample, sizes).get(kind, "")
-        return SampleLocation(one.source.location(row), "" if sample is None else sample.id, detail)
+            sizes = None if sample is None else examined.look.sizes(sample)
+            detail = "" if sample is None or sizes is None else examined.look.problems(sample, sizes).get(kind, "")
+        return SampleLocation(examined.source.location(row), "" if sample is None else sample.id, detail)
 
     def _again(self, first: int, again: int, times: int) -> SampleLocation:
-        (before, row), (one, number) = self.locate(first), self.locate(again)
-        sample = one.read(number)
+        (before, row), (examined, number) = self.locate(first), self.locate(again)
+        sample = examined.read(number)
         detail = f"also {before.source.location(row)}; {times} times"
-        return SampleLocation(one.source.location(number), "" if sample is None else sample.id, detail)
+        return SampleLocation(examined.source.location(number), "" if sample is None else sample.id, detail)
 
     def _find_one_answer(self, findings: dict[str, Finding]) -> None:
         values, firsts, counts = np.unique(self.column("hash_answer"), return_index=True, return_counts=True)
@@ -217,11 +218,11 @@ class Collection:
         if answered < FEW or counts.max() <= ONE_ANSWER * answered:
             return
         most = int(counts.argmax())
-        one, row = self.locate(int(firsts[most]))
-        sample = one.read(row)
+        examined, row = self.locate(int(firsts[most]))
+        sample = examined.read(row)
         text = "" if sample is None else (check_texts(sample).answer or "")[:80]
         detail = f"{counts[most] / answered:.0%} of the last answers are {text!r}"
-        place = SampleLocation(one.source.location(row), "" if sample is None else sample.id, detail)
+        place = SampleLocation(examined.source.location(row), "" if sample is None else sample.id, detail)
         _set(findings, "one-answer", int(counts[most]), [place])
 
 

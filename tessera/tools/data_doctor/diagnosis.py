@@ -94,10 +94,10 @@ class Diagnosis:
         tokens = self.length is not None
         names = ["set", "samples", "usable", "media", *(["tokens", "trained on"] if tokens else ["characters"])]
         rows = []
-        for one in self.sets:
-            counts = (one.rows, one.usable, one.media, one.tokens if tokens else one.characters)
-            trained = [f"{one.trained / max(1, one.tokens):.1%}"] if tokens else []
-            rows.append([one.path, *(f"{count:,}" for count in counts), *trained])
+        for facts in self.sets:
+            counts = (facts.rows, facts.usable, facts.media, facts.tokens if tokens else facts.characters)
+            trained = [f"{facts.trained / max(1, facts.tokens):.1%}"] if tokens else []
+            rows.append([facts.path, *(f"{count:,}" for count in counts), *trained])
         return names, rows
 
     def forecast_table(self) -> tuple[list[str], list[list[str]]]:
