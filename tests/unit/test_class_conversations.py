@@ -145,22 +145,13 @@ def test_what_is_trained_on(with_template: Any, template: str, expected: str) ->
     assert trained(processor_of(with_template(template))) == expected
 
 
-def test_texts_that_enclose_an_answer_can_be_named(with_template: Any) -> None:
-    """Where a template changes words, only these tell."""
+def test_a_template_that_changes_words_is_refused(with_template: Any) -> None:
     loud = "{% for m in messages %}[{{ m.role }}]{{ m.content | upper | trim }}</s>{% endfor %}"
     with raises("tokenizer.template-changes-message") as refused:
         trained(processor_of(with_template(loud)))
-    assert "response_start" in str(refused.value)
-    mild = "{% for m in messages %}[{{ m.role }}]{{ m.content | replace('e', 'e') | trim }}</s>{% endfor %}"
-    named = {"response_start": "[assistant]", "response_end": "</s>"}
-    assert trained(processor_of(with_template(mild), **named)) == "red</s>blue</s>"
-    with raises("tokenizer.response-texts-mismatch"):
-        trained(processor_of(with_template(mild), response_start="[model]"))
-    with raises("recipe.wrong-value", "response_end", "response_start"):
-        processor_of(with_template(mild), response_end="</s>")
-    with raises("recipe.unknown-key", "respons_start") as unknown:
-        processor_of(with_template(mild), respons_start="a")
-    assert unknown.value.nearest == "response_start"
+    assert "{% generation %}" in str(refused.value)
+    with raises("recipe.unknown-key", "{% generation %}"):
+        processor_of(with_template(loud), response_start="[assistant]")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tessera.config.reader import build
 from tessera.core.batch import Batch
@@ -42,27 +42,14 @@ _FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "pro
 class ClassOptions(VideoOptions):
     """Declare the keys of `data.processor`."""
 
+    renamed: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("response_start", "response_end"), "{% generation %} in the folder's chat template"
+    )
     min_frames: int = Field(1, gt=0, le=10**6, description="taken even from a short video, if it has them")
     max_frames: int = Field(8, gt=0, le=10**6, description="taken even from a long video; each is read as an image")
     image_backend: ImageBackend = Field(
         "pil", description="what resizes images: Pillow, or torchvision, whose pixels differ a little"
     )
-    response_start: str | None = Field(
-        None, min_length=1, description="text of the chat template after which an answer begins"
-    )
-    response_end: str | None = Field(
-        None, min_length=1, description="text that ends an answer, and is trained on; default: the end of the text"
-    )
-
-    @model_validator(mode="after")
-    def _start_and_end(self) -> Self:
-        if self.response_end is not None and self.response_start is None:
-            raise ValueError("response_end needs response_start: the text after which an answer begins")
-        return self
-
-    @property
-    def response(self) -> tuple[str, str] | None:
-        return None if self.response_start is None else (self.response_start, self.response_end or "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +91,7 @@ class ClassProcessor:
         if tokenizer.pad_token_id is None:  # what is padded is masked: any word does
             tokenizer.pad_token = tokenizer.eos_token
         sees = getattr(processor, "image_processor", None) is not None
-        turns = Turns(processor, tokenizer, self.options.response, self.options.system, sees)
+        turns = Turns(processor, tokenizer, self.options.system, sees)
         return Library(processor, tokenizer, turns, has_prefix_types(self.config.hf), self.longest)
 
     @cached_property

@@ -1,14 +1,13 @@
 """Conversations written by a folder's own chat template, with marks around what a model is trained to write.
 
-Where the marks are comes from one of three, in this order: the texts that enclose an answer, if `data.processor` names
-them; generation blocks in the template; the words of each turn, which are marked before the template writes them. The
-template must then have written the same text as without marks.
+Generation blocks in the template tell where the marks are. In a template without blocks, the words of each turn are
+marked before the template writes them, and it must then have written the same text as without marks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -26,10 +25,7 @@ Chat = list[dict[str, Any]]
 Form = Literal["parts", "strings", "words"]
 _FORMS: tuple[Form, ...] = ("parts", "strings", "words")
 _AS_PYTHON = ("{'type'", '{"type"')  # what a template writes that takes a list for a string
-MEND = (
-    "put {% generation %} and {% endgeneration %} around what the assistant writes in the folder's chat template, or "
-    "set data.processor.response_start and data.processor.response_end to the texts that enclose an answer"
-)
+MEND = "put {% generation %} and {% endgeneration %} around what the assistant writes in the folder's chat template"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +34,6 @@ class Turns:
 
     processor: Any
     tokenizer: Any
-    response: tuple[str, str] | None = None  # the texts that enclose an answer
     system: str | None = None  # said where a conversation has no system message
     sees: bool = False
 
@@ -204,16 +199,6 @@ class Turns:
         self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], *, only_assistant: bool
     ) -> list[Span]:
         """Return the characters of `plain` that are trained on, one span for each turn."""
-        if self.response is not None:
-            spans = list(_enclosed(plain, *self.response))
-            if len(spans) != len(turns):
-                raise TesseraError(
-                    f"{len(spans)} answers are enclosed by data.processor.response_start and response_end, and "
-                    f"{len(turns)} turns are trained on",
-                    fix="name the texts as the chat template writes them; `tessera data doctor --html` shows them",
-                    code="tokenizer.response-texts-mismatch",
-                )
-            return spans
         if only_assistant and self._with_generation_marks is not None:
             text = self._render(self._chat(messages, form), jinja=self._with_generation_marks)
             marked_spans = self._clean(text, plain)
@@ -273,7 +258,7 @@ class Turns:
     def _with_end(self, plain: str, spans: Sequence[Span]) -> str:
         """Return the text with an end-of-text word where the last turn has no end: a model would never stop."""
         last = plain[spans[-1][0] : spans[-1][1]]
-        if self.response is not None or self._control.search(last) or not self.tokenizer.eos_token:
+        if self._control.search(last) or not self.tokenizer.eos_token:
             return plain
         return plain[: spans[-1][1]] + str(self.tokenizer.eos_token)
 
@@ -293,17 +278,6 @@ def _as_python(messages: Sequence[Message], text: str) -> bool:
     """Return whether a template wrote the content of a message as Python does, and not because someone said so."""
     said = [part.value for message in messages for part in message.parts if part.kind == "text"]
     return any(text.count(word) > sum(one.count(word) for one in said) for word in _AS_PYTHON)
-
-
-def _enclosed(text: str, start: str, end: str) -> Iterator[Span]:
-    """Yield the spans between two texts, with the one that ends them."""
-    at = text.find(start)
-    while at >= 0:
-        begin = at + len(start)
-        close = text.find(end, begin) if end else -1
-        stop = len(text) if close < 0 else close + len(end)
-        yield begin, stop
-        at = text.find(start, stop)
 
 
 def _answers(plain: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
