@@ -22,7 +22,7 @@ from tessera.core.batch import IGNORE
 from tessera.core.model_plan import ModelPlan
 from tessera.errors import TesseraError, nearest
 from tessera.inference.weight_source import fill_from
-from tessera.models.transformers import ClassHub
+from tessera.models.transformers.hub import MODEL_MAPPINGS, choose_class
 from tessera.models.transformers.weights import published_names
 from tessera.runtime.log import logger
 from tessera.runtime.modules import without_weights
@@ -90,15 +90,15 @@ class ModelHub:
         if model_id is None and data.get("model_type") in classes and not data.get("architectures"):
             return classes[str(data["model_type"])]
         try:
-            chosen: type[nn.Module] = ClassHub().choose(data, None if model_id is None else str(model_id))
+            chosen: type[nn.Module] = choose_class(data, None if model_id is None else str(model_id))
         except TesseraError:
             if model_id is None and data.get("model_type") in classes:
                 return classes[str(data["model_type"])]
             raise TesseraError(
                 f"no class is known for model_id {model_id!r} and model_type {data.get('model_type')!r}",
                 where=WHERE,
-                allowed=[*classes, *ClassHub().classes, "a class of transformers"],
-                nearest=nearest(str(model_id), [*classes, *ClassHub().classes]),
+                allowed=[*classes, *MODEL_MAPPINGS, "a class of transformers"],
+                nearest=nearest(str(model_id), [*classes, *MODEL_MAPPINGS]),
                 fix='ModelHub.MODEL_MAPPINGS["ID"] = YourClass, and model_id: ID',
                 code="job.unknown-model-class",
             ) from None

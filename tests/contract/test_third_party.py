@@ -24,7 +24,8 @@ from tessera.core.batch import IGNORE, Batch
 from tessera.inference.load import load
 from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
-from tessera.models.transformers import ClassHub, TransformersBuilder, TransformersConfig
+from tessera.models.transformers import TransformersBuilder, TransformersConfig
+from tessera.models.transformers.hub import choose_class, find_class
 from tessera.runtime.modules import computed_buffers, without_weights
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
@@ -203,19 +204,17 @@ def test_fresh_weights_are_the_class_s_own_and_a_function_of_the_seed(folders: d
     assert not fresh[key].requires_grad
 
 
-# ---------------------------------------------------------------------------------------------- the hub
+# ---------------------------------------------------------------------------------------------- classes
 
 
-def test_the_hub_knows_ids_import_paths_and_class_names(folders: dict[str, Path]) -> None:
-    hub = ClassHub()
+def test_classes_are_found_by_ids_import_paths_and_names(folders: dict[str, Path]) -> None:
     hf = json.loads((folders["qwen3"] / "config.json").read_text())
-    assert hub.choose(hf, None) is transformers.Qwen3ForCausalLM
-    assert hub.choose(hf, "Qwen3ForSequenceClassification") is transformers.Qwen3ForSequenceClassification
-    assert hub.choose(hf, "AutoModelForTokenClassification") is transformers.Qwen3ForTokenClassification
-    mine = hub.with_classes({"qwen3": "tests.toys.adapted_qwen3:AdaptedQwen3"})
-    assert mine.choose(hf, None).__name__ == "AdaptedQwen3"
-    assert hub.choose(hf, None) is transformers.Qwen3ForCausalLM  # the first one is as it was
-    assert hub.choose({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, None).__name__.startswith("Llama")
+    assert choose_class(hf, None) is transformers.Qwen3ForCausalLM
+    assert choose_class(hf, "Qwen3ForSequenceClassification") is transformers.Qwen3ForSequenceClassification
+    assert choose_class(hf, "AutoModelForTokenClassification") is transformers.Qwen3ForTokenClassification
+    assert choose_class(hf, "tests.toys.adapted_qwen3:AdaptedQwen3").__name__ == "AdaptedQwen3"
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    assert choose_class(llama, None) is transformers.LlamaForCausalLM
 
 
 def test_an_adapted_class_reads_and_writes_the_files_of_the_library_s_class(folders: dict[str, Path]) -> None:
@@ -229,17 +228,16 @@ def test_an_adapted_class_reads_and_writes_the_files_of_the_library_s_class(fold
 
 
 def test_mistakes_about_classes() -> None:
-    hub = ClassHub()
     with raises("model.unknown-class") as caught:
-        hub.choose({"model_type": "x", "architectures": ["Qwen3ForCausalLMM"]}, None)
+        choose_class({"model_type": "x", "architectures": ["Qwen3ForCausalLMM"]}, None)
     assert caught.value.nearest == "Qwen3ForCausalLM"
     with raises("model.class-not-named"):
-        hub.choose({"model_type": "x", "architectures": ["os:system"]}, None)  # a folder names no import path
+        choose_class({"model_type": "x", "architectures": ["os:system"]}, None)  # a folder names no import path
     with raises("model.class-not-subclass", "PreTrainedModel"):
-        hub.find(PLAIN)
+        find_class(PLAIN)
     with raises("model.no-class-for-type", "model_type"):
-        hub.choose({"model_type": "whisper"}, "AutoModelForObjectDetection")
-    with raises("recipe.wrong-value"):
+        choose_class({"model_type": "whisper"}, "AutoModelForObjectDetection")
+    with raises("environment.cannot-open"):
         resolve(ModelSection(family="transformers", config={"folder": "nowhere"}))
     hf = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "nonsense"}
     with raises("model.class-cannot-build"):

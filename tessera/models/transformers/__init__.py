@@ -11,7 +11,6 @@ from __future__ import annotations
 from tessera.core.spec import Component, ModelSpec
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.generation import continue_prompts
-from tessera.models.transformers.hub import ClassHub
 from tessera.models.transformers.model import TransformersBuilder
 from tessera.models.transformers.processor import ClassProcessor
 
@@ -29,4 +28,4 @@ SPEC = ModelSpec(
     task="transformers",
 )
 
-__all__ = ["SPEC", "ClassHub", "ClassProcessor", "TransformersBuilder", "TransformersConfig"]
+__all__ = ["SPEC", "ClassProcessor", "TransformersBuilder", "TransformersConfig"]

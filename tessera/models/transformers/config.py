@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 
 from tessera.config.reader import Section
+from tessera.runtime.files import read_json_mapping
+from tessera.weights.layouts import CONFIG_FILE
 
 MAX_CONFIG_BYTES = 4 << 20
 # Stored weights have their own dtype; a different one in config.json would make readers cast.
@@ -18,17 +19,15 @@ TYPE_KEYS = ("dtype", "torch_dtype")
 
 class TransformersConfig(Section):
     model_config = ConfigDict(populate_by_name=True)
+    renamed: ClassVar[Mapping[str, str]] = {"hub": "model.config.class"}
 
     hf: dict[str, Any] = Field(default_factory=dict, description="config.json, or the fields that differ from it")
     folder: Path | None = Field(None, description="folder whose config.json is meant; its weights are not read")
     class_name: str | None = Field(
         None,
         alias="class",
-        description="an id of the hub, a class or auto class of transformers, or an import path; "
-        "default: the hub's class for the model_type, then config.json's architectures",
-    )
-    hub: dict[str, str] = Field(
-        default_factory=dict, description="further ids of the hub: id or model_type -> import path of an adapted class"
+        description="a class or auto class of transformers, or an import path; "
+        "default: the class for the model_type, or the one in config.json's architectures",
     )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
 
@@ -36,10 +35,15 @@ class TransformersConfig(Section):
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
         """Read config.json once and keep its fields: a run does not need the folder again."""
+        if isinstance(data, Mapping) and not data.get("hub"):  # recipes of earlier runs have an empty one
+            data = {key: value for key, value in data.items() if key != "hub"}
         folder = data.get("folder") if isinstance(data, Mapping) else None
         if not folder or "model_type" in (data.get("hf") or {}):
             return data
-        return {**data, "hf": _over(_read(Path(folder) / "config.json"), data.get("hf") or {})}
+        return {
+            **data,
+            "hf": _over(read_json_mapping(Path(folder) / CONFIG_FILE, MAX_CONFIG_BYTES), data.get("hf") or {}),
+        }
 
     @model_serializer
     def _as_recipe(self) -> dict[str, Any]:
@@ -47,7 +51,6 @@ class TransformersConfig(Section):
             "hf": self.hf,
             "folder": None if self.folder is None else str(self.folder),
             "class": self.class_name,
-            "hub": self.hub,
             "attention": self.attention,
         }
 
@@ -62,20 +65,6 @@ class TransformersConfig(Section):
         published = TransformersBuilder(self).published
         named = {"architectures": [published.__name__], "model_type": published.config_class.model_type}
         return {**named, **_without_types(self.hf)}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"{path} is too large to be a configuration")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is not a mapping")
-    return data
 
 
 def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

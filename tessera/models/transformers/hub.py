@@ -1,9 +1,8 @@
-"""The class of a name. The hub is an immutable mapping: extending it returns another hub."""
+"""The class of transformers that a config.json or a recipe names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,60 +28,50 @@ MODEL_MAPPINGS: Mapping[str, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class ClassHub:
-    """Map ids (often a model_type) to import paths of classes: the library's own, or a user's subclasses."""
+def find_class(name: str) -> type[PreTrainedModel]:
+    """Return the class by id, import path (`package.module:Class`), or name of one of the library's classes."""
+    name = MODEL_MAPPINGS.get(name, name)
+    if ":" in name:
+        return import_class(name, _base(), WHERE)
+    kind = getattr(_library(), name, None)
+    if isinstance(kind, type) and issubclass(kind, _base()):
+        return kind
+    raise TesseraError(
+        f"no class of transformers is called {name!r}",
+        where=WHERE,
+        allowed=[*MODEL_MAPPINGS, "a class of transformers", "an import path like my_package.my_module:MyClass"],
+        nearest=nearest(name, [*MODEL_MAPPINGS, *_class_names()]),
+        code="model.unknown-class",
+    )
 
-    classes: Mapping[str, str] = field(default_factory=lambda: MODEL_MAPPINGS)
 
-    def with_classes(self, more: Mapping[str, str]) -> ClassHub:
-        return ClassHub({**self.classes, **more})
+def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:
+    """Return the class for a config.json: the requested one, the one for its model_type, or the one it names.
 
-    def find(self, name: str) -> type[PreTrainedModel]:
-        """Return the class by id, import path (`package.module:Class`), or name of one of the library's classes."""
-        if name in self.classes:
-            name = self.classes[name]
-        if ":" in name:
-            return import_class(name, _base(), WHERE)
-        kind = getattr(_library(), name, None)
-        if isinstance(kind, type) and issubclass(kind, _base()):
-            return kind
-        names = [*self.classes, *_class_names()]
-        raise TesseraError(
-            f"no class of transformers is called {name!r}",
-            where=WHERE,
-            allowed=[*self.classes, "a class of transformers", "an import path like my_package.my_module:MyClass"],
-            nearest=nearest(name, names),
-            code="model.unknown-class",
-        )
-
-    def choose(self, hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:
-        """Return the class for a config.json: the requested one, the hub's for its model_type, or the one it names.
-
-        A folder names classes of the library only. Code that lies in the folder (`auto_map`) is never run.
-        """
-        if name is not None:
-            return _from_auto(name, hf) or self.find(name)
-        model_type, named = hf.get("model_type"), hf.get("architectures")
-        classifies = isinstance(named, list) and str(next(iter(named), "")).endswith("ForSequenceClassification")
-        if isinstance(model_type, str) and model_type in self.classes and not classifies:
-            return self.find(model_type)
-        if isinstance(named, list) and named and isinstance(named[0], str) and ":" not in named[0]:
-            if hf.get("auto_map") and named[0] not in self.classes and not hasattr(_library(), named[0]):
-                raise TesseraError(
-                    f"{named[0]} is code that lies in the folder (auto_map in config.json), which is never run",
-                    where=WHERE,
-                    fix="use a folder in the form of transformers' own class (often published with -hf in its name), "
-                    "or install the class and name its import path: package.module:ClassName",
-                    code="model.code-in-folder",
-                )
-            return self.find(named[0])
-        raise TesseraError(
-            f"config.json (model_type {model_type!r}) does not say which class it is for",
-            where=WHERE,
-            fix="set model.config.class, for example to AutoModelForCausalLM",
-            code="model.class-not-named",
-        )
+    A folder names classes of the library only. Code that lies in the folder (`auto_map`) is never run.
+    """
+    if name is not None:
+        return _from_auto(name, hf) or find_class(name)
+    model_type, named = hf.get("model_type"), hf.get("architectures")
+    classifies = isinstance(named, list) and str(next(iter(named), "")).endswith("ForSequenceClassification")
+    if isinstance(model_type, str) and model_type in MODEL_MAPPINGS and not classifies:
+        return find_class(model_type)
+    if isinstance(named, list) and named and isinstance(named[0], str) and ":" not in named[0]:
+        if hf.get("auto_map") and named[0] not in MODEL_MAPPINGS and not hasattr(_library(), named[0]):
+            raise TesseraError(
+                f"{named[0]} is code that lies in the folder (auto_map in config.json), which is never run",
+                where=WHERE,
+                fix="use a folder in the form of transformers' own class (often published with -hf in its name), "
+                "or install the class and name its import path: package.module:ClassName",
+                code="model.code-in-folder",
+            )
+        return find_class(named[0])
+    raise TesseraError(
+        f"config.json (model_type {model_type!r}) does not say which class it is for",
+        where=WHERE,
+        fix="set model.config.class, for example to AutoModelForCausalLM",
+        code="model.class-not-named",
+    )
 
 
 def _from_auto(name: str, hf: Mapping[str, Any]) -> type[PreTrainedModel] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from tessera.core.model_plan import ModelPlan, TensorStyle
 from tessera.errors import TesseraError
 from tessera.models.foreign import Arguments, accept_batches
 from tessera.models.transformers.config import TransformersConfig
-from tessera.models.transformers.hub import LIBRARY, ClassHub
+from tessera.models.transformers.hub import LIBRARY, choose_class
 from tessera.models.transformers.positions import check_length, keep_lengths_apart, masked_positions, position_limit
 from tessera.models.transformers.weights import published_names
 from tessera.runtime.modules import without_weights
@@ -34,7 +34,6 @@ class TransformersBuilder:
     """Build the class unchanged: its computation and parameter names are its own."""
 
     config: TransformersConfig
-    hub: ClassHub = field(default_factory=ClassHub)
 
     @staticmethod
     def from_folder(folder: str | Path, **options: Any) -> TransformersBuilder:
@@ -43,7 +42,7 @@ class TransformersBuilder:
 
     @property
     def model_class(self) -> type[PreTrainedModel]:
-        return self.hub.with_classes(self.config.hub).choose(self.config.hf, self.config.class_name)
+        return choose_class(self.config.hf, self.config.class_name)
 
     @property
     def published(self) -> type[PreTrainedModel]:

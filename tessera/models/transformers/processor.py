@@ -152,6 +152,7 @@ class ClassProcessor:
             if any(word in name for word in _FILES)
         }
         options = self.options.model_dump(mode="json", exclude={"train_on"})
+        options |= dict.fromkeys(self.options.renamed)  # so that runs of earlier releases resume
         if options["image_backend"] == "pil":  # as it was before there was a choice
             del options["image_backend"]
         roles = [self.train_on, self.last_only]
