@@ -50,13 +50,11 @@ def exported_config(
 ) -> dict[str, Any]:
     """Return the config.json of a model whose weights are stored as `dtype`.
 
-    `config`: of the family. `base`: of the folder that the weights came from. It is taken whole if it describes this
-    model; otherwise its plain values that the family does not write are added to what the family writes. `reward`: the
-    head of the model is one number.
+    `config`: of the family. `base`: config.json of the folder that the weights came from; it is used if it describes
+    this model, otherwise the fields that the family writes. `reward`: the head of the model is one number.
     """
     written = config.to_hf()
-    fitting = (one for one in _candidates(written, base) if _describes(one, config, written))
-    described = with_dtype(next(fitting, written), dtype)
+    described = with_dtype(base if base is not None and _describes(base, config, written) else written, dtype)
     return as_classifier(described) if reward else described
 
 
@@ -105,35 +103,9 @@ def _value(fields: Mapping[str, Any], name: str) -> str:
     return repr(fields[name])[:80] if name in fields else "missing"
 
 
-def _candidates(written: Mapping[str, Any], base: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if base is not None and base.get("model_type") == written.get("model_type"):
-        yield dict(base)
-        yield _joined(written, base, set(_names(written)))
-
-
-def _describes(candidate: Mapping[str, Any], config: Any, written: Mapping[str, Any]) -> bool:
+def _describes(base: Mapping[str, Any], config: Any, written: Mapping[str, Any]) -> bool:
     try:
-        return bool(type(config).from_hf(candidate).to_hf() == written)
+        same_type = base.get("model_type") == written.get("model_type")
+        return same_type and bool(type(config).from_hf(base).to_hf() == written)
     except TesseraError:
         return False
-
-
-def _joined(written: Mapping[str, Any], base: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return what is written, with the values of the base that have other names than anything written.
-
-    Lists and mappings of the base are left out: they may hold an entry for each layer of another model.
-    """
-    values = {key: value for key, value in base.items() if key not in names and not isinstance(value, list | Mapping)}
-    parts = {
-        key: _joined(value, base[key], names)
-        for key, value in written.items()
-        if key.endswith("_config") and isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
-    }
-    return {**values, **written, **parts}
-
-
-def _names(fields: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in fields.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from _names(value)

@@ -179,9 +179,9 @@ def write_side_files(
     _stop_where_trained(target / GENERATION, stops)
 
 
-# Where preprocessor files and the chat template come from: copied from the source folder, written by the processor, or
-# fields of both joined. Tried in this order until the fingerprint is that of the processor.
-_CANDIDATES = [(files, template) for template in ("copied", "written") for files in ("copied", "joined", "written")]
+# Preprocessor files and the chat template are copied from the source folder or written by the processor. Combinations
+# are tried in this order until the fingerprint is that of the processor.
+_CANDIDATES = [(files, template) for template in ("copied", "written") for files in ("copied", "written")]
 
 
 class _Writer:
@@ -193,25 +193,20 @@ class _Writer:
     def write_preprocessors(self, origin: str) -> None:
         both = self._read_copied(BOTH_FILE)
         for name, part in ((IMAGE_FILE, "image_processor"), (VIDEO_FILE, "video_processor")):
-            fields, nested = self._read_written(name), both.get(part)
-            if fields is None:
+            if name not in self._written:
                 continue
-            if isinstance(nested, dict) and origin != "written":
-                both[part] = {**nested, **(fields if origin == "joined" else {})}
-                if name not in self._copied:  # one file has it
-                    (self._target / name).unlink(missing_ok=True)
-                    continue
-            copied = self._read_copied(name)
-            if origin == "written" or not copied:
-                both.pop(part, None)
-                self._put(name, fields)
-            elif origin == "joined":
-                self._put(name, {**copied, **fields})
-        if both and origin != "copied":
-            self._put(BOTH_FILE, {**both, **(self._read_written(BOTH_FILE) or {})})
+            if origin == "copied" and name in self._copied:
+                continue
+            if origin == "copied" and part in both:
+                (self._target / name).unlink(missing_ok=True)
+                continue
+            both.pop(part, None)
+            (self._target / name).write_bytes(self._written[name])
+        if origin == "written" and BOTH_FILE in self._copied:
+            self._put(BOTH_FILE, {**both, **self._read_written(BOTH_FILE)})
 
     def write_template(self, origin: str) -> None:
-        copied, written = self._read_copied(TOKENIZER_CONFIG), self._read_written(TOKENIZER_CONFIG) or {}
+        copied, written = self._read_copied(TOKENIZER_CONFIG), self._read_written(TOKENIZER_CONFIG)
         if copied:
             config = _with_named_words(copied, written.get("extra_special_tokens"))
             if origin == "written" and "chat_template" in written:
@@ -226,8 +221,8 @@ class _Writer:
         elif has_template and TEMPLATE not in self._copied:
             (self._target / TEMPLATE).unlink(missing_ok=True)
 
-    def _read_written(self, name: str) -> dict[str, Any] | None:
-        content: dict[str, Any] | None = json.loads(self._written[name]) if name in self._written else None
+    def _read_written(self, name: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self._written[name]) if name in self._written else {}
         return content
 
     def _read_copied(self, name: str) -> dict[str, Any]:
