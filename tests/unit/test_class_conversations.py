@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
-from typer.testing import CliRunner
 
 import tessera
-from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import IGNORE
 from tessera.core.sample import MediaSize, Message, Part, Sample
@@ -32,8 +30,8 @@ from tessera.models.transformers.library import checked_processor
 from tessera.models.transformers.marks import BEGIN, END, Encoding, generation_marks, marked, with_marks, without_marks
 from tessera.models.transformers.rendering import TemplateLimit, render
 from tests.errors import raises
-from tests.toys.text_classes import tokenizer, write_text_class
-from tests.toys.vision_classes import CLASSES, VOCABULARY, write_class
+from tests.toys.text_classes import tokenizer
+from tests.toys.vision_classes import CLASSES, write_class
 
 transformers.utils.logging.disable_progress_bar()
 ANSWER = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>\n{% endfor %}"
@@ -355,24 +353,6 @@ def test_a_processor_that_needs_torchvision_says_how_to_get_it(tmp_path: Path) -
     with pytest.raises(TesseraError, match="Torchvision") as caught:
         checked_processor(tmp_path, {"model_type": "mistral3"})
     assert "pip install torchvision" in str(caught.value.fix)
-
-
-# ---------------------------------------------------------------------------------------------- tables of positions
-
-
-def test_samples_and_prompts_beyond_a_table_of_positions_are_refused(tmp_path: Path) -> None:
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 30}
-    folder = write_text_class("GPT2LMHeadModel", sizes, tmp_path / "model")
-    processor = processor_of(folder).training_on(("assistant",))
-    fits, long = sample(("user", "What?"), ("assistant", "red " * 8)), sample(("user", "What? " * 20))
-    item = processor.encode(fits, [])
-    assert 24 < len(item.tokens) <= 30
-    assert processor.collate([[item]], 0)["input_ids"].shape[1] == 30, "padding to a multiple of 8 would not fit"
-    for refused in (lambda: processor.measure(long, []), lambda: processor.prompt([long], [[]])):
-        with raises("data.sample-beyond-positions", "30"):
-            refused()
-    done = CliRunner().invoke(app, ["generate", str(folder), "What? " * 20])
-    assert isinstance(done.exception, TesseraError), "exit code 2"
 
 
 # What templates use: loops with controls, macros, namespaces, dictionaries, JSON, generation blocks, white space.

@@ -1,4 +1,4 @@
-"""Positions in classes of transformers: rotary frequencies that follow the length of a sample, and tables that end."""
+"""Positions in classes of transformers: rotary frequencies that follow the length of a sample."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from torch import Tensor
 from tessera.core.batch import IGNORE, Batch
 from tessera.models.transformers import TransformersBuilder, TransformersConfig
 from tessera.models.transformers.generation import continue_prompts
-from tessera.models.transformers.model import longest_sample
 from tessera.tasks.transformers import TransformersTask
 from tests.close import assert_as_close
-from tests.errors import raises
 from tests.task_parts import sum_and_count
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -158,51 +156,3 @@ def next_logits(module: Any, batch: Batch, count: int = 4) -> Tensor:
     answers = continue_prompts(module, batch, max_new_tokens=count, stop_tokens=(), choose=choose)
     assert all(len(tokens) == len(steps) for tokens in answers)
     return torch.stack(steps, 1)
-
-
-# ---------------------------------------------------------------------------------------------- tables that end
-
-WITH_TABLES: dict[str, tuple[dict[str, Any], int]] = {
-    "GPT2LMHeadModel": ({"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 20}, 20),
-    "GPTJForCausalLM": (
-        {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 20, "rotary_dim": 8},
-        20,
-    ),
-    "OPTForCausalLM": (
-        {**SIZES, "ffn_dim": 32, "num_attention_heads": 2, "max_position_embeddings": 20, "word_embed_proj_dim": 32},
-        20,
-    ),
-    "RobertaForSequenceClassification": (
-        {**SIZES, "num_attention_heads": 2, "max_position_embeddings": 22, "pad_token_id": 1},
-        20,  # positions begin behind that of padding
-    ),
-}
-
-
-def table_model(name: str) -> Any:
-    kind = getattr(transformers, name)
-    return ours(kind(kind.config_class(**WITH_TABLES[name][0])).eval(), attention="eager")
-
-
-@pytest.mark.parametrize("name", WITH_TABLES)
-def test_a_batch_longer_than_the_table_of_positions_is_refused(name: str) -> None:
-    module, limit = table_model(name), WITH_TABLES[name][1]
-    assert longest_sample(module) == limit
-    tokens = torch.arange(limit + 1)[None] + 3
-    assert module(Batch({"input_ids": tokens[:, :limit]})).logits.isfinite().all()
-    with raises("data.sample-beyond-positions", str(limit + 1), str(limit)):
-        module(Batch({"input_ids": tokens}))
-
-
-def test_rotary_positions_have_no_end() -> None:
-    assert longest_sample(ours(stock("dynamic"))) is None
-
-
-def test_a_prompt_that_fills_the_table_is_refused_and_an_answer_ends_with_it() -> None:
-    module, ids = table_model("GPT2LMHeadModel"), torch.arange(20)[None] + 3
-    prompts = {
-        length: Batch({"input_ids": ids[:, :length], "attention_mask": ids[:, :length] * 0 + 1}) for length in (17, 20)
-    }
-    assert next_logits(module, prompts[17], count=8).shape[1] == 3
-    with raises("data.sample-beyond-positions"):
-        next_logits(module, prompts[20])

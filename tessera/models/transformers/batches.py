@@ -21,7 +21,6 @@ from tessera.core.sample import Encoded, Message, Part
 from tessera.errors import TesseraError
 from tessera.models.transformers.library import SizedImages, library_errors, with_parts
 from tessera.models.transformers.marks import MarkedTokenizer, without_marks
-from tessera.models.transformers.positions import check_length
 from tessera.models.transformers.turns import Turns
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
@@ -47,7 +46,6 @@ class Library:
     tokenizer: Any
     turns: Turns
     prefix_types: bool = False  # see `classes.has_prefix_types`
-    longest: int | None = None  # tokens of a sample that the class has positions for
 
     @property
     def sees(self) -> bool:
@@ -113,7 +111,6 @@ class Library:
                 code="tokenizer.processor-changes-tokens",
             )
         encoding = tokenizer.seen[0]
-        check_length(len(encoding.ids), self.longest)
         flags = torch.tensor(encoding.trained(), dtype=torch.bool)
         tokens = outputs[IDS][0]
         labels = torch.where(flags, tokens, IGNORE)
@@ -205,7 +202,6 @@ class Library:
     def _padded(self, items: Sequence[EncodedChat], prompts: bool = False) -> dict[str, Tensor]:
         longest = max(len(item.tokens) for item in items)
         length = longest if prompts else -(-longest // _MULTIPLE) * _MULTIPLE
-        length = min(length, self.longest or length)
 
         def fill(values: Sequence[Tensor], padding: int) -> Tensor:
             out = torch.full((len(values), length), padding, dtype=torch.int64)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tessera.core.batch import Batch
 from tessera.errors import TesseraError
-from tessera.models.transformers.model import longest_sample
-from tessera.models.transformers.positions import check_length
 
 Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows]
 
@@ -68,12 +66,6 @@ def continue_prompts(
             fix="use a class for causal language models",
             code="generation.class-cannot-generate",
         )
-
-    limit = longest_sample(module)
-    if limit is not None:  # the answer ends where the table of positions does
-        prompt = int(batch["attention_mask"].sum(-1).max())
-        check_length(prompt + 1, limit, where="the prompt")
-        max_new_tokens = min(max_new_tokens, limit - prompt)
 
     def finished(ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.tensor(chosen.done, device=ids.device)

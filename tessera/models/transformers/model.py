@@ -16,7 +16,7 @@ from tessera.errors import TesseraError
 from tessera.models.foreign import Arguments, accept_batches
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.hub import LIBRARY, choose_class
-from tessera.models.transformers.positions import check_length, keep_lengths_apart, masked_positions, position_limit
+from tessera.models.transformers.positions import keep_lengths_apart, masked_positions
 from tessera.models.transformers.weights import published_names
 from tessera.runtime.modules import without_weights
 from tessera.runtime.torch_internals import build_from_config, unsplit_modules
@@ -25,7 +25,7 @@ from tessera.weights.map import WeightMap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
+MASK, POSITIONS = "attention_mask", "position_ids"
 LABELS = "loss.labels"  # where the task `transformers` keeps the labels, so that the class computes no loss
 
 
@@ -108,29 +108,16 @@ def _without_cache(settings: Any) -> None:
             part.use_cache = False
 
 
-def longest_sample(module: nn.Module) -> int | None:
-    """Return the largest number of tokens that the class has positions for; None where there is no limit."""
-    decoder = _decoder_of(module)
-    config: Any = module.config
-    if not decoder and config.get_text_config() is not config:
-        return None  # a table may be that of another part than the decoder of text
-    return position_limit(module.get_submodule(decoder))
-
-
 def _arguments_of(module: nn.Module, depends_on_length: bool) -> Callable[[Batch], dict[str, Tensor]]:
-    arguments, limit = Arguments(module), longest_sample(module)
+    arguments = Arguments(module)
     makes_decoder_inputs = bool(getattr(module.config, "is_encoder_decoder", False))
 
     def inputs_of(batch: Batch) -> dict[str, Tensor]:
         inputs = arguments(batch)
         if makes_decoder_inputs and "decoder_input_ids" not in inputs and LABELS in batch:
             inputs["labels"] = batch[LABELS]  # the class shifts them into the decoder's inputs
-        if POSITIONS not in inputs:
-            names = ("decoder_input_ids", "labels") if makes_decoder_inputs else (IDS,)
-            tokens = next((inputs[name] for name in names if name in inputs), None)
-            check_length(0 if tokens is None else tokens.shape[-1], limit, where=f"a batch for {arguments.owner}")
-            if depends_on_length and MASK in inputs:
-                inputs[POSITIONS] = masked_positions(inputs[MASK])
+        if depends_on_length and POSITIONS not in inputs and MASK in inputs:
+            inputs[POSITIONS] = masked_positions(inputs[MASK])
         return inputs
 
     return inputs_of

@@ -1,4 +1,4 @@
-"""Positions in classes of transformers: rotary frequencies that follow the length of a sample, and tables that end."""
+"""Rotary frequencies that depend on a length, in classes of transformers: computed for each sample by itself."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tessera.errors import TesseraError
-
 # The library computes these frequencies from the longest position of a batch, "dynamic" from all batches so far.
 _LENGTH_ROPES = ("dynamic", "longrope")
-# What text decoders call their table of learned or computed positions.
-_TABLES = ("wpe", "embed_positions", "position_embedding", "position_embeddings", "positions_embed")
 
 
 def keep_lengths_apart(module: nn.Module) -> bool:
@@ -79,27 +75,3 @@ def masked_positions(mask: Tensor) -> Tensor:
     index = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
     changes = mask.diff(dim=-1, prepend=mask[..., :1]) != 0
     return index - index.where(changes, 0).cummax(-1).values
-
-
-def position_limit(decoder: nn.Module) -> int | None:
-    """Return the largest number of tokens that a decoder has positions for; None where no table ends."""
-    limits = []
-    for path, part in decoder.named_modules():
-        if isinstance(part, nn.Embedding) and path.rpartition(".")[2] in _TABLES:
-            first = vars(part).get("offset", 0)  # of OPT and BART: earlier rows have another meaning
-            limits.append(part.num_embeddings - (first if part.padding_idx is None else part.padding_idx + 1))
-    for path, table in decoder.named_buffers():
-        if path.rpartition(".")[2] in _TABLES and table.dim() == 2:
-            limits.append(len(table))
-    return min(limits, default=None)
-
-
-def check_length(length: int, limit: int | None, where: str | None = None) -> None:
-    """Raise where a sample is longer than its class has positions for."""
-    if limit is not None and length > limit:
-        raise TesseraError(
-            f"{length} tokens, and the class has positions for {limit}: its table of positions ends there",
-            where=where,
-            fix=f"shorten samples and prompts to {limit} tokens, or use a model with rotary positions",
-            code="data.sample-beyond-positions",
-        )

@@ -29,7 +29,7 @@ from tessera.models.transformers.batches import EncodedChat, Library
 from tessera.models.transformers.classes import has_prefix_types, packs
 from tessera.models.transformers.config import TransformersConfig
 from tessera.models.transformers.library import ImageBackend, checked_processor
-from tessera.models.transformers.model import TransformersBuilder, longest_sample
+from tessera.models.transformers.model import TransformersBuilder
 from tessera.models.transformers.rendering import TemplateLimit
 from tessera.models.transformers.turns import Turns
 from tessera.models.vision.preprocessor_files import VideoOptions
@@ -92,13 +92,7 @@ class ClassProcessor:
             tokenizer.pad_token = tokenizer.eos_token
         sees = getattr(processor, "image_processor", None) is not None
         turns = Turns(processor, tokenizer, self.options.system, sees)
-        return Library(processor, tokenizer, turns, has_prefix_types(self.config.hf), self.longest)
-
-    @cached_property
-    def longest(self) -> int | None:
-        """Return the largest number of tokens that the class has positions for; None where there is no limit."""
-        eager = self.config.model_copy(update={"attention": "eager"})  # which every class has
-        return longest_sample(TransformersBuilder(eager).build())
+        return Library(processor, tokenizer, turns, has_prefix_types(self.config.hf))
 
     # ------------------------------------------------------------------------------------------ abilities
 
