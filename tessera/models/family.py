@@ -16,7 +16,6 @@ from tessera.core.model_plan import ModelPlan
 from tessera.core.outputs import LANGUAGE_OUTPUTS
 from tessera.core.spec import Component, ModelSpec, Processor
 from tessera.data.chat import ChatTemplate
-from tessera.errors import TesseraError
 from tessera.models.text.costs import batch_flops, example_batch, language_work
 from tessera.models.text.decoder import (
     ATTENTION,
@@ -31,7 +30,7 @@ from tessera.models.text.decoder import (
     text_styles,
     text_units,
 )
-from tessera.models.text.hf import HFTextFormat
+from tessera.models.text.hf import HFTextFormat, check_model_type
 from tessera.nn.causal_lm import LanguageModel
 from tessera.ops.attention import AttentionBackend
 from tessera.weights.map import WeightMap
@@ -49,13 +48,7 @@ class LanguageConfig(Section):
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
         kind = str(data.get("model_type"))
-        if kind not in cls.formats:
-            raise TesseraError(
-                f"model_type {kind!r} is another family",
-                where="config.json",
-                allowed=cls.formats,
-                code="model.other-model-type",
-            )
+        check_model_type(kind, cls.formats)
         where = f"config.json ({kind})"
         text = cls.formats[kind][0].read(data, where, dynamic=True)
         return build(cls, {"text": text, "tie_word_embeddings": bool(data.get("tie_word_embeddings"))}, where)

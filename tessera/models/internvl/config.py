@@ -103,7 +103,7 @@ class InternVLConfig(Section):
         fields: dict[str, Any] = {"tie_word_embeddings": _tied(data, text), "dynamic_rope_factor": factor}
         if data.get("image_token_id") is not None:
             fields["image_token_id"] = data["image_token_id"]
-        merge = _merge(data.get("downsample_ratio", 0.5))
+        merge = round(1 / data.get("downsample_ratio", 0.5))
         parts = {"text": LANGUAGE_FORMATS[kind].read(text, WHERE), "vision": _vision_fields(vision, merge)}
         config = build(cls, {**fields, **parts}, WHERE)
         length = data.get("image_seq_length", config.vision.tile_tokens)
@@ -159,42 +159,23 @@ def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     return bool(values) and all(values)
 
 
-def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
+def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the text fields without dynamic rope scaling, and its factor."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return dict(text), None
     plain = {name: value for name, value in text.items() if name not in ("rope_scaling", "rope_parameters")}
     theta = text.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
-    factor = rope.get("factor", 1.0)
-    if not isinstance(factor, int | float):
-        raise TesseraError(
-            f"the factor of dynamic rope is a number, not {factor!r}", where=WHERE, code="model.invalid-value"
-        )
-    return {**plain, "rope_theta": theta}, float(factor)
-
-
-def _merge(ratio: Any) -> int:
-    merge = round(1 / ratio) if isinstance(ratio, int | float) and 0 < ratio <= 1 else 0
-    if merge < 1 or merge * ratio != 1:
-        raise TesseraError(
-            f"downsample_ratio = {ratio}: not a whole number of patches along each side becomes one token",
-            where=WHERE,
-            allowed=[1, 0.5, 0.25],
-            code="model.invalid-value",
-        )
-    return merge
+    return {**plain, "rope_theta": theta}, rope.get("factor", 1.0)
 
 
 def _vision_fields(vision: Mapping[str, Any], merge: int) -> dict[str, Any]:
     fields = {name: vision[name] for name in InternVLVisionConfig.model_fields if name in vision}
     for name in ("image_size", "patch_size"):
         if isinstance(fields.get(name), (list, tuple)):
-            if len(set(fields[name])) != 1:
-                raise TesseraError(
-                    f"vision_config.{name} = {fields[name]} is no square", where=WHERE, code="model.invalid-value"
-                )
-            fields[name] = fields[name][0]
+            side, *others = fields[name]
+            check_supported([(f"vision_config.{name}", other, (side,)) for other in others], WHERE)
+            fields[name] = side
     return {**fields, "spatial_merge_size": merge}
 
 
@@ -205,6 +186,7 @@ def _refuse_unsupported(data: Mapping[str, Any], text_type: str, vision: Mapping
         ("text_config.model_type", text_type, tuple(LANGUAGE_FORMATS)),
         ("vision_config.model_type", vision.get("model_type", "internvl_vision"), ("internvl_vision",)),
         ("projector_hidden_act", data.get("projector_hidden_act", "gelu"), ("gelu",)),
+        ("downsample_ratio", data.get("downsample_ratio", 0.5), (0.5, 1, 0.25)),
         ("vision_feature_layer", data.get("vision_feature_layer", -1), (-1,)),
         ("vision_feature_select_strategy", data.get("vision_feature_select_strategy", "default"), ("default",)),
         ("vision_config.use_mask_token", bool(vision.get("use_mask_token")), (False,)),

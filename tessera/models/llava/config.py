@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from tessera.config.reader import Section, build
 from tessera.errors import TesseraError
 from tessera.models.text.decoder import TextConfig
-from tessera.models.text.hf import LANGUAGE_FORMATS, UnsupportedValueError, language_format
+from tessera.models.text.hf import LANGUAGE_FORMATS, check_model_type, check_supported, language_format
 from tessera.ops.attention import AttentionBackend
 
 PLAIN_TYPE, TILED_TYPE = "llava", "llava_onevision"
@@ -160,13 +160,7 @@ class LlavaConfig(Section):
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> LlavaConfig:
         kind = str(data.get("model_type"))
-        if kind not in _NO_VISION:
-            raise TesseraError(
-                f"model_type {kind!r} is another family",
-                where="config.json",
-                allowed=_NO_VISION,
-                code="model.other-model-type",
-            )
+        check_model_type(kind, _NO_VISION)
         where = f"config.json ({kind})"
         tiled = kind == TILED_TYPE
         text = dict(data.get("text_config") or {})
@@ -226,38 +220,26 @@ def _either(data: Mapping[str, Any], name: str, other: str, default: int) -> int
 
 def _read_text(text: Mapping[str, Any], default: str, where: str) -> dict[str, Any]:
     kind = str(text.get("model_type", default))
-    if kind not in LANGUAGE_FORMATS:
-        raise UnsupportedValueError(
-            f"text_config.model_type {kind!r} is not supported",
-            where=where,
-            allowed=LANGUAGE_FORMATS,
-            code="model.unsupported-value",
-        )
+    check_supported([("text_config.model_type", kind, tuple(LANGUAGE_FORMATS))], where)
     return LANGUAGE_FORMATS[kind].read(text, f"{where}: text_config")
 
 
 def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kind = _TOWERS.get(str(vision.get("model_type")))
-    if kind is None:
-        raise UnsupportedValueError(
-            f"vision_config.model_type {vision.get('model_type')!r} is not supported",
-            where=where,
-            allowed=_TOWERS,
-            code="model.unsupported-value",
-        )
+    model_type = vision.get("model_type")
+    check_supported(
+        [
+            ("vision_config.model_type", model_type, tuple(_TOWERS)),
+            ("vision_config.attention_dropout", vision.get("attention_dropout") or 0.0, (0.0,)),
+        ],
+        where,
+    )
+    kind = _TOWERS[str(model_type)]
     if kind == "siglip" and vision.get("vision_use_head", True):
         raise TesseraError(
             "vision_config.vision_use_head is on: the folder has weights of a head that does not affect the output",
             where=where,
             fix="set vision_use_head to false, as the published LLaVA folders do, and leave vision_tower.*.head.* out",
             code="model.unused-vision-head",
-        )
-    if vision.get("attention_dropout"):
-        raise UnsupportedValueError(
-            "vision_config.attention_dropout is not supported",
-            where=where,
-            allowed=[0.0],
-            code="model.unsupported-value",
         )
     fields = {name: vision[name] for name in LlavaVisionConfig.model_fields if vision.get(name) is not None}
     return {**_VISION_DEFAULTS[kind], **fields, "kind": kind}
@@ -274,22 +256,12 @@ def _one_layer(layer: Any, where: str) -> int:
     if isinstance(layer, list) and len(layer) == 1:
         (layer,) = layer
     if not isinstance(layer, int):
-        raise UnsupportedValueError(
-            f"vision_feature_layer = {layer!r} is not supported",
-            where=where,
-            allowed=["one layer"],
-            code="model.unsupported-value",
-        )
-    return layer
+        check_supported([("vision_feature_layer", layer, ("one layer",))], where)
+    return int(layer)
 
 
 def _most(ratio: Any, where: str) -> int:
     match = re.fullmatch(_ANYRES + r"(\d+)", str(ratio))
     if match is None:
-        raise UnsupportedValueError(
-            f"vision_aspect_ratio = {ratio!r} is not supported",
-            where=where,
-            allowed=[f"{_ANYRES}9"],
-            code="model.unsupported-value",
-        )
-    return int(match.group(1))
+        check_supported([("vision_aspect_ratio", ratio, (f"{_ANYRES}9",))], where)
+    return int(str(ratio).removeprefix(_ANYRES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -271,6 +271,17 @@ def _check_text_fields(data: Mapping[str, Any], where: str, dynamic: bool) -> No
         ("rope type", rope.get("rope_type", rope.get("type", "default")), ropes),
     ]
     check_supported(checks, where)
+
+
+def check_model_type(kind: str, allowed: Iterable[str]) -> None:
+    """Raise an error for a `model_type` that another family reads."""
+    if kind not in allowed:
+        raise TesseraError(
+            f"model_type {kind!r} is another family",
+            where="config.json",
+            allowed=allowed,
+            code="model.other-model-type",
+        )
 
 
 def check_supported(checks: Sequence[Check], where: str) -> None:

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from tessera.config.reader import Section, build
-from tessera.errors import TesseraError
 from tessera.models.text.decoder import TextConfig
-from tessera.models.text.hf import Check, HFTextFormat, check_supported
+from tessera.models.text.hf import Check, HFTextFormat, check_model_type, check_supported
 from tessera.ops.attention import AttentionBackend
 
 
@@ -107,13 +106,7 @@ class VisionLanguageConfig(Section):
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
         """From config.json: with the text's fields in `text_config`, or at the top level, as on the hub."""
         kind = str(data.get("model_type", next(iter(cls.formats))))
-        if kind not in cls.formats:
-            raise TesseraError(
-                f"model_type {kind!r} is another family",
-                where="config.json",
-                allowed=cls.formats,
-                code="model.other-model-type",
-            )
+        check_model_type(kind, cls.formats)
         where, text_format = f"config.json ({kind})", cls.formats[kind][0]
         text = dict(data["text_config"] if isinstance(data.get("text_config"), Mapping) else data)
         vision = data.get("vision_config") or {}

@@ -45,42 +45,24 @@ class Patches:
 
         `frames`: of the video it belongs to, for families whose bounds are those of whole videos.
         """
-        side = self.patch * self.merge
+        side, counted = self.patch * self.merge, 1
+        frames = max(frames, self.temporal) if self.whole_clips else 1
         if self.whole_clips:
-            return self._fit_clip(height, width, max(frames, self.temporal))
+            counted = round(frames / self.temporal) * self.temporal
+            if min(height, width) < side:
+                grow = max(side / height, side / width)
+                height, width = int(height * grow), int(width * grow)
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise TesseraError(
                 f"an image of {width}x{height} is too narrow: one side is over {MAX_ASPECT} times the other",
                 code="media.image-too-narrow",
             )
         fit_h, fit_w = round(height / side) * side, round(width / side) * side
-        if fit_h * fit_w > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            fit_h = max(side, math.floor(height / shrink / side) * side)
-            fit_w = max(side, math.floor(width / shrink / side) * side)
-        elif fit_h * fit_w < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            fit_h = math.ceil(height * grow / side) * side
-            fit_w = math.ceil(width * grow / side) * side
-        return fit_h, fit_w
-
-    def _fit_clip(self, height: int, width: int, frames: int) -> tuple[int, int]:
-        side = self.patch * self.merge
-        if min(height, width) < side:
-            grow = max(side / height, side / width)
-            height, width = int(height * grow), int(width * grow)
-        if max(height, width) > MAX_ASPECT * min(height, width):
-            raise TesseraError(
-                f"frames of {width}x{height} are too narrow: one side is over {MAX_ASPECT} times the other",
-                code="media.image-too-narrow",
-            )
-        fit_h, fit_w = round(height / side) * side, round(width / side) * side
-        pixels = round(frames / self.temporal) * self.temporal * fit_h * fit_w
-        if pixels > self.max_pixels:
+        if counted * fit_h * fit_w > self.max_pixels:
             shrink = math.sqrt(frames * height * width / self.max_pixels)
             fit_h = max(side, math.floor(height / shrink / side) * side)
             fit_w = max(side, math.floor(width / shrink / side) * side)
-        elif pixels < self.min_pixels:
+        elif counted * fit_h * fit_w < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (frames * height * width))
             fit_h = math.ceil(height * grow / side) * side
             fit_w = math.ceil(width * grow / side) * side
