@@ -65,14 +65,14 @@ class Glm4vVisionConfig(GridVisionConfig):
 class Glm4vConfig(VisionLanguageConfig):
     formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]] = {"glm4v": (TEXT, "Glm4vForConditionalGeneration")}
     output_field: ClassVar[tuple[str, int]] = ("out_hidden_size", 4096)
-    token_fields: ClassVar[tuple[str, ...]] = (
-        "image_token_id",
-        "video_token_id",
-        "image_start_token_id",
-        "image_end_token_id",
-        "video_start_token_id",
-        "video_end_token_id",
-    )
+    token_fields: ClassVar[Mapping[str, str]] = {
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+        "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>",
+    }
 
     text: Glm4vTextConfig
     vision: Glm4vVisionConfig = Field(default_factory=lambda: Glm4vVisionConfig.model_validate({}))

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from tessera.config.reader import build
 from tessera.core.sample import Part
 from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords, Turn
 from tessera.data.media.video_frames import Rule, VideoSampling
@@ -108,28 +107,15 @@ class Glm4vProcessor(TimestampedVideoProcessor):
     version: ClassVar[str] = "glm4v 2"
     frames_rule: ClassVar[Rule] = "clock"
     tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"
+    options: ClassVar[type[GridOptions]] = Glm4vOptions
+    chat: ClassVar[ChatTemplate] = GLM4V
     files: ClassVar[GridFiles] = Glm4vFiles()
 
     ends: tuple[int, ...] = ()  # further tokens with which the model ends its answers
 
     @classmethod
-    def load(cls, config: Glm4vConfig, folder: Path, **options: Any) -> Glm4vProcessor:
-        processor = cls.from_folder(
-            Path(folder),
-            build(Glm4vOptions, options, "data.processor"),
-            GLM4V,
-            geometry=config.vision,
-            ids={
-                "<|image|>": config.image_token_id,
-                "<|video|>": config.video_token_id,
-                "<|begin_of_image|>": config.image_start_token_id,
-                "<|end_of_image|>": config.image_end_token_id,
-                "<|begin_of_video|>": config.video_start_token_id,
-                "<|end_of_video|>": config.video_end_token_id,
-            },
-            vocabulary=config.text.vocab_size,
-        )
-        return replace(processor, table_side=config.vision.table_side, ends=config.end_tokens)
+    def of_model(cls, config: Glm4vConfig) -> dict[str, Any]:
+        return {"table_side": config.vision.table_side, "ends": config.end_tokens}
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:

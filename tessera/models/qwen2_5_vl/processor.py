@@ -6,18 +6,15 @@ Patches are ordered window by window, as the vision encoder reads them; `slots` 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from tessera.config.reader import build
 from tessera.core.sample import MediaSize, PartKind
-from tessera.data.chat import ChatTemplate
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2_5_vl.config import Qwen25VLConfig
 from tessera.models.qwen2_5_vl.model import window_order, window_sizes
-from tessera.models.vision.grid_processor import GridOptions, GridProcessor
+from tessera.models.vision.grid_processor import GridProcessor
 from tessera.models.vision.preprocessor_files import GridFiles
 
 
@@ -30,16 +27,8 @@ class Qwen25VLProcessor(GridProcessor):
     tokens_per_second: int = 2  # positions along time
 
     @classmethod
-    def load(cls, config: Qwen25VLConfig, folder: Path, **options: Any) -> Qwen25VLProcessor:
-        processor = cls.from_folder(
-            Path(folder),
-            build(GridOptions, options, "data.processor"),
-            ChatTemplate(),
-            geometry=config.vision,
-            ids=config.special_token_ids,
-            vocabulary=config.text.vocab_size,
-        )
-        return replace(processor, window=config.vision.window, tokens_per_second=config.vision.tokens_per_second)
+    def of_model(cls, config: Qwen25VLConfig) -> dict[str, Any]:
+        return {"window": config.vision.window, "tokens_per_second": config.vision.tokens_per_second}
 
     def fingerprint_fields(self) -> list[Any]:
         return [*super().fingerprint_fields(), self.window]

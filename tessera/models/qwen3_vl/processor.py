@@ -5,14 +5,12 @@ Each pair of video frames is a run of visual tokens with its time in seconds wri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from tessera.config.reader import build
 from tessera.core.sample import Part
 from tessera.data.chat import ChatSpan, ChatTemplate
 from tessera.data.media.video_frames import Rule
@@ -38,6 +36,8 @@ class Qwen3VLOptions(GridOptions):
 class Qwen3VLProcessor(TimestampedVideoProcessor):
     version: ClassVar[str] = "qwen3_vl 2"
     frames_rule: ClassVar[Rule] = "ends"
+    options: ClassVar[type[GridOptions]] = Qwen3VLOptions
+    chat: ClassVar[ChatTemplate] = TEMPLATE
     files: ClassVar[GridFiles] = GridFiles(
         processor="Qwen3VLProcessor",
         video="Qwen3VLVideoProcessor",
@@ -49,16 +49,8 @@ class Qwen3VLProcessor(TimestampedVideoProcessor):
     )
 
     @classmethod
-    def load(cls, config: Qwen3VLConfig, folder: Path, **options: Any) -> Qwen3VLProcessor:
-        processor = cls.from_folder(
-            Path(folder),
-            build(Qwen3VLOptions, options, "data.processor"),
-            TEMPLATE,
-            geometry=config.vision,
-            ids=config.special_token_ids,
-            vocabulary=config.text.vocab_size,
-        )
-        return replace(processor, table_side=config.vision.table_side)
+    def of_model(cls, config: Qwen3VLConfig) -> dict[str, Any]:
+        return {"table_side": config.vision.table_side}
 
     def timestamp(self, first: float, last: float) -> str:
         return f"<{(first + last) / 2:.1f} seconds>"

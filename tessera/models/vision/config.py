@@ -70,12 +70,7 @@ class VisionLanguageConfig(Section):
     output_field: ClassVar[tuple[str, int]] = ("out_hidden_size", 3584)
     vision_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers' class, where they differ from ours
     tie_in_text: ClassVar[bool] = True  # releases of transformers before 5 kept the tie inside text_config
-    token_fields: ClassVar[tuple[str, ...]] = (
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-    )
+    token_fields: ClassVar[Mapping[str, str]]  # fields with the ids of special tokens, and these tokens
 
     text: TextConfig
     vision: GridVisionConfig
@@ -88,6 +83,10 @@ class VisionLanguageConfig(Section):
             if getattr(self, name) >= self.text.vocab_size:
                 raise ValueError(f"{name} {getattr(self, name)} is outside the vocabulary of {self.text.vocab_size}")
         return self
+
+    @property
+    def special_token_ids(self) -> dict[str, int]:
+        return {word: getattr(self, name) for name, word in self.token_fields.items()}
 
     @classmethod
     def checks(cls, text: Mapping[str, Any], vision: Mapping[str, Any]) -> list[Check]:
@@ -153,16 +152,14 @@ class VisionLanguageConfig(Section):
 class QwenVLConfig(VisionLanguageConfig):
     """Hold the special tokens of the Qwen-VL models."""
 
+    token_fields: ClassVar[Mapping[str, str]] = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+
     image_token_id: int = Field(151655, ge=0)
     video_token_id: int = Field(151656, ge=0)
     vision_start_token_id: int = Field(151652, ge=0)
     vision_end_token_id: int = Field(151653, ge=0)
-
-    @property
-    def special_token_ids(self) -> dict[str, int]:
-        return {
-            "<|image_pad|>": self.image_token_id,
-            "<|video_pad|>": self.video_token_id,
-            "<|vision_start|>": self.vision_start_token_id,
-            "<|vision_end|>": self.vision_end_token_id,
-        }

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
+from tessera.config.reader import build
 from tessera.core.sample import MediaSize, PartKind
 from tessera.data.chat import ChatTemplate
 from tessera.data.media.images import to_rgb
@@ -22,7 +23,7 @@ from tessera.models.files.side_files import IMAGE_FILE, VIDEO_FILE
 from tessera.models.processing.conversation import check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.patches import Patches, block_positions
-from tessera.models.vision.preprocessor_files import Geometry, GridFiles, VideoOptions
+from tessera.models.vision.preprocessor_files import GridFiles, VideoOptions
 from tessera.models.vision.processor import VisionProcessor
 
 
@@ -39,6 +40,8 @@ class GridOptions(VideoOptions):
 class GridProcessor(VisionProcessor):
     """Cut media into a grid of patches (time, height, width), which are merged block by block into tokens."""
 
+    options: ClassVar[type[GridOptions]] = GridOptions
+    chat: ClassVar[ChatTemplate] = ChatTemplate()
     files: ClassVar[GridFiles] = GridFiles()
     frames_rule: ClassVar[Rule] = "steps"
 
@@ -46,23 +49,16 @@ class GridProcessor(VisionProcessor):
     video: Patches
 
     @classmethod
-    def from_folder(
-        cls,
-        folder: Path,
-        chosen: GridOptions,
-        template: ChatTemplate,
-        *,
-        geometry: Geometry,
-        ids: dict[str, int],
-        vocabulary: int,
-    ) -> Self:
+    def load(cls, config: Any, folder: Path, **options: Any) -> Self:
         """Return the processor of a folder with tokenizer.json and perhaps preprocessor files.
 
-        `ids`: the ids of special tokens in the model's configuration.
+        `config`: a `VisionLanguageConfig`. `options`: keys of `data.processor`.
         """
-        template = with_system(template, chosen, folder)
+        folder, geometry = Path(folder), config.vision
+        chosen = build(cls.options, options, "data.processor")
+        template = with_system(cls.chat, chosen, folder)
         encoder = ChatEncoder(load_tokenizer(folder))
-        check_special_tokens(encoder, template, ids, vocabulary, folder)
+        check_special_tokens(encoder, template, config.special_token_ids, config.text.vocab_size, folder)
         with foreign_values(str(folder)):
             image, video = cls.files.read(
                 folder,
@@ -80,7 +76,12 @@ class GridProcessor(VisionProcessor):
         # Rule "ends" takes any number of frames: the last temporal patch is filled up with its last frame.
         multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
         sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
-        return cls(encoder, template, sampling, chosen.train_on, False, image, video)
+        return cls(encoder, template, sampling, chosen.train_on, False, image, video, **cls.of_model(config))
+
+    @classmethod
+    def of_model(cls, config: Any) -> dict[str, Any]:
+        """Return the fields of a family's processor that depend on the model's configuration."""
+        return {}
 
     def fingerprint_fields(self) -> list[Any]:
         return [asdict(self.image), asdict(self.video)]
