@@ -40,9 +40,8 @@ from tessera.lora.select import Adapter, is_factor
 from tessera.models import build_on_meta, fresh_names, resolve
 from tessera.models.files.side_files import side_folder
 from tessera.models.foreign import Arguments, takes_batch
-from tessera.models.module import spec_of_object
-from tessera.models.module.config import MODEL_TYPE
-from tessera.models.text.own_template import warn_of_another_template
+from tessera.models.module import MODEL_TYPE, spec_of_object
+from tessera.models.processing.conversation import warn_of_another_template
 from tessera.parallel.apply import allocate, parallelize
 from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import CONTEXT, Mesh

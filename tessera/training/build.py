@@ -34,7 +34,7 @@ from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.models.files.exported_config import keep_base_config
 from tessera.models.files.side_files import seal_side_files, side_folder, write_side_files
-from tessera.models.text.own_template import warn_of_another_template
+from tessera.models.processing.conversation import warn_of_another_template
 from tessera.observe.anomaly.guard import Guard
 from tessera.optim.optimizer import build_optimizer, clip_gradients
 from tessera.parallel.apply import build_engine, counted_elsewhere, parallelize

@@ -14,17 +14,47 @@ from tessera.core.batch import Batch
 from tessera.core.model_plan import TensorStyle
 from tessera.models.internvl.config import InternVLConfig
 from tessera.models.internvl.original import MODEL_TYPE, hf_config, internlm_weights, original_weights
-from tessera.models.internvl.weights import weights
 from tessera.models.text.costs import example_batch
-from tessera.models.text.decoder import text_styles
+from tessera.models.text.decoder import language_weights, text_styles
 from tessera.models.vision.costs import example_with_media
 from tessera.models.vision.family import VisionFamily
 from tessera.nn.projector import PatchMerger
 from tessera.nn.vit import VisionShape
-from tessera.weights.map import WeightMap
+from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
 
 PROJECTOR_EPS = 1e-5
 EVEN = 8  # a common tensor-parallel degree
+# The rules use the hub's first names (`language_model.model.*`, `vision_tower.*`), which transformers writes and reads.
+# The renames accept the names of its modules in memory, which later folders on the hub have as well, and the names of a
+# base model saved without its head.
+_TEXT = "language_model.model."
+_EMBEDDINGS = "vision_tower.embeddings."
+_BLOCK = "vision_tower.encoder.layer.{i}."
+_PAIRS = (
+    ("vision.patch_embed.bias", _EMBEDDINGS + "patch_embeddings.projection.bias"),
+    ("vision.blocks.{i}.attn_norm.{kind}", _BLOCK + "layernorm_before.{kind}"),
+    ("vision.blocks.{i}.attn.q_norm.weight", _BLOCK + "attention.q_norm.weight"),
+    ("vision.blocks.{i}.attn.k_norm.weight", _BLOCK + "attention.k_norm.weight"),
+    ("vision.blocks.{i}.attn.proj.{kind}", _BLOCK + "attention.projection_layer.{kind}"),
+    ("vision.blocks.{i}.attn_scale.weight", _BLOCK + "lambda_1"),
+    ("vision.blocks.{i}.mlp_norm.{kind}", _BLOCK + "layernorm_after.{kind}"),
+    ("vision.blocks.{i}.mlp.up.{kind}", _BLOCK + "mlp.fc1.{kind}"),
+    ("vision.blocks.{i}.mlp.down.{kind}", _BLOCK + "mlp.fc2.{kind}"),
+    ("vision.blocks.{i}.mlp_scale.weight", _BLOCK + "lambda_2"),
+    ("vision.norm_after.{kind}", "vision_tower.layernorm.{kind}"),
+    ("projector.norm.{kind}", "multi_modal_projector.layer_norm.{kind}"),
+    ("projector.up.{kind}", "multi_modal_projector.linear_1.{kind}"),
+    ("projector.down.{kind}", "multi_modal_projector.linear_2.{kind}"),
+)
+_RENAMES = (
+    (_TEXT, _TEXT),
+    ("language_model.lm_head.", "language_model.lm_head."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.language_model.", _TEXT),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("language_model.", _TEXT),
+)
 
 
 class InternVL(VisionFamily):
@@ -66,7 +96,20 @@ class InternVL(VisionFamily):
         return PatchMerger(shape.hidden, shape.merge, hidden, PROJECTOR_EPS, inner=hidden, norm_joined=True)
 
     def weights(self, config: InternVLConfig) -> WeightMap:
-        return weights(config)
+        vision = config.vision
+        hidden, patch = vision.hidden_size, vision.patch_size
+        as_convolution = Reshape((hidden, vision.patch_values), (hidden, vision.num_channels, patch, patch))
+        as_table = Reshape((vision.tile_patches, hidden), (1, vision.tile_patches, hidden))
+        kinds = tuple(f"{_BLOCK}attention.{kind}_proj.{{kind}}" for kind in "qkv")
+        rules = [
+            Rule("vision.patch_embed.weight", _EMBEDDINGS + "patch_embeddings.projection.weight", as_convolution),
+            Rule("vision.table.weight", _EMBEDDINGS + "position_embeddings", as_table),
+            Rule("vision.table.class_token", _EMBEDDINGS + "cls_token", Reshape((hidden,), (1, 1, hidden))),
+            Rule("vision.blocks.{i}.attn.qkv.{kind}", kinds, GroupByHead(vision.num_attention_heads, separate=True)),
+            *(Rule(native, foreign) for native, foreign in _PAIRS),
+        ]
+        tied, head = config.tie_word_embeddings, "language_model.lm_head.weight"
+        return language_weights(config.text, tied, rules, prefix=_TEXT, head=head, renames=_RENAMES)
 
     def tokens_of_patches(self, config: InternVLConfig) -> tuple[int, int]:
         return config.vision.tile_patches, config.vision.tile_tokens

@@ -42,6 +42,7 @@ from tessera.models.processing.streams import (
     pack_stream,
     token_runs,
 )
+from tessera.runtime.log import logger
 
 # A row with one sample is computed as one segment, padding included, if the sample fills this share of it: kernels for
 # rows of one length are up to twice as fast, but attention to padding grows with the square of its length.
@@ -354,3 +355,21 @@ def with_system(template: ChatTemplate, options: TextOptions, folder: Path) -> C
     if "system" in options.model_fields_set:
         return replace(template, system=options.system)
     return template if jinja is None else replace(template, system=template.system_in(jinja))
+
+
+def warn_of_another_template(processor: Any, folder: Path | None) -> None:
+    """Warn where the template of `folder` has no header of the one that `processor` writes.
+
+    A model that was tuned with another template (Llama 2 with `[INST]`, many tuned copies of others) would otherwise
+    be asked and trained in words it has never seen, and nothing would tell.
+    """
+    if folder is None or not isinstance(processor, ConversationProcessor):
+        return
+    jinja = read_chat_template(folder)
+    if jinja is None or processor.template.headers_in(jinja):
+        return
+    logger().warning(
+        f"the chat template of {folder} is not the one of this family, which is written in its place "
+        f"({processor.template.header('user').strip()!r}); if the model was tuned with its own, "
+        "a recipe with model.family: transformers follows it"
+    )
