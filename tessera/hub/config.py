@@ -9,9 +9,8 @@ from typing import Any
 from tessera.config.hub_ids import HubId, find_hub_id, parse_hub_id
 from tessera.config.run_config import ModelSection, RunConfig, SourceSection, load_config
 from tessera.errors import TesseraError
-from tessera.hub.download import Wanted, fetch, say
+from tessera.hub.download import Wanted, fetch, remote_shards, say
 from tessera.hub.files import Split
-from tessera.hub.shards import remote_shards
 
 
 def local_model(path: str | Path, where: str = "model", *, weights: bool = True) -> Path:
@@ -25,26 +24,11 @@ def local_model(path: str | Path, where: str = "model", *, weights: bool = True)
 
 def local_source(section: SourceSection, split: Split, where: str = "data") -> SourceSection:
     """Return a data set whose files are on this machine."""
-    id = find_hub_id(section.path, "dataset", where)
-    if id is None:
-        id = _gone(section.path, section.hub_id, "dataset", where)
-        if id is None:
-            return section
-    fetched = fetch(id, where, wanted=Wanted(split=split))
-    return section.model_copy(update={"path": fetched.path, "hub_id": str(fetched.id)})
-
-
-def local_train_source(section: SourceSection, where: str) -> SourceSection:
-    return local_source(section, "train", where)
-
-
-def pinned_source(section: SourceSection, where: str) -> SourceSection:
-    """Return a data set that is streamed, pinned to its newest commit. Nothing of it is downloaded."""
-    id = find_hub_id(section.path, "dataset", where)
+    id = find_hub_id(section.path, "dataset", where) or _gone(section.path, section.hub_id, "dataset", where)
     if id is None:
         return section
-    pinned = str(remote_shards(id, where).id)
-    return section.model_copy(update={"path": Path(pinned), "hub_id": pinned})
+    fetched = fetch(id, where, wanted=Wanted(split=split))
+    return section.model_copy(update={"path": fetched.path, "hub_id": str(fetched.id)})
 
 
 def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool = False) -> RunConfig:
@@ -57,8 +41,8 @@ def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool
         model = _local_section(config.model, weights)
         data = config.data
         if weights:
-            find = pinned_source if data.stream else local_train_source
-            train = [find(source, f"data.train.{i}.path") for i, source in enumerate(data.train)]
+            find = _pinned_source if data.stream else local_source
+            train = [find(source, "train", f"data.train.{i}.path") for i, source in enumerate(data.train)]
             held_out = [local_source(source, "eval", f"data.eval.{i}.path") for i, source in enumerate(data.eval)]
             data = data.model_copy(update={"train": train, "eval": held_out})
     except TesseraError as error:
@@ -67,6 +51,13 @@ def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool
         say(f"{error.what}; the run goes on with what it has")
         return config
     return config.model_copy(update={"model": model, "data": data})
+
+
+def _pinned_source(section: SourceSection, split: Split, where: str) -> SourceSection:
+    """Return a data set that is streamed, pinned to its newest commit. Nothing of it is downloaded."""
+    id = find_hub_id(section.path, "dataset", where)
+    pinned = None if id is None else str(remote_shards(id, where).id)
+    return section if pinned is None else section.model_copy(update={"path": Path(pinned), "hub_id": pinned})
 
 
 def _local_section(section: ModelSection, weights: bool) -> ModelSection:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NoReturn
 
 from tessera.config.hub_ids import HubId
 from tessera.errors import TesseraError, few_names
@@ -63,21 +64,16 @@ def _has_weights(names: Sequence[str]) -> bool:
 def _each_once(names: Sequence[str]) -> list[str]:
     """Leave out duplicates of weights: in another precision, in the original format, for other programs."""
     present = set(names)
-    pipeline = "model_index.json" in present
-    sharded = any(name.startswith("model") and name.endswith(".safetensors") for name in names)
-    chosen = []
-    for name in names:
-        folder, _, base = name.rpartition("/")
-        twin = re.sub(r"\.(?:fp16|bf16|fp32)(?=[.-])", "", name)
-        second = twin != name and twin in present
-        second = second or (pipeline and not folder and base.endswith(".safetensors"))
-        second = second or (sharded and base.startswith("consolidated") and base.endswith(".safetensors"))
-        if not second and not name.startswith(_OTHER_FORMS):
-            chosen.append(name)
-    return chosen
+    # The single files beside the folders of a pipeline, and Mistral's file beside shards, repeat the weights.
+    beside = r"[^/]*\.safetensors" if "model_index.json" in present else r"(?!)"
+    if any(name.startswith("model") and name.endswith(".safetensors") for name in names):
+        beside += r"|(?:.*/)?consolidated[^/]*\.safetensors"
+    chosen = [name for name in names if not name.startswith(_OTHER_FORMS) and not re.fullmatch(beside, name)]
+    twins = {name: re.sub(r"\.(?:fp16|bf16|fp32)(?=[.-])", "", name) for name in chosen}
+    return [name for name, twin in twins.items() if twin == name or twin not in present]
 
 
-def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -> None:
+def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -> NoReturn:
     pickles = [name for name in names if suffix_of(name) in ("bin", "pt", "pth", "ckpt", "pkl", "h5", "msgpack")]
     if pickles and not include:
         raise TesseraError(
@@ -86,11 +82,16 @@ def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -
             fix="look for a revision with safetensors, such as @refs/pr/N, or for another copy of the model",
             code="hub.only-pickles",
         )
-    missing = f"matches {', '.join(include)}" if include else "is a file of weights or a tokenizer"
+    _refuse(id, "matches " + ", ".join(include) if include else "is a file of weights or a tokenizer", names)
+
+
+def _refuse(id: HubId, wanted: str, names: Sequence[str]) -> NoReturn:
+    script = any(name.endswith(".py") for name in names) and id.kind == "dataset"
     raise TesseraError(
-        f"nothing in {id} {missing}",
-        allowed=[f"*.{suffix}" for suffix in MODEL_SUFFIXES],
-        fix=f"it has {few_names(names) or 'no files'}",
+        f"nothing in {id} {wanted}" + ("; it is made by a script, which is never run" if script else ""),
+        allowed=[f"*.{suffix}" for suffix in (RECORD_SUFFIXES if id.kind == "dataset" else MODEL_SUFFIXES)],
+        fix=f"it has {few_names([name for name in names if is_plain(name)]) or 'no files'}"
+        + ("; @refs/convert/parquet often has the same as Parquet files" if script else ""),
         code="hub.no-such-files",
     )
 
@@ -112,9 +113,12 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
     readable = [name for name in names if is_plain(name) and suffix_of(name) in DATA_SUFFIXES]
     if include:
         matching = [name for name in readable if any(fnmatchcase(name, pattern) for pattern in include)]
-        return DataFiles(tuple(matching or _no_records(id, names, f"nothing matches {', '.join(include)}")), "")
+        return DataFiles(tuple(matching or _refuse(id, f"matches {', '.join(include)}", names)), "")
     if id.inside:
-        return _named(readable, id, names)
+        below = [name for name in readable if name.startswith(f"{id.inside}/")]
+        matching = [name for name in readable if _glob_matches(id.inside, name)]
+        chosen = below or _with_media(matching, id.inside, readable) or _refuse(id, "is there: no such file", names)
+        return DataFiles(tuple(chosen), id.inside)
     for name in _METADATA:
         for folder in ("", *(f"{word}/" for word in _SPLITS[split])):
             if f"{folder}{name}" in readable:
@@ -122,84 +126,40 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
     records = [
         name for name in readable if name.rpartition("/")[2] not in _ABOUT and suffix_of(name) in RECORD_SUFFIXES
     ]
-    suffix = next((suffix for suffix in RECORD_SUFFIXES if any(suffix_of(name) == suffix for name in records)), None)
-    chosen = _of_split([name for name in records if suffix_of(name) == suffix], id, split, names)
-    pattern = _pattern(chosen, readable)
+    if not records:
+        _refuse(id, "is a file of records", names)
+    suffix = min((suffix_of(name) for name in records), key=RECORD_SUFFIXES.index)
+    chosen = _of_split([name for name in records if suffix_of(name) == suffix], split)
+    pattern = _pattern(chosen, readable) if chosen else None
     if pattern is None:
-        folders = sorted({name.rpartition("/")[0] for name in chosen})
-        listed = [f"{id}/{folder}/{'*' if split not in folder else ''}*.{suffix}" for folder in folders]
         raise TesseraError(
-            f"{id} has several sets in it",
-            allowed=listed[:12],
-            fix=f"say which files, such as {id}/{chosen[0]}",
-            code="hub.several-datasets",
+            f"{id} has several sets in it" if chosen else f"{id} does not say which of its files are for {split}",
+            allowed=[f"{id}/{name}" for name in (chosen or records)[:12]],
+            fix="name the files to read, or leave data.eval out" if split == "eval" else "name the files to read",
+            code="hub.several-datasets" if chosen else "hub.unknown-split",
         )
     return DataFiles(_with_media(chosen, pattern, readable), pattern)
 
 
-def _named(readable: Sequence[str], id: HubId, names: Sequence[str]) -> DataFiles:
-    if re.search(r"[*{]", id.inside):
-        matching = [name for name in readable if _glob_matches(id.inside, name)]
-        return DataFiles(
-            _with_media(matching or _no_records(id, names, "no file matches"), id.inside, readable), id.inside
-        )
-    if id.inside in readable:
-        return DataFiles(_with_media([id.inside], id.inside, readable), id.inside)
-    below = [name for name in readable if name.startswith(f"{id.inside}/")]
-    return DataFiles(tuple(below or _no_records(id, names, "no such file or folder")), id.inside)
-
-
-def _no_records(id: HubId, names: Sequence[str], why: str) -> list[str]:
-    code = any(name.endswith(".py") for name in names)
-    raise TesseraError(
-        f"{id}: {why}" + ("; it is made by a script, which is never run" if code else ""),
-        allowed=[f"*.{suffix}" for suffix in RECORD_SUFFIXES],
-        fix=f"it has {few_names([name for name in names if is_plain(name)]) or 'no files'}"
-        + ("; @refs/convert/parquet often has the same as Parquet files" if code else ""),
-        code="hub.no-such-files",
-    )
-
-
-def _of_split(records: Sequence[str], id: HubId, split: Split, names: Sequence[str]) -> list[str]:
-    if not records:
-        _no_records(id, names, "no file of records")
+def _of_split(records: Sequence[str], split: Split) -> list[str]:
+    """Return the files whose names have a word of a split. Files without any such word are for training."""
     words = {name: set(re.split(r"[/_.\-]", name.lower())) for name in records}
-    if not any(words[name] & set(_SPLIT_WORDS) for name in records):
-        if split == "train":
-            return list(records)
-        raise TesseraError(
-            f"{id} does not say which of its files are held out",
-            allowed=[f"{id}/{name}" for name in records[:8]],
-            fix="name the files, or leave data.eval out",
-            code="hub.unknown-split",
-        )
-    for word in _SPLITS[split]:
-        matching = [name for name in records if word in words[name]]
-        if matching:
-            return matching
-    raise TesseraError(
-        f"{id} has no files of the split {split}",
-        allowed=[f"{id}/{name}" for name in records[:8]],
-        fix="name the files to read",
-        code="hub.unknown-split",
-    )
+    if split == "train" and not any(words[name] & set(_SPLIT_WORDS) for name in records):
+        return list(records)
+    matching = ([name for name in records if word in words[name]] for word in _SPLITS[split])
+    return next((files for files in matching if files), [])
 
 
 def _pattern(chosen: Sequence[str], readable: Sequence[str]) -> str | None:
     """Return a path or pattern that matches these files and no others; None if they are in several folders."""
     if len(chosen) == 1:
         return chosen[0]
+    first = os.path.commonprefix(chosen)  # noqa: RUF071 - of letters, also within the name of a file
+    last = os.path.commonprefix([name[len(first) :][::-1] for name in chosen])[::-1]  # noqa: RUF071
+    pattern = f"{first}*{last}"
     if len({name.rpartition("/")[0] for name in chosen}) > 1:
         return None
-    first = _common_start(chosen)
-    last = _common_start([name[len(first) :][::-1] for name in chosen])[::-1]
-    pattern = f"{first}*{last}"
     return pattern if {name for name in readable if _glob_matches(pattern, name)} == set(chosen) else None
-
-
-def _common_start(words: Sequence[str]) -> str:
-    low, high = min(words), max(words)
-    return low[: next((at for at, letter in enumerate(low) if high[at : at + 1] != letter), len(low))]
 
 
 def _glob_matches(pattern: str, name: str) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tessera.checkpoint.publish import MARK
 from tessera.config.hub_ids import Hub, HubId, is_hub_id, parse_hub_id
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError, few_names, first_line
+from tessera.hub.clients import MODELSCOPE_BRANCH, HuggingFace, ModelScope, Unreachable, escaped
 from tessera.hub.download import say
 from tessera.hub.files import MODEL_SUFFIXES, is_plain, suffix_of
-from tessera.hub.huggingface import HuggingFace
-from tessera.hub.modelscope import ModelScope
 from tessera.inference.export_record import changes_since, read_record
 from tessera.lora.exchange import is_adapters
 from tessera.runtime.files import check_inside, read_json_mapping
@@ -26,6 +30,7 @@ WHERE = "tessera push"
 CARD = "README.md"
 _ADAPTERS = "adapter_config.json"
 _BASE = "base_model_name_or_path"
+_MODELSCOPE = "https://www.modelscope.cn"
 _MORE = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", CARD)
 
 
@@ -250,11 +255,63 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
 
 
 def _send_to_modelscope(planned: Pushed, contents: dict[str, Path | bytes], private: bool, message: str) -> Pushed:
-    name, card = planned.id.name, planned.card or ""
+    """Send files of a folder, and others as bytes. A repository that does not exist is created."""
+    client, name, card = ModelScope(WHERE), planned.id.name, planned.card
     say(f"{name}: sending {len(planned.files)} files, {human_bytes(sum(planned.files.values()))}")
-    url, written = ModelScope(WHERE).publish(
-        name, planned.folder, contents, private=private, message=message, card=card
-    )
-    if card and not written:
-        say(f"{name} has a card of its own, which is kept")
-    return replace(planned, card=planned.card if written else None, url=url)
+    try:
+        with client.explained(name):
+            client.api.whoami()
+            if not client.api.repo_exists(name, "model"):
+                client.api.create_repo(name, "model", visibility="private" if private else "public")
+            elif private and not _is_private(client.api.get_repo(name, "model")):
+                raise TesseraError(
+                    f"{name} exists and is public",
+                    where="--private",
+                    fix="push to another name, or make it private there",
+                    code="hub.repository-is-public",
+                )
+            if card and any(file["Path"] == CARD for file in client.entries(name, "model", MODELSCOPE_BRANCH)):
+                say(f"{name} has a card of its own, which is kept")
+                card = None
+            sent = {path: content for path, content in contents.items() if isinstance(content, bytes)}
+            if card:
+                sent[CARD] = card.encode()
+            with _quiet():
+                client.api.upload_folder(
+                    name,
+                    "model",
+                    str(planned.folder),
+                    commit_message=message,
+                    allow_patterns=[escaped(path) for path in contents if path not in sent],
+                    use_cache=False,  # it would write a file of its own into the folder
+                    disable_tqdm=True,
+                )
+                for path, content in sent.items():
+                    client.api.upload_file(name, "model", content, path, commit_message=message, disable_tqdm=True)
+    except Unreachable as error:
+        raise TesseraError(
+            f"the push broke off: {error}",
+            where=WHERE,
+            fix="try again: files that are there are not sent twice",
+            code="hub.push-broke-off",
+        ) from None
+    return replace(planned, card=card, url=f"{(client.endpoint or _MODELSCOPE).rstrip('/')}/models/{name}")
+
+
+def _is_private(repository: Any) -> bool:
+    from modelscope_hub.constants import Visibility
+
+    return bool(repository.private) or repository.visibility == Visibility.PRIVATE
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the report and the log of ModelScope's library; its errors are raised."""
+    logger = logging.getLogger("modelscope_hub")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        logger.setLevel(level)

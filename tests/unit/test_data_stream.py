@@ -20,9 +20,9 @@ from tessera.data.kinds.chat import build as chat_rows
 from tessera.data.order.step_order import StepSize
 from tessera.data.stream.rows import StreamedRows
 from tessera.errors import TesseraError
+from tessera.hub.clients import RemoteFile
 from tessera.hub.config import with_local_folders
-from tessera.hub.download import RemoteFile, fetch
-from tessera.hub.shards import fetch_shard, held_shard, remote_shards, trim
+from tessera.hub.download import fetch, fetch_shard, held_shard, remote_shards, trim
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.hub_server import HubServer, Repository

@@ -16,8 +16,8 @@ from tessera.data.sources.container import file_facts
 from tessera.data.sources.file_names import source_files
 from tessera.data.stream.rows import StreamedRows, StreamFile, StreamSettings
 from tessera.errors import TesseraError
-from tessera.hub.download import RemoteFile
-from tessera.hub.shards import fetch_shard, held_shard, remote_shards
+from tessera.hub.clients import RemoteFile
+from tessera.hub.download import fetch_shard, held_shard, remote_shards
 
 _SHARD = 0x53485244  # stream of randomness: each file is packed and shuffled by a seed of its own
 WHERE = "data.stream"

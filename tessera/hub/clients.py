@@ -1,0 +1,242 @@
+"""Call the libraries of Hugging Face and ModelScope: list a repository, download files, explain errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tessera.config.hub_ids import HubId
+from tessera.errors import TesseraError, first_line
+from tessera.weights.layouts import nearest_folder
+
+_TIMEOUT_S = 15.0
+MODELSCOPE_BRANCH = "master"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """Describe a file on a hub."""
+
+    name: str
+    size: int
+    sha256: str | None = None
+    git_sha1: str | None = None  # of a small file: the hash of git, which includes the size
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Hold the commit of a revision and the files of the repository at it."""
+
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+class Unreachable(Exception):
+    """Report that a hub did not answer; the reason is its text."""
+
+
+def escaped(name: str) -> str:
+    """Return a pattern that matches one name alone."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+class HuggingFace:
+    """Download from Hugging Face, or from the server that HF_ENDPOINT names."""
+
+    def __init__(self, where: str) -> None:
+        try:
+            import huggingface_hub.constants
+            import huggingface_hub.errors
+        except ModuleNotFoundError:
+            raise TesseraError(
+                "models and data sets of Hugging Face are downloaded by huggingface_hub, which is not installed",
+                where=where,
+                fix="pip install 'tessera-mm[hf]'",
+                code="environment.no-huggingface-hub",
+            ) from None
+        self.library: Any = huggingface_hub
+        self.where = where
+        # Read now, and not when the library was imported.
+        self.endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+        home = os.environ.get("HF_HOME")
+        self._cache = os.environ.get("HF_HUB_CACHE") or (None if home is None else os.path.join(home, "hub"))
+
+    @property
+    def cache(self) -> Path:
+        return Path(self._cache or self.library.constants.HF_HUB_CACHE).expanduser().absolute()
+
+    def listing(self, id: HubId) -> Listing:
+        """Return the files of a repository."""
+        api = self.library.HfApi(endpoint=self.endpoint)
+        with self._explained(id):
+            info = api.repo_info(
+                id.name, repo_type=id.kind, revision=id.revision, files_metadata=True, timeout=_TIMEOUT_S
+            )
+            files = []
+            for file in info.siblings or []:
+                size, sha256 = (file.size, None) if file.lfs is None else (file.lfs["size"], file.lfs["sha256"])
+                if size is None:
+                    raise ValueError(f"it does not list the size of {file.rfilename}")
+                files.append(RemoteFile(file.rfilename, int(size), sha256, None if sha256 else file.blob_id))
+        return Listing(str(info.sha or ""), tuple(files))
+
+    def fetch(self, id: HubId, commit: str, names: Sequence[str], to: Path | None) -> Path:
+        """Download files, or resume their download, and return the folder of the repository."""
+        with self._explained(id):
+            folder = self.library.snapshot_download(
+                id.name,
+                repo_type=id.kind,
+                # A branch by its name: the library then stores its commit, for other programs off line.
+                revision=commit if to is not None else id.revision,
+                endpoint=self.endpoint,
+                cache_dir=str(self.cache),
+                local_dir=None if to is None else str(to),
+                allow_patterns=[escaped(name) for name in names],
+            )
+        if to is None and Path(folder).name != commit:
+            raise Unreachable(f"the revision became {Path(folder).name} during the download")
+        return Path(folder)
+
+    def cached(self, id: HubId) -> Path | None:
+        """Return the folder of a revision in the library's cache, named by its commit. Files in it may be missing."""
+        repository = self.cache / f"{id.kind}s--{id.name.replace('/', '--')}"
+        commit = id.revision
+        if not id.is_pinned:
+            try:
+                commit = (repository / "refs" / (id.revision or "main")).read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeError):
+                return None
+        snapshot = repository / "snapshots" / str(commit)
+        return snapshot if snapshot.is_dir() else None
+
+    @contextmanager
+    def _explained(self, id: HubId) -> Iterator[None]:
+        """Raise every error of the library as `TesseraError` with a fix, or as `Unreachable`."""
+        try:
+            yield
+        except Exception as error:  # the classes of connection errors differ between versions of the library
+            raise self._explanation(error, id) from None
+
+    def _explanation(self, error: Exception, id: HubId) -> Exception:
+        errors, line = self.library.errors, first_line(error)[:300]
+        page = f"{self.endpoint or 'https://huggingface.co'}/{'datasets/' if id.kind == 'dataset' else ''}{id.name}"
+        kind = "data set" if id.kind == "dataset" else "model"
+        path = f"there is no folder {id.name} here, and " if id.looks_like_path else ""
+        login = "log in with `hf auth login`, or set HF_TOKEN"
+        if isinstance(error, errors.GatedRepoError):
+            code, what = "hub.terms-not-accepted", f"{id} is given only to people who have accepted its terms"
+            fix = f"accept them at {page}, then {login}"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            code, what = "hub.no-such-revision", f"{id.name} has no revision {id.revision!r}"
+            fix = f"look at {page}/tree/main"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            code, what = "hub.no-such-repository", f"{path}Hugging Face has no {kind} {id.name}, or it is private"
+            fix = f"for a private one {login}; for a {kind} on this machine name a folder that exists"
+        elif isinstance(error, errors.LocalEntryNotFoundError):
+            return Unreachable(first_line(error.__cause__ or error))
+        elif isinstance(error, errors.EntryNotFoundError):
+            code, what = "hub.no-such-files", f"Hugging Face lists files of {id} that it does not have: {line}"
+            fix = f"look at {page}, and name a commit that has its files, with @COMMIT behind the name"
+        elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+            code, what = "hub.no-permission", f"Hugging Face refuses access to {id.name}: {line}"
+            fix = login
+        else:
+            return Unreachable(line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}")
+        near = nearest_folder(Path(id.name)) if path and code == "hub.no-such-repository" else None
+        return TesseraError(what, where=self.where, nearest=near, fix=fix, code=code)
+
+
+class ModelScope:
+    """Download from ModelScope, or from the server that MODELSCOPE_ENDPOINT names."""
+
+    def __init__(self, where: str) -> None:
+        try:
+            from modelscope_hub import HubApi
+        except ModuleNotFoundError as error:
+            raise TesseraError(
+                "models and data sets of ModelScope are downloaded by modelscope 1.38 or later, which is not installed "
+                f"(no module {error.name})",
+                where=where,
+                fix="pip install -U modelscope",
+                code="environment.no-modelscope",
+            ) from None
+        self.where = where
+        self.endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or None
+        # Read now, and not when the library was imported; without it the library uses the token of a login.
+        token = os.environ.get("MODELSCOPE_API_TOKEN") or None
+        self.api: Any = HubApi(endpoint=self.endpoint, token=token)
+
+    @property
+    def cache(self) -> Path:
+        return Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser().absolute()
+
+    def _folder(self, id: HubId) -> Path:
+        """Return a folder for a commit: the library has one for a name, in which it replaces files."""
+        return self.cache / "tessera" / f"{id.kind}s" / id.name / str(id.revision)
+
+    def listing(self, id: HubId) -> Listing:
+        revision = id.revision or MODELSCOPE_BRANCH
+        with self.explained(str(id)):
+            files = self.entries(id.name, id.kind, revision)
+        if not files:
+            raise TesseraError(
+                f"ModelScope has no files of {id}",
+                where=self.where,
+                fix="check name and revision",
+                code="hub.no-such-repository",
+            )
+        # A file has the commit that changed it last; the newest of these is the commit of the repository.
+        newest = max(files, key=lambda file: int(file.get("CommittedDate") or 0))
+        commit = revision if id.is_pinned else str(newest.get("Revision") or revision)
+        listed = [(str(file["Path"]), int(file.get("Size") or 0), file.get("Sha256") or None) for file in files]
+        return Listing(commit, tuple(RemoteFile(*file) for file in listed))
+
+    def entries(self, name: str, kind: str, revision: str) -> list[dict[str, Any]]:
+        """Return the files of a repository as its library lists them."""
+        entries = self.api.legacy.list_repo_files(repo_id=name, repo_type=kind, revision=revision, recursive=True)
+        return [one for one in entries if isinstance(one, dict) and one.get("Path") and one.get("Type") != "tree"]
+
+    def fetch(self, id: HubId, commit: str, names: Sequence[str], to: Path | None) -> Path:
+        folder = to or self._folder(id.at(commit))
+        patterns = [escaped(name) for name in names]
+        with self.explained(str(id)):
+            self.api.download_repo(id.name, id.kind, revision=commit, local_dir=str(folder), allow_patterns=patterns)
+        return folder
+
+    def cached(self, id: HubId) -> Path | None:
+        folder = self._folder(id)
+        return folder if id.is_pinned and folder.is_dir() else None
+
+    @contextmanager
+    def explained(self, name: str) -> Iterator[None]:
+        """Raise errors of the library as `TesseraError` with a fix, or as `Unreachable`."""
+        from modelscope_hub.errors import AuthenticationError, NotExistError, PermissionDeniedError
+
+        try:
+            yield
+            return
+        except TesseraError:
+            raise
+        except NotExistError:
+            code, what = "hub.no-such-repository", f"ModelScope has no {name}, or it is private"
+            fix = "check name and revision, or `modelscope login`"
+        except AuthenticationError:
+            code, what = "hub.not-logged-in", "nobody is logged in to ModelScope, or the token is not valid"
+            fix = "`modelscope login`, or set MODELSCOPE_API_TOKEN"
+        except PermissionDeniedError as error:
+            code, what = "hub.no-permission", f"ModelScope refuses access to {name}: {first_line(error)[:300]}"
+            fix = "check the name and the rights of the token: `modelscope login`, or set MODELSCOPE_API_TOKEN"
+        except Exception as error:
+            raise Unreachable(first_line(error)[:300]) from None
+        raise TesseraError(what, where=self.where, fix=fix, code=code)
+
+
+HubClient = HuggingFace | ModelScope
+
+
+def hub_client(id: HubId, where: str) -> HubClient:
+    return ModelScope(where) if id.hub == "ms" else HuggingFace(where)
