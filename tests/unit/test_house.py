@@ -358,6 +358,7 @@ ASKED_BY_NAME = {
     ("data/custom/rows.py", "sampler"): "a user's own batch sampler may have none inside",
     ("data/custom/rows.py", "generator"): "samplers of torch that draw at random have one",
     ("data/media/animation.py", "default_image"): "PNGs of Pillow",
+    ("data/media/animation.py", "n_frames"): "formats of Pillow that hold several frames",
     ("data/media/files.py", "strerror"): "errors of PyAV that stand for errors of the system",
     ("models/transformers/library.py", "image_processor"): "processors of transformers",
     ("models/transformers/model.py", "sub_configs"): "configurations of transformers",

@@ -32,7 +32,7 @@ _TURNS = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image
 
 def probe(source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None = None) -> MediaSize:
     if animation.is_animation(source.file):
-        return checked_size(animation.read_header(source, limits), source.name, limits, sampling, target)
+        return animation.probe(source, limits, sampling, target)
     turned = quarters(source, "video")
     with container(source, "video", limits) as held:
         header = _header(held, source.name).upright(turned)
