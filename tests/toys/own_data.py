@@ -65,27 +65,6 @@ def ranked_loader(rank: int, ranks: int, batch_size: int = 4) -> DataLoader[Any]
     return DataLoader(digits, batch_size=batch_size, sampler=sampler)
 
 
-class Remembering:
-    """A loader that can tell where it stands, and be put there."""
-
-    def __init__(self, batches: int = 1000) -> None:
-        self.batches = batches
-        self.at = 0
-        self.batches_made = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        while self.at < self.batches:
-            self.at, self.batches_made = self.at + 1, self.batches_made + 1
-            yield {"number": torch.tensor([self.at - 1])}
-        self.at = 0
-
-
 class Chats(Dataset[Any]):
     """Conversations as a list of any kind of item."""
 

@@ -18,7 +18,6 @@ from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.core.row_source import RowSource
 from tessera.core.sample import Encoded, Message, Part, Sample
-from tessera.data.custom import rows as own_rows
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.errors import TesseraError
@@ -260,38 +259,6 @@ def test_a_loader_is_no_data_set_nor_the_reverse(key: str, name: str, right: str
         rows(**{key: f"{TOYS}:{name}"})
     assert refused.value.where == f"data.options.{key}"
     assert f"data.options.{right}={TOYS}:{name}" in str(refused.value.fix)
-
-
-def test_a_loader_that_knows_its_state_is_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_rows, "SNAPSHOT_EVERY", 10)
-    monkeypatch.setattr(own_rows, "SNAPSHOTS_KEPT", 5)
-    options = {"loader": f"{TOYS}:Remembering", "arguments": {"batches": 120}}
-    source = rows(cache=tmp_path, **options)
-    assert [int(source.batch([n])["number"]) for n in range(260)] == [n % 120 for n in range(260)]
-    assert len(list(tmp_path.glob("loader-train-*/batch-*.json"))) == 5
-    resumed = rows(cache=tmp_path, **options)
-    assert int(resumed.batch([257])["number"]) == 17
-    assert resumed.data.batches_made == 8  # 250 to 257, and none of those before
-    assert int(rows(cache=tmp_path, **options).batch([3])["number"]) == 3
-    other = rows(cache=tmp_path, loader=f"{TOYS}:Remembering", arguments={"batches": 100})
-    assert int(other.batch([257])["number"]) == 57  # another loader's record is not used
-
-
-def test_a_damaged_record_of_a_loader_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(own_rows, "SNAPSHOT_EVERY", 10)
-    options = {"loader": f"{TOYS}:Remembering", "arguments": {"batches": 120}}
-    source = rows(cache=tmp_path, **options)
-    for number in range(35):
-        source.batch([number])
-    for number, text in ((30, '{"pass": 0, "state": '), (20, None)):
-        (file,) = tmp_path.glob(f"loader-train-*/batch-{number}.json")
-        file.write_text(file.read_text().replace("20", "21") if text is None else text)
-    resumed = rows(cache=tmp_path, **options)
-    assert int(resumed.batch([33])["number"]) == 33
-    assert resumed.data.batches_made == 24  # from the record of batch 10 on
-    assert sum("cannot be trusted" in message for message in caplog.messages) == 2
 
 
 # ---------------------------------------------------------------------------------------------- training

@@ -168,7 +168,7 @@ class ItemBatcher:
             return self._labelled(first, drawn)
         if self._is_language(first):
             return self._chat(drawn)
-        named = [self._named(one) for one in drawn]
+        named = [self._fields(one.item, one.number, _NUMBERS) for one in drawn]
         ids = [str(fields.pop("id", one.number)) for fields, one in zip(named, drawn, strict=True)]
         try:
             collated = default_collate(named)
@@ -186,17 +186,8 @@ class ItemBatcher:
         """Return a batch of a loader, or of the user's collate function, as a `Batch`."""
         if isinstance(value, Batch):
             return value
-        if isinstance(value, (tuple, list)) and self.fields:
-            if len(value) != len(self.fields):
-                self._refuse(f"has {len(value)} members, data.options.fields names {len(self.fields)}", number)
-            value = dict(zip(self.fields, value, strict=True))
-        if not isinstance(value, Mapping):
-            self._refuse(f"is a {type(value).__name__}", number)
-        fields = dict(value)
+        fields = self._fields(value, number, (Tensor,))
         ids = fields.pop("id", None)
-        wrong = {name: type(value).__name__ for name, value in fields.items() if not isinstance(value, Tensor)}
-        if wrong or not fields:
-            self._refuse(f"holds no tensors but {wrong}" if wrong else "is empty", number)
         count = next((len(tensor) for tensor in fields.values() if tensor.ndim), 1)
         listed = ids if isinstance(ids, (list, tuple)) else () if ids is None else torch.as_tensor(ids).tolist()
         return Batch(fields, sample_ids=tuple(map(str, listed)), counts={"samples": count})
@@ -224,11 +215,12 @@ class ItemBatcher:
         return self.forms.decide(item) is not None or self.forms.is_conversation(item)
 
     def _chat(self, drawn: Sequence[DrawnItem]) -> Batch:
-        if self.processor is None:
+        ready = all(isinstance(one.item, Encoded) for one in drawn)
+        if self.processor is None or not (ready or isinstance(self.processor, ChatProcessor)):
             raise TesseraError(
                 f"items of {self.name} are conversations, and the model has no processor for them",
                 where="data.options",
-                fix="give dicts of tensors, or use a family with a processor",
+                fix="give `Encoded` items or dicts of tensors, or use a family with a processor for conversations",
                 code="data.no-chat-processor",
             )
         problems: list[tuple[str, str]] = []
@@ -264,32 +256,24 @@ class ItemBatcher:
         return Sample(_name(drawn), parse(drawn.item, form, self.forms.names[form]))
 
     def _encode(self, sample: Sample) -> Encoded:
-        assert self.processor is not None
-        if not isinstance(self.processor, ChatProcessor):
-            raise TesseraError(
-                f"{type(self.processor).__name__} cannot serve conversations",
-                where="data.options",
-                fix="give `Encoded` items or dicts of tensors",
-                code="data.no-chat-processor",
-            )
-        limits = limits_of(self.section)
-        media, sizes = read_media(sample, self.root, limits, self.processor)
+        assert isinstance(self.processor, ChatProcessor), "`_chat` refuses others"
+        media, sizes = read_media(sample, self.root, limits_of(self.section), self.processor)
         return self.processor.encode(sample, media, sizes)
 
     # ------------------------------------------------------------------------------------------ tensors
 
-    def _named(self, drawn: DrawnItem) -> dict[str, Any]:
-        item = drawn.item
-        if isinstance(item, (tuple, list)) and self.fields:
-            if len(item) != len(self.fields):
-                self._refuse(f"has {len(item)} members, data.options.fields names {len(self.fields)}", drawn.number)
-            item = dict(zip(self.fields, item, strict=True))
-        if not isinstance(item, Mapping):
-            self._refuse(f"is a {type(item).__name__}", drawn.number)
-        wrong = [name for name, value in item.items() if name != "id" and not isinstance(value, _NUMBERS)]
-        if wrong or not item:
-            self._refuse(f"is a dict without tensors under {wrong[:6]}" if wrong else "is an empty dict", drawn.number)
-        return dict(item)
+    def _fields(self, value: Any, number: int, types: tuple[type, ...]) -> dict[str, Any]:
+        """Return an item or a batch as a dict; `data.options.fields` names the members of a tuple."""
+        if isinstance(value, (tuple, list)) and self.fields:
+            if len(value) != len(self.fields):
+                self._refuse(f"has {len(value)} members, data.options.fields names {len(self.fields)}", number)
+            value = dict(zip(self.fields, value, strict=True))
+        if not isinstance(value, Mapping):
+            self._refuse(f"is a {type(value).__name__}", number)
+        wrong = [name for name, field in value.items() if name != "id" and not isinstance(field, types)]
+        if wrong or not value:
+            self._refuse(f"is a dict without tensors under {wrong[:6]}" if wrong else "is an empty dict", number)
+        return dict(value)
 
     def _refuse(self, what: str, number: int) -> NoReturn:
         raise TesseraError(

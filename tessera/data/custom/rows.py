@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
-import json
 import logging
-import os
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,17 +26,6 @@ from tessera.errors import TesseraError, first_line
 log = logging.getLogger("tessera")
 
 _PASS, _ROW = 0x4F574E, 0x524F57
-SNAPSHOT_EVERY = 64  # batches between two records of where a loader stood
-SNAPSHOTS_KEPT = 64
-
-
-@runtime_checkable
-class StatefulLoader(Protocol):
-    """Declare a user's loader that can save its position and continue from it."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 class ItemRows(RowSource):
@@ -214,14 +199,7 @@ class StreamRows(SequentialRows):
 
 
 class LoaderBatches(SequentialRows):
-    """Give the batches of a loader by number.
-
-    Where it can begin at any of its passes, or saves its own state, a number is reached without the batches before it.
-    """
-
-    def __init__(self, imported: ImportedObject, data: Any, *, seed: int, folder: Path | None = None) -> None:
-        super().__init__(imported, data, seed=seed)
-        self.folder = folder  # for records of its position, if it has a state
+    """Give the batches of a loader by number. Where an epoch needs nothing from earlier ones, it begins there."""
 
     def _new_pass(self) -> Iterator[Any]:
         sampler = distributed_sampler(self.data)
@@ -229,72 +207,11 @@ class LoaderBatches(SequentialRows):
             sampler.set_epoch(self._pass)
         return super()._new_pass()
 
-    def _draw(self) -> Any:
-        item = super()._draw()
-        if self._next % SNAPSHOT_EVERY == 0:
-            self._note()
-        return item
-
-    # ------------------------------------------------------------------------------------------ where it stood
-
     def _begin(self, number: int) -> None:
-        numbers = sorted((at for at in self._snapshots() if at <= number), reverse=True)
-        able = isinstance(self.data, StatefulLoader)
-        stood, record = next(((at, record) for at in numbers if able and (record := self._record(at))), (0, None))
-        if record is None:
-            length = _length(self.data) if starts_anywhere(self.data) else None
-            self._pass = 0 if length is None else number // length
-            self._next = 0 if length is None else self._pass * length
-            self._iterator = self._new_pass()
-            return
-        self.data.load_state_dict(record["state"])
-        self._pass, self._next = record["pass"], stood
-        self._iterator = iter(self.data)
-        log.info("%s: goes on from its own record of batch %d", self.imported.path, stood)
-
-    def _note(self) -> None:
-        """Write the state of a loader that has one. A state that is not JSON is not written."""
-        if self.folder is None or not isinstance(self.data, StatefulLoader):
-            return
-        try:
-            record = {"pass": self._pass, "state": self.data.state_dict()}
-            text = json.dumps({**record, "sha256": _hash_of(record)})
-        except TypeError:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        fresh = self._file(self._next).with_suffix(f".{os.getpid()}.part")
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, self._file(self._next))
-        for old in sorted(self._snapshots())[:-SNAPSHOTS_KEPT]:
-            self._file(old).unlink(missing_ok=True)
-
-    def _record(self, number: int) -> dict[str, Any] | None:
-        """Return a kept state; None, with a warning, when it is not as it was written: an older one serves as well."""
-        file = self._file(number)
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            if record.pop("sha256") == _hash_of(record):
-                return record  # type: ignore[no-any-return]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            pass
-        log.warning("%s cannot be trusted and is not used", file)
-        return None
-
-    def _file(self, number: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"batch-{number}{self._whose}.json"
-
-    @property
-    def _whose(self) -> str:
-        sampler = distributed_sampler(self.data)
-        return "" if sampler is None else f"-of-rank-{sampler.rank}"
-
-    def _snapshots(self) -> list[int]:
-        if self.folder is None or not self.folder.is_dir():
-            return []
-        files = self.folder.glob(f"batch-*{self._whose}.json")
-        stems = (file.stem.removeprefix("batch-").removesuffix(self._whose) for file in files)
-        return [int(stem) for stem in stems if stem.isdigit()]
+        length = _length(self.data) if starts_anywhere(self.data) else None
+        self._pass = 0 if length is None else number // length
+        self._next = 0 if length is None else self._pass * length
+        self._iterator = self._new_pass()
 
 
 class LoaderRows(LoaderBatches):
@@ -303,10 +220,8 @@ class LoaderRows(LoaderBatches):
     With a `DistributedSampler` it has batches of this rank alone; otherwise ranks take its batches in turn.
     """
 
-    def __init__(
-        self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int, folder: Path | None = None
-    ) -> None:
-        super().__init__(imported, data, seed=seed, folder=folder)
+    def __init__(self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int) -> None:
+        super().__init__(imported, data, seed=seed)
         self.items = items
 
     def __len__(self) -> int:
@@ -349,10 +264,6 @@ class LoaderRows(LoaderBatches):
         batch = self.take(rows[0] // self.ranks, note)
         drawn = [DrawnItem(rows[0], rows[0], batch, _seed(self.seed, rows[0]))]
         return self.items.batch(drawn, lambda one: one[0])
-
-
-def _hash_of(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
 
 def _unnoted(number: int) -> None:

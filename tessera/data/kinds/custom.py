@@ -6,8 +6,6 @@ data: {kind: custom, options: {loader: "pkg.module:make", arguments: {...}}}
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +77,7 @@ def build(request: RowRequest) -> RowSource:
             code="data.not-a-dataset",
         )
     if is_loader:
-        return LoaderRows(imported, data, items, seed=seed, folder=_states_folder(request, imported))
+        return LoaderRows(imported, data, items, seed=seed)
     collate = ImportedObject(options.collate_fn, where=f"{where}.collate_fn") if options.collate_fn else None
     if forward:
         return StreamRows(imported, data, items, collate, seed=seed)
@@ -99,14 +97,6 @@ def _check_key(imported: ImportedObject, data: Any, is_loader: bool, where: str)
         fix=f"{where}.{right}={imported.path}{rows}",
         code="data.dataset-is-loader",
     )
-
-
-def _states_folder(request: RowRequest, imported: ImportedObject) -> Path | None:
-    """Return the folder for states of the loader, which is named by its import path, arguments and seed."""
-    if request.cache_folder is None:
-        return None
-    what = json.dumps([imported.path, dict(imported.arguments), request.seed], sort_keys=True, default=repr)
-    return request.cache_folder / f"loader-{request.split}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
 
 def _items(request: RowRequest, options: CustomOptions, imported: ImportedObject, where: str) -> ItemBatcher:
