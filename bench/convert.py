@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 import tessera
-from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.publish import MARK
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
 from tessera.models import build_on_meta, resolve
 from tessera.runtime import device as devices
+from tests.toys.save_folder import save_folder
 
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (  # source, target, options
     ("hf", "mm", {"to": "mm", "layout": {"tp": 2}}),

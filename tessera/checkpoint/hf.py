@@ -20,7 +20,7 @@ from torch import Tensor
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import DTYPES, Entry, box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
-from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
+from tessera.checkpoint.forms import NativeTensors, StoredForm
 from tessera.checkpoint.publish import pretty_json
 from tessera.checkpoint.weights import (
     Counts,
@@ -31,7 +31,7 @@ from tessera.checkpoint.weights import (
     non_finite,
     plan_reading,
 )
-from tessera.checkpoint.writer import WriteJob, plan_safetensors, write_weights
+from tessera.checkpoint.writer import plan_safetensors
 from tessera.runtime.modules import local_shard, whole_tensor
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.file_plan import FilePlan, FolderPlan, PlannedTensor
@@ -120,49 +120,22 @@ def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------- writing
 
 
-def save_folder(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    weight_map: WeightMap,
-    config: Mapping[str, Any],
-    *,
-    shard_bytes: int = SHARD_BYTES,
-    prepare: Callable[[str, Tensor], Tensor] | None = None,
-    **options: Any,
-) -> None:
-    """Write a folder of one component, of transformers or of diffusers as its configuration states.
-
-    Every rank calls this with the tensors that it has; together they are the model. `prepare` returns the tensor that
-    is written in place of a tensor. Further options are those of `WriteJob`.
-    """
-    with gathered(tensors, prepare) as native:
-        shapes = {name: plan.shape for name, plan in native.plans.items()}
-        plan = plan_folder(native.blanks(), weight_map, config, shard_bytes)
-
-        def reopen(staging: Path) -> NativeTensors:
-            return NativeTensors(SafetensorsForm(staging), weight_map, shapes, {})
-
-        write_weights(folder, WriteJob(native, weight_map, plan, reopen, **options))
-
-
-_Shard = dict[tuple[str, ...], list[Entry]]  # native names that go together -> their foreign tensors, in order
-
-
-def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[_Shard]:
+def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[list[Entry]]:
     """Return the contents of the files. The foreign tensors of one native tensor stay together."""
-    shards: list[_Shard] = [{}]
+    files: list[list[list[Entry]]] = [[]]
     space = shard_bytes
     for names in dict.fromkeys(weight_map.group_of(name) for name in tensors):
         foreign = weight_map.to_foreign({name: tensors[name] for name in names})
-        entries = [Entry(key, blank.dtype, tuple(blank.shape)) for key, blank in foreign.items()]
-        size = sum(entry.nbytes for entry in entries)
-        if size > space and shards[-1]:
-            shards.append({})
+        group = [Entry(key, blank.dtype, tuple(blank.shape)) for key, blank in foreign.items()]
+        size = sum(entry.nbytes for entry in group)
+        if size > space and files[-1]:
+            files.append([])
             space = shard_bytes
-        shards[-1][names] = entries
+        files[-1].append(group)
         space -= size
     # Widest first, so that all are aligned; a weight in eight bits stands behind its wide scales.
-    return [dict(sorted(shard.items(), key=lambda item: -item[1][0].dtype.itemsize)) for shard in shards]
+    ordered = (sorted(groups, key=lambda group: -group[0].dtype.itemsize) for groups in files)
+    return [[entry for group in groups for entry in group] for groups in ordered]
 
 
 def plan_folder(
@@ -176,30 +149,23 @@ def plan_folder(
 
     `like`: the files of a folder by the names of tensors. If it has all of them, they are divided as they are there.
     """
-    shards = _split_into_files(tensors, weight_map, shard_bytes)
-    names, index = new_weight_files(config, len(shards))
-    entries = {
-        name: [entry for foreign in shard.values() for entry in foreign]
-        for name, shard in zip(names, shards, strict=True)
-    }
-    every = [entry for of_file in entries.values() for entry in of_file]
+    contents = _split_into_files(tensors, weight_map, shard_bytes)
+    names, index = new_weight_files(config, len(contents))
+    files = dict(zip(names, contents, strict=True))
+    every = [entry for content in contents for entry in content]
     if like and all(entry.key in like for entry in every):
         theirs: dict[str, list[Entry]] = {}
         for entry in every:
             theirs.setdefault(like[entry.key], []).append(entry)
         if len(theirs) > 1 or new_weight_files(config, 1)[0][0] in theirs:
-            entries = dict(sorted(theirs.items()))
-    weights = plan_safetensors(entries)
-    files = {CONFIG_FILE: FilePlan.of_bytes(pretty_json(config)), **weights.files}
-    if len(entries) > 1:
-        table = {key: places[0].file for key, places in weights.places.items()}
-        files[index] = FilePlan.of_bytes(_index(shards, table))
-    return FolderPlan(files, weights.places)
-
-
-def _index(shards: Sequence[_Shard], table: Mapping[str, str]) -> bytes:
-    """Return the index of a folder. `table`: files by the names of tensors."""
-    return pretty_json({"metadata": {"total_size": _bytes_of(shards)}, "weight_map": dict(sorted(table.items()))})
+            files = dict(sorted(theirs.items()))
+    weights = plan_safetensors(files)
+    plans = {CONFIG_FILE: FilePlan.of_bytes(pretty_json(config)), **weights.files}
+    if len(files) > 1:
+        table = {key: weights.places[key][0].file for key in sorted(weights.places)}
+        size = sum(entry.nbytes for entry in every)
+        plans[index] = FilePlan.of_bytes(pretty_json({"metadata": {"total_size": size}, "weight_map": table}))
+    return FolderPlan(plans, weights.places)
 
 
 # ---------------------------------------------------------------------------------------------- a model in memory
@@ -293,7 +259,3 @@ def gather_on_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ranks = Ranks.current()
     full = {name: _gather(ranks, tensors.get(name), holder) for name, holder in _holders(ranks, tensors).items()}
     return {name: tensor for name, tensor in full.items() if tensor is not None and ranks.rank == 0}
-
-
-def _bytes_of(shards: Sequence[_Shard]) -> int:
-    return sum(entry.nbytes for shard in shards for entries in shard.values() for entry in entries)

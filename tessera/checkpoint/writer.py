@@ -236,14 +236,12 @@ def _status(path: Path) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------- files
 
 
-def plan_safetensors(
-    files: Mapping[str, Sequence[Entry]], metadata: Mapping[str, Mapping[str, str]] | None = None
-) -> FolderPlan:
-    """Plan safetensors files of these tensors, by the name of the file. `metadata`: notes in the headers of files."""
+def plan_safetensors(files: Mapping[str, Sequence[Entry]]) -> FolderPlan:
+    """Plan safetensors files of these tensors, by the name of the file."""
     plans, places = dict[str, FilePlan](), dict[str, list[Place]]()
     for name, entries in files.items():
         ordered = storage_order(entries)
-        header = safetensors_header(ordered, (metadata or {}).get(name))
+        header = safetensors_header(ordered)
         at = len(header)
         for entry in ordered:
             places[entry.key] = [Place(name, at)]

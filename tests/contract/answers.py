@@ -11,11 +11,11 @@ import transformers
 from parity import randomize
 
 import tessera
-from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.core.batch import Batch
 from tessera.core.spec import ModelSpec
 from tessera.inference.generate import Sampling, generate_tokens
+from tests.toys.save_folder import save_folder
 
 
 def export(spec: ModelSpec, config: Any, processor: Any, folder: Path, seed: int = 0) -> Path:

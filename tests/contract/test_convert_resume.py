@@ -24,7 +24,6 @@ from small_folders import small_folder
 
 import tessera
 from tessera.checkpoint import publish, writer
-from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.checkpoint.writer import PlannedFolder
 from tessera.config.run_config import ModelSection
@@ -35,6 +34,7 @@ from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 from tests.toys.fragile_conversion import convert, killed_at
 from tests.toys.memory import peak_mib
+from tests.toys.save_folder import save_folder
 
 
 @pytest.fixture(scope="module")

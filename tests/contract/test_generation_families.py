@@ -17,13 +17,14 @@ from parity import from_foreign, randomize, to_foreign
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tessera.checkpoint.hf import load_folder, save_folder
+from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.pattern import matches, select
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch
 from tessera.models import FAMILIES, resolve
 from tests.close import assert_as_close, distance, queries_for_keys, with_moved_weights
+from tests.toys.save_folder import save_folder
 
 
 def built() -> Iterator[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tessera.checkpoint.hf import load_folder, save_folder
+from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection, load_config
 from tessera.models import resolve
@@ -19,6 +19,7 @@ from tessera.training.setup import build_meta_model
 from tests.dist.layouts import KINDS, Case, measure, recipe_of
 from tests.dist.spawn import run_ranks
 from tests.errors import raises
+from tests.toys.save_folder import save_folder
 
 LIMIT = 1e-4
 TINY: dict[str, Any] = {

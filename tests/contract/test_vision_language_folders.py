@@ -10,10 +10,11 @@ from parity import from_foreign, relative, same_weights
 from safetensors.torch import load_file
 from vision_language_families import VISION_LANGUAGE
 
-from tessera.checkpoint.hf import load_folder, save_folder
+from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
 from tessera.models import resolve
+from tests.toys.save_folder import save_folder
 
 SHAPES = [(name, number) for name, family in VISION_LANGUAGE.items() for number in family.folders]
 

@@ -14,7 +14,6 @@ from parity import randomize, same_weights
 from torch import nn
 
 import tessera
-from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import ModelSection
 from tessera.diffusion.family import family_of
@@ -24,6 +23,7 @@ from tessera.models.files.side_files import side_files
 from tessera.weights.map import WeightMap
 from tests.close import assert_as_close
 from tests.errors import raises
+from tests.toys.save_folder import save_folder
 
 WAN = GENERATION["wan"]
 ORIGINALS: dict[str, dict[str, Any]] = {

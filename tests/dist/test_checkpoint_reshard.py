@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tessera.checkpoint import stored
 from tessera.checkpoint.files import RecordedFile, read_box
-from tessera.checkpoint.hf import load_folder, save_folder
+from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
@@ -27,6 +27,7 @@ from tessera.checkpoint.weights import TensorSource, fill
 from tessera.errors import TesseraError
 from tessera.weights.map import Concat, Identity, Rule, WeightMap
 from tests.dist.spawn import RankError, run_ranks
+from tests.toys.save_folder import save_folder
 
 
 class Net(nn.Module):

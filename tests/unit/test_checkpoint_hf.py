@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tessera.checkpoint.hf import load_folder, save_folder
+from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.publish import made_from
 from tessera.errors import TesseraError
 from tessera.weights.map import Concat, Reshape, Rule, Transpose, WeightMap
 from tests.errors import raises
+from tests.toys.save_folder import save_folder
 
 MAP = WeightMap(
     rules=(

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tessera.checkpoint.hf import load_folder, save_folder, stored_dtype
+from tessera.checkpoint.hf import load_folder, stored_dtype
 from tessera.checkpoint.publish import MARK
 from tessera.weights.layouts import DiffusersFolder, TransformersFolder, detect_layout, folder_layout
 from tessera.weights.map import Rule, WeightMap
 from tests.errors import raises
+from tests.toys.save_folder import save_folder
 
 TABLE = WeightMap((Rule("{i}.weight", "blocks.{i}.proj.weight"),))
 INDEX = {

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.checkpoint.hf import save_folder
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.checkpoint.state import model_tensors
 from tessera.config.reader import dump_yaml
@@ -24,6 +23,7 @@ from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.models.qwen2_vl import SPEC
 from tests.errors import raises
+from tests.toys.save_folder import save_folder
 
 VOCAB = 300
 WORDS = (*ChatTemplate().special_words(), "<|endoftext|>")
