@@ -91,15 +91,15 @@ def staged(folder: Path, origin: Origin | None, overwrite: bool, fault: Fault = 
 
 def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Staging:
     """Return a new staging folder for a target that may be written, and remove those of killed processes."""
-    parents = check_target(folder, overwrite, origin)
-    path = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
     with written_in(folder):
-        _remove_abandoned(folder)
-        path.mkdir()
-        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return Staging(path, parents, lock)
+        _recover(folder)
+    parents = check_target(folder, overwrite, origin)
+    with written_in(folder):
+        while True:
+            path = folder.parent / f".staging-{folder.name}~{uuid.uuid4().hex[:8]}"
+            path.mkdir()
+            if (lock := _lock(path)) is not None:
+                return Staging(path, parents, lock)
 
 
 @contextmanager
@@ -178,26 +178,38 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     _remove_abandoned(folder)
 
 
+def _recover(folder: Path) -> None:
+    """Remove staging folders of killed processes. Restore a target that a kill has left between the two renames."""
+    _remove_abandoned(folder)
+    if not folder.exists() and not any(folder.parent.glob(f".staging-{escape(folder.name)}~*")):
+        for path in list(folder.parent.glob(f".trash-{escape(folder.name)}~*"))[:1]:
+            rename(path, folder)
+
+
 def _remove_abandoned(folder: Path) -> None:
     """Remove staging folders of a target that no process writes to."""
     for path in folder.parent.glob(f".staging-{escape(folder.name)}~*"):
-        if not _in_use(path):
-            remove_folder(path)
+        with suppress(OSError):  # a folder of another user stays
+            if (lock := _lock(path)) is not None:
+                remove_folder(path)
+                os.close(lock)
 
 
-def _in_use(path: Path) -> bool:
-    """Return whether a process writes to a staging folder, and holds its lock."""
+def _lock(path: Path) -> int | None:
+    """Lock a staging folder and return its handle; None if another process has locked or removed it."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    locked = True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
-    finally:
-        os.close(handle)
-    return False
+        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # others: a file system without locks
+    if locked and path.exists():
+        return handle
+    os.close(handle)
+    return None
 
 
 def pretty_json(content: Mapping[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera.checkpoint import publish as publishing
 from tessera.checkpoint.files import no_fault
 from tessera.checkpoint.publish import MARK, begin, made_from, publish, show
 from tessera.errors import TesseraError
@@ -61,6 +62,36 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> Non
     (tmp_path / ".staging-out~convert.journal").write_text("")  # of an earlier release
     publish(tmp_path / "out", lambda staging: None)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_target_that_a_kill_left_between_two_renames_is_restored(tmp_path: Path) -> None:
+    target, origin = tmp_path / "out", made_from("hf", "one")
+    publish(target, write("old"), origin=origin)  # type: ignore[arg-type]
+    target.rename(tmp_path / ".trash-out~0123abcd")
+    with pytest.raises(TesseraError, match="not an earlier export"):
+        begin(target, False, made_from("hf", "two"))
+    assert (target / "weights").read_text() == "old"
+    publish(target, write("new"), origin=origin)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_staging_folder_that_another_process_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its creation and its lock, the folder looks like one that a killed process left."""
+    lock, folders = publishing._lock, list[Path]()
+
+    def removed_once(path: Path) -> int | None:
+        folders.append(path)
+        if len(folders) == 1:
+            path.rmdir()
+        return lock(path)
+
+    monkeypatch.setattr(publishing, "_lock", removed_once)
+    staging = begin(tmp_path / "out", False)
+    assert staging.path == folders[1]
+    assert staging.path.is_dir()
+    staging.discard()
 
 
 def test_a_failed_export_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
