@@ -26,7 +26,7 @@ from tessera.lora.factors import Factors
 from tessera.lora.names import canonical, in_memory, modules_of
 from tessera.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter_folder, parse_config, ranks_and_alphas, read_config
 from tessera.lora.select import Adapter
-from tessera.runtime.files import PICKLE_SUFFIXES, check_inside
+from tessera.runtime.files import check_inside
 from tessera.weights.map import WeightMap
 
 FILES = {
@@ -62,22 +62,21 @@ def find_adapter_file(path: Path) -> Path | None:
         return path if path.suffix == ".safetensors" and any(_KEY.fullmatch(key) for key in _keys(path)) else None
     if is_adapter_folder(path):
         if not (path / WEIGHTS).exists():
-            _refuse_without_weights(path)
+            raise TesseraError(
+                f"the adapters have no {WEIGHTS} (pickles are never read): {WEIGHTS} is needed",
+                where=str(path),
+                fix="name the folder that has the file; PEFT writes it from a pickle that you trust: "
+                "PeftModel.from_pretrained(model, FOLDER).save_pretrained(OTHER)",
+                code="adapter.weights-missing",
+            )
         return path / WEIGHTS
     return next((path / name for form, name in FILES.items() if form != "peft" and (path / name).is_file()), None)
 
 
-def _refuse_without_weights(folder: Path) -> None:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    what = f"the adapters are a pickle, {pickles[0]}, which is never read" if pickles else "the adapters are missing"
-    raise TesseraError(
-        f"{what}: {WEIGHTS} is needed",
-        where=str(folder),
-        fix="where you trust the file, PEFT writes it: PeftModel.from_pretrained(model, FOLDER).save_pretrained(OTHER)"
-        if pickles
-        else "name the folder that has the file",
-        code="adapter.weights-pickled" if pickles else "adapter.weights-missing",
-    )
+def damaged(where: str, what: str) -> TesseraError:
+    """Return the error about a file of adapters whose tensors do not belong together."""
+    fix = "the file is damaged, or was put together from two: fetch or export it again"
+    return TesseraError(f"damaged adapters: {what}", where=where, fix=fix, code="adapter.damaged-file")
 
 
 def is_adapters(path: Path) -> bool:
@@ -118,11 +117,7 @@ class StoredAdapters:
     def _norms_of(self, layer: str, adapter: Adapter, b: Tensor) -> Tensor | None:
         m = self.norms.get(layer)
         if adapter.dora and (m is None or m.shape != b.shape[:1] or not torch.isfinite(m.float()).all()):
-            raise TesseraError(
-                f"{layer}: use_dora, and its {MAGNITUDE_KEY[1:]} is missing or wrong",
-                where=self.where,
-                code="adapter.magnitude-missing",
-            )
+            raise damaged(self.where, f"{layer}: use_dora, and its {MAGNITUDE_KEY[1:]} is missing or wrong")
         return m if adapter.dora else None
 
     def adapter(self, layer: str, module: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
@@ -131,12 +126,7 @@ class StoredAdapters:
             alpha, rslora = self.alphas.get(layer, float(rank)), False
         else:
             if stated[0] != rank:
-                raise TesseraError(
-                    f"{module}: rank {stated[0]} is stated, the weights have {rank}",
-                    where=self.config_where,
-                    fix="check that the configuration and the weights belong together",
-                    code="adapter.rank-mismatch",
-                )
+                raise damaged(self.config_where, f"{module}: rank {stated[0]} is stated, the weights have {rank}")
             alpha, rslora = stated[1], bool((self.config or {}).get("use_rslora"))
         if rank > MAX_ADAPTER_RANK or not 0 < alpha <= MAX_ADAPTER_ALPHA:
             raise TesseraError(
@@ -151,19 +141,10 @@ class StoredAdapters:
 def matrices(layer: str, sides: Mapping[str, Tensor], where: str) -> tuple[Tensor, Tensor]:
     """Return A and B of a layer; raise if they are not two matrices that belong together."""
     if len(sides) != 2:
-        raise TesseraError(
-            f"of the adapter of {layer} only lora_{next(iter(sides))} is there",
-            where=where,
-            code="adapter.half-missing",
-        )
+        raise damaged(where, f"of the adapter of {layer} only lora_{next(iter(sides))} is there")
     a, b = (_matrix(layer, side, sides[side], where) for side in ("A", "B"))
     if a.shape[0] != b.shape[1]:
-        raise TesseraError(
-            f"{layer}: lora_A has rank {a.shape[0]}, lora_B {b.shape[1]}",
-            where=where,
-            fix="the file is damaged, or was put together from two: fetch or export it again",
-            code="adapter.halves-mismatch",
-        )
+        raise damaged(where, f"{layer}: lora_A has rank {a.shape[0]}, lora_B {b.shape[1]}")
     return a, b
 
 
@@ -178,9 +159,7 @@ def _matrix(layer: str, side: str, tensor: Tensor, where: str) -> Tensor:
             code="adapter.not-linear",
         )
     if not torch.isfinite(tensor.float()).all():
-        raise TesseraError(
-            f"{layer}.lora_{side} holds numbers that are not finite", where=where, code="adapter.not-finite"
-        )
+        raise damaged(where, f"{layer}.lora_{side} holds numbers that are not finite")
     return tensor
 
 
@@ -216,31 +195,17 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
         if match is not None:
             halves, side = sides.setdefault(match[1], {}), _SIDES[match[2]]
             if side in halves:
-                raise TesseraError(
-                    f"{match[1]} has its lora_{side} twice, once as {key}",
-                    where=str(file),
-                    fix="the file was put together from two: fetch or export it again",
-                    code="adapter.duplicate-tensor",
-                )
+                raise damaged(str(file), f"{match[1]} has its lora_{side} twice, once as {key}")
             halves[side] = tensor
         elif key.endswith(_ALPHA):
             alphas[key.removesuffix(_ALPHA)] = _alpha(key, tensor, str(file))
         elif not (".diff" in key and not tensor.any()):  # differences of zero change nothing
             raise _not_plain(key, str(file))
     if stated.get("modules_to_save") and not saved:
-        raise TesseraError(
-            f"modules_to_save names {stated['modules_to_save']!r:.80}, and the weights have none of them",
-            where=str(path / CONFIG),
-            fix="check that the two files belong together",
-            code="adapter.saved-modules-missing",
-        )
+        named = f"{stated['modules_to_save']!r:.80}"
+        raise damaged(str(path / CONFIG), f"modules_to_save names {named}, and the weights have none of them")
     if not sides:
-        raise TesseraError(
-            "no adapters here",
-            where=str(file),
-            fix="export them again: the file holds no LoRA weights",
-            code="adapter.none-in-file",
-        )
+        raise TesseraError("no adapters here", where=str(file), code="adapter.none-in-file")
     prefix, names = _stripped([*sides, *alphas, *norms], part, str(file))
     layers = {names[name]: halves for name, halves in sides.items() if name in names}
     layer_alphas = {names[name]: alpha for name, alpha in alphas.items() if name in names}
@@ -250,19 +215,9 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
     config_where = str(path / CONFIG) if peft else f"{file}, {HEADER_KEY} of its header"
     config = stated if peft else _header_config(file, config_where, prefix)
     if config is not None and config.get("use_dora") and not norms:
-        raise TesseraError(
-            f"use_dora, and the weights have no {MAGNITUDE_KEY[1:]}",
-            where=config_where,
-            allowed=[f"LAYER{MAGNITUDE_KEY} in a PEFT folder"],
-            code="adapter.magnitude-missing",
-        )
+        raise damaged(config_where, f"use_dora, and the weights have no {MAGNITUDE_KEY[1:]}")
     if config is not None and layer_alphas:
-        raise TesseraError(
-            "the scale of adapters is stated twice, by alpha beside the weights and by PEFT's configuration",
-            where=str(file),
-            fix=f"remove {HEADER_KEY} from the header, or the alphas",
-            code="adapter.two-scales",
-        )
+        raise damaged(str(file), "the scale is stated twice, by alpha beside the weights and by PEFT's configuration")
     underscored = prefix in (UNDERSCORED, "lora_transformer_")
     layer_norms = {names[name]: tensor for name, tensor in norms.items() if name in names}
     return StoredAdapters(str(file), layers, layer_alphas, underscored, config, config_where, layer_norms)
@@ -323,9 +278,7 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
         present = {f"{part}."}
     if len(present) > 1:
         examples = [next(name for name, start in prefixes.items() if start == prefix) for prefix in sorted(present)]
-        raise TesseraError(
-            f"names of {len(present)} forms are mixed: {', '.join(examples)}", where=where, code="adapter.mixed-names"
-        )
+        raise damaged(where, f"names of {len(present)} forms are mixed: {', '.join(examples)}")
     (prefix,) = present
     if prefix == f"{SECOND}." and part != SECOND:
         raise TesseraError(
@@ -340,9 +293,7 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
 def _alpha(key: str, tensor: Tensor, where: str) -> float:
     if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise TesseraError(
-            f"{key}, {kind} {list(tensor.shape)}, is not one number", where=where, code="adapter.alpha-not-number"
-        )
+        raise damaged(where, f"{key}, {kind} {list(tensor.shape)}, is not one number")
     return float(tensor)
 
 
@@ -351,12 +302,7 @@ def _check_alphas(layers: Collection[str], alphas: Collection[str], where: str) 
     for names, others, what in ((layers, alphas, "no alpha"), (alphas, layers, "an alpha and no weights")):
         missing = [name for name in names if name not in others]
         if missing and alphas:
-            raise TesseraError(
-                f"{few_names(missing, 3)}: {what}, unlike other layers",
-                where=where,
-                fix="the file is damaged, or was put together from two: fetch or export it again",
-                code="adapter.alpha-missing",
-            )
+            raise damaged(where, f"{few_names(missing, 3)}: {what}, unlike other layers")
 
 
 def _not_plain(key: str, where: str) -> TesseraError:

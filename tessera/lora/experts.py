@@ -4,30 +4,22 @@ PEFT adapts a parameter, which it finds by its name (`target_parameters`), and w
 in. So its files name that module: `experts.lora_A.weight`. Where both parameters of the experts are adapted, the first
 one is one wrapper further inside: `experts.base_layer.lora_A.weight` for gate_up_proj. Both matrices are flat there:
 A [experts x rank, in], with the experts outside, and B [out, rank x experts], with the experts inside.
-
-Older files have a layer for each expert, `experts.0.gate_proj.lora_A.weight`. They are read, and not written.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from tessera.errors import TesseraError, few_names
-from tessera.lora.exchange import StoredAdapters, matrices
-from tessera.lora.factors import Factors, of_rank, side_by_side
-from tessera.lora.names import canonical, experts_in_memory
+from tessera.lora.exchange import StoredAdapters, damaged, matrices
+from tessera.lora.factors import Factors
+from tessera.lora.names import experts_in_memory
 from tessera.lora.peft import ranks_and_alphas, target_parameters
 from tessera.runtime.modules import EXPERT_WEIGHTS
-from tessera.weights.map import Stack, WeightMap
+from tessera.weights.map import WeightMap
 
 INNER = "base_layer"  # what PEFT calls the module inside of a wrapper
-_OF_ONE = re.compile(r"(.+)\.(\d+)\.(gate|up|down)_proj")
-_MEND = "check that the adapters belong to this model, and its configuration to its weights"
 
 
 def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
@@ -61,16 +53,13 @@ def take_experts(
     homes = list(dict.fromkeys(path.rpartition(".")[0] for path in experts))
     modules = {weight_map.canonical(experts_in_memory(home, weight_map, stored.where)): home for home in homes}
     wrapped: dict[str, dict[int, str]] = {}  # native home -> number of wrappers around -> layer of the file
-    single: dict[str, dict[tuple[str, int], str]] = {}  # native home -> weight, number of an expert -> layer
     for layer in stored.sides:
         outside = layer
         while outside.endswith(f".{INNER}"):
             outside = outside.removesuffix(f".{INNER}")
         if (home := modules.get(weight_map.canonical(outside))) is not None:
             wrapped.setdefault(home, {})[(len(layer) - len(outside)) // (len(INNER) + 1)] = layer
-        elif (match := _OF_ONE.fullmatch(layer)) and (home := modules.get(weight_map.canonical(match[1]))) is not None:
-            single.setdefault(home, {})[match[3], int(match[2])] = layer
-    if (wrapped or single) and (stored.config or {}).get("use_dora"):
+    if wrapped and (stored.config or {}).get("use_dora"):
         raise TesseraError(
             "use_dora is not supported for experts",
             where=stored.config_where,
@@ -79,18 +68,8 @@ def take_experts(
         )
     adapters: dict[str, Factors] = {}
     for home, layers in wrapped.items():
-        if home in single:
-            layer = next(iter(single[home].values()))
-            raise TesseraError(
-                f"{layer} is of one expert, and others are of all experts",
-                where=stored.where,
-                code="adapter.mixed-experts",
-            )
         adapters |= _from_wrappers(home, layers, stored, weight_map)
-    for home, of_expert in single.items():
-        adapters |= _from_single(home, of_expert, stored, weight_map)
     taken = {layer for layers in wrapped.values() for layer in layers.values()}
-    taken |= {layer for of_expert in single.values() for layer in of_expert.values()}
     others = {layer: sides for layer, sides in stored.sides.items() if layer not in taken}
     return {path: adapters[path] for path in experts if path in adapters}, replace(stored, sides=others)
 
@@ -103,13 +82,8 @@ def _from_wrappers(
     named = [name for name in EXPERT_WEIGHTS if _is_target(f"{there}.{name}", stored)]
     if sorted(layers) != list(range(len(named))):
         targets = few_names(named, 2) if named else "none of its parameters"
-        raise TesseraError(
-            f"the weights have {len(layers)} adapters for {there}, and target_parameters names {targets}",
-            where=stored.config_where,
-            allowed=[f"{there}.{name}" for name in EXPERT_WEIGHTS],
-            fix=_MEND,
-            code="adapter.target-parameters-mismatch",
-        )
+        what = f"the weights have {len(layers)} adapters for {there}, and target_parameters names {targets}"
+        raise damaged(stored.config_where, what)
     adapters: dict[str, Factors] = {}
     for depth, name in enumerate(reversed(named)):
         layer, parameter, weights = layers[depth], f"{there}.{name}", EXPERT_WEIGHTS[name]
@@ -117,12 +91,9 @@ def _from_wrappers(
         stated = ranks_and_alphas(stored.config or {}, {parameter}, stored.config_where)[parameter]
         rank = int(stated[0])
         if rank != stated[0] or a.shape[0] % rank or b.shape[0] % len(weights):
-            raise TesseraError(
-                f"{parameter}: rank {stated[0]:g} is stated, and the weights have {list(a.shape)} and {list(b.shape)}",
-                where=stored.config_where,
-                fix=_MEND,
-                code="adapter.rank-mismatch",
-            )
+            shapes = f"{list(a.shape)} and {list(b.shape)}"
+            what = f"{parameter}: rank {stated[0]:g} is stated, and the weights have {shapes}"
+            raise damaged(stored.config_where, what)
         adapter = replace(stored.adapter(layer, parameter, rank, stated), stacked=weights)
         count = a.shape[0] // rank
         of_experts = b.view(b.shape[0], rank, count).permute(2, 0, 1)
@@ -135,55 +106,3 @@ def _is_target(parameter: str, stored: StoredAdapters) -> bool:
     """Return whether PEFT would adapt a parameter: one of the targets is its name, or the end of it behind a dot."""
     targets = target_parameters(stored.config or {}, stored.config_where)
     return any(parameter == target or parameter.endswith(f".{target}") for target in targets)
-
-
-def _from_single(
-    home: str, layers: Mapping[tuple[str, int], str], stored: StoredAdapters, weight_map: WeightMap
-) -> dict[str, Factors]:
-    """Return the adapters of one module of experts from layers of single experts.
-
-    `layers`: of the file, by weight and number of the expert. Weights that share an adapter have theirs side by side in
-    it; a missing one is zero.
-    """
-    match = weight_map.rule_for(f"{home}.down")
-    count = len(match[1]) if match is not None and isinstance(match[0].op, Stack) else 0
-    beyond = [layer for (_, number), layer in layers.items() if number >= count]
-    if beyond:
-        raise TesseraError(
-            f"adapters for {few_names(beyond, 5)}, which this model does not have",
-            where=stored.where,
-            code="adapter.unknown-layers",
-        )
-    names = {layer: canonical(layer, weight_map) for layer in layers.values()}
-    read = stored.factors(names, weight_map)
-    by_expert = {key: read[names[layer]] for key, layer in layers.items()}
-    adapters: dict[str, Factors] = {}
-    for name, weights in EXPERT_WEIGHTS.items():
-        here = [[by_expert.get((weight, number)) for weight in weights] for number in range(count)]
-        members = [factors for of_expert in here for factors in of_expert if factors is not None]
-        if not members:
-            continue
-        first = members[0]
-        rank = max(sum(factors.adapter.rank for factors in of_expert if factors is not None) for of_expert in here)
-        a = first.a.new_zeros(count, rank, first.a.shape[1])
-        b = first.b.new_zeros(count, len(weights), first.b.shape[0], rank)
-        for number, of_expert in enumerate(here):
-            if any(factors is not None for factors in of_expert):
-                _place(of_expert, a[number], b[number], first, stored.where)
-        adapters[f"{home}.{name}"] = Factors(replace(of_rank(first.adapter, rank), stacked=weights), a, b)
-    return adapters
-
-
-def _place(members: Sequence[Factors | None], a: Tensor, b: Tensor, like: Factors, where: str) -> None:
-    """Put the adapters of one expert side by side into its matrices, at the scale of the adapter `like`."""
-    sizes = {(factors.a.shape[1], factors.b.shape[0]) for factors in members if factors is not None}
-    if sizes != {(like.a.shape[1], like.b.shape[0])}:
-        raise TesseraError(
-            "experts of one layer have adapters for layers of other sizes",
-            where=where,
-            fix=_MEND,
-            code="adapter.mixed-experts",
-        )
-    adapter, joined, blocks = side_by_side(members, [b.shape[1]] * len(members))
-    a[: adapter.rank] = joined
-    b[:, :, : adapter.rank] = torch.stack(blocks) * (adapter.scale / like.adapter.scale)

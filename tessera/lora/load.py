@@ -110,32 +110,22 @@ def _fill(
     stored: Mapping[str, Factors],
     saved: Mapping[str, Tensor],
 ) -> None:
-    for names, others, what in (
-        (adapters, stored, "has no adapter for"),
-        (stored, adapters, "also has an adapter for"),
-    ):
-        missing = [path for path in names if path not in others]
-        if missing:
-            raise TesseraError(
-                f"the folder {what} {few_names(missing, 5)}",
-                where=str(where),
-                fix="leave out model.lora.targets: the adapters name the layers that they are for",
-                code="adapter.layers-differ",
-            )
+    if differing := [path for path in (*adapters, *stored) if path not in adapters or path not in stored]:
+        raise TesseraError(
+            f"the recipe and the folder have adapters for different layers: {few_names(differing, 5)}",
+            where=str(where),
+            fix="leave out model.lora.targets: the adapters name the layers that they are for",
+            code="adapter.layers-differ",
+        )
     full = dict(saved)
     for path, factors in stored.items():
-        if factors.adapter.dora != adapters[path].dora:
+        there, here = factors.adapter, adapters[path]
+        if there.dora != here.dora or not math.isclose(there.scale, here.scale):
             raise TesseraError(
-                f"{path}: in the folder dora is {factors.adapter.dora}, in the recipe {adapters[path].dora}",
-                where="model.lora.dora",
-                fix="leave out model.lora.targets and dora: the folder states them",
-                code="adapter.settings-differ",
-            )
-        if not math.isclose(factors.adapter.scale, adapters[path].scale):
-            raise TesseraError(
-                f"{path}: the folder scales by {factors.adapter.scale:g}, the recipe by {adapters[path].scale:g}",
-                where="model.lora.alpha",
-                fix="leave out model.lora.targets, rank and alpha: the folder states them",
+                f"{path}: the folder scales by {there.scale:g} with dora={there.dora}, the recipe by {here.scale:g} "
+                f"with dora={here.dora}",
+                where="model.lora",
+                fix="leave out model.lora.targets, rank, alpha and dora: the folder states them",
                 code="adapter.settings-differ",
             )
         a, b = factor_names(path)

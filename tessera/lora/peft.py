@@ -45,16 +45,20 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
 
     `downloaded`: returns the folder of a model of a hub on this machine, without network access.
     """
-    if not is_adapter_folder(folder):
+    usage = (
+        f"tessera generate MODEL --adapter {folder}, tessera convert {folder} OUT --like MODEL, or "
+        f"tessera.load({str(folder)!r}, base=MODEL)"
+    )
+    named = str(read_config(folder).get("base_model_name_or_path") or "") if is_adapter_folder(folder) else ""
+    if not named:
+        run = folder.absolute().parent
+        from_seed = f"; the run's own weights: tessera convert {run} OUT" if (run / "config.yaml").is_file() else ""
         raise TesseraError(
             "these adapters do not name the model that they belong to",
             where=str(folder),
-            fix=f"name the model as well: {_with_model(folder)}",
+            fix=f"name the model as well: {usage}{from_seed}",
             code="adapter.base-unnamed",
         )
-    named = str(read_config(folder).get("base_model_name_or_path") or "")
-    if not named:
-        raise _without_base(folder)
     for candidate in (Path(named), folder / named):
         if detect_layout(candidate) is not None:
             return candidate
@@ -62,37 +66,12 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
     cached = None if id is None else downloaded(id)
     if cached is not None and detect_layout(cached) is not None:
         return cached
-    fetch = "" if id is None else f"`tessera download {id}` fetches it, and then this works; or "
+    fetch = "" if id is None else f"`tessera download {id}` fetches it; or "
     raise TesseraError(
         f"the adapters belong to {named!r}, which is {'no folder' if id is None else 'not'} on this machine",
         where=str(folder / CONFIG),
-        fix=f"{fetch}name the model's folder: {_with_model(folder)}; in a recipe model.path=MODEL "
-        f"model.lora.path={folder}",
+        fix=f"{fetch}name the model's folder: {usage}; in a recipe model.path=MODEL model.lora.path={folder}",
         code="adapter.base-missing",
-    )
-
-
-def _with_model(folder: Path) -> str:
-    return (
-        f"tessera generate MODEL --adapter {folder}, tessera convert {folder} OUT --like MODEL, or "
-        f"tessera.load({str(folder)!r}, base=MODEL)"
-    )
-
-
-def _without_base(folder: Path) -> TesseraError:
-    """Return the error about adapters that name no model, such as those of a run that began from a seed."""
-    run = folder.absolute().parent
-    of_run = (run / "config.yaml").is_file()
-    return TesseraError(
-        "the adapters name no model"
-        + (": that of their run began from a seed, and no folder holds its weights" if of_run else ""),
-        where=str(folder / CONFIG),
-        fix=f"the run has the weights: `tessera convert {run} OUT` writes the model with its adapters merged, and "
-        f"`tessera generate {run}` uses it"
-        if of_run
-        else f"name it: {_with_model(folder)}; one that a run began from a seed is in its checkpoints alone: "
-        "tessera convert RUN OUT",
-        code="adapter.base-unnamed",
     )
 
 

@@ -181,23 +181,13 @@ def _check_refused(
     """Raise if a pattern that matches no layer names something that has no adapters, or a part of experts.
     `trained`: adapters that exist already name it."""
     for path, weights in experts.items():
-        owner, _, name = path.rpartition(".")
-        for weight in weights:
-            if matches(pattern, f"{owner}.{weight}"):
-                raise TesseraError(
-                    f"the adapter of {owner}.{weight} is called {name}"
-                    + (f": {' and '.join(weights)} have one together" if len(weights) > 1 else ""),
-                    where=where,
-                    fix=f"write {pattern.rpartition('.')[0]}.{name}",
-                    code="adapter.expert-name",
-                )
-        if any(matches(pattern, above) for above in ancestors(path)):
+        owner = path.rpartition(".")[0]
+        if any(matches(pattern, name) for name in (*ancestors(path), *(f"{owner}.{weight}" for weight in weights))):
             raise TesseraError(
-                f"{pattern} holds experts and no plain linear layer, and experts get adapters where a pattern names "
-                "them",
+                f"{pattern} matches no plain linear layer, and names no adapter of experts",
                 where=where,
-                fix=f"write {pattern}{owner.removeprefix(next(a for a in ancestors(path) if matches(pattern, a)))}",
-                code="adapter.expert-unnamed",
+                allowed=[owner, *(f"{owner}.{name}" for name in EXPERT_WEIGHTS)],
+                code="adapter.expert-pattern",
             )
     for path, why in refused.items():
         if any(matches(pattern, above) for above in ancestors(path)):

@@ -197,7 +197,7 @@ def test_poisoned_metadata_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
     outside = good.replace(b"X\x0c\x00\x00\x00__0_0.distcp", b"X\x0c\x00\x00\x00../__0_0.dis")
     (tmp_path / ".metadata").write_bytes(outside)
-    with raises("checkpoint.path-outside-folder"):
+    with raises("checkpoint.dcp-metadata-unreadable"):
         read_dcp(tmp_path)
 
 

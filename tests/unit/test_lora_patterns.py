@@ -99,7 +99,7 @@ def test_what_is_no_regular_expression_is_refused(bad: str) -> None:
         ({"alpha_pattern": {"q_proj": "8"}}, "adapter.bad-config-value"),
         ({"alpha_pattern": ["q_proj"]}, "adapter.bad-config-value"),
         ({"lora_alpha": float("nan")}, "adapter.bad-config-value"),
-        ({"rank_pattern": {"q_proj": 3}}, "adapter.rank-mismatch"),
+        ({"rank_pattern": {"q_proj": 3}}, "adapter.damaged-file"),
     ],
 )
 def test_patterns_without_sense_are_refused(change: dict[str, Any], error: str, tmp_path: Path) -> None:

@@ -291,10 +291,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"use_dora": True}, "adapter.magnitude-missing use_dora"),
+        ({"use_dora": True}, "adapter.damaged-file use_dora"),
         ({"peft_type": "IA3"}, "adapter.unsupported-option peft_type"),
         ({"bias": "all"}, "adapter.unsupported-option"),
-        ({"modules_to_save": ["lm_head"]}, "adapter.saved-modules-missing modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "adapter.damaged-file modules_to_save"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], error: str, tmp_path: Path) -> None:
@@ -306,8 +306,8 @@ def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], error: str, t
 @pytest.mark.parametrize(
     ("tensors", "error"),
     [
-        ({f"{Q}.lora_A.weight": torch.zeros(2, 4)}, "adapter.half-missing lora_A"),
-        ({f"{Q}.lora_A.weight": torch.zeros(2, 4), f"{Q}.lora_B.weight": torch.zeros(4, 3)}, "adapter.halves-mismatch"),
+        ({f"{Q}.lora_A.weight": torch.zeros(2, 4)}, "adapter.damaged-file lora_A"),
+        ({f"{Q}.lora_A.weight": torch.zeros(2, 4), f"{Q}.lora_B.weight": torch.zeros(4, 3)}, "adapter.damaged-file"),
         ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "adapter.not-plain-lora DoRA"),
         (
             {f"{Q}x.lora_A.weight": torch.zeros(2, 4), f"{Q}x.lora_B.weight": torch.zeros(4, 2)},
