@@ -8,10 +8,10 @@ ask a layout and know no file names.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tessera.config.hub_ids import hub_hint
 from tessera.errors import TesseraError, nearest
@@ -61,11 +61,10 @@ def _folders_in(folder: Path) -> list[str]:
         return []
 
 
-class FolderLayout(ABC):
-    """Describe a folder of a known layout. Components have names; that of a folder with a single one is `ROOT`."""
+class FolderLayout:
+    """Describe a folder of transformers, which has one component: `ROOT`. `DiffusersFolder` has several."""
 
-    name: ClassVar[str]
-    marker: ClassVar[str]  # the file by which the layout is known
+    marker = CONFIG_FILE  # the file by which the layout is known
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,17 +74,26 @@ class FolderLayout(ABC):
         """Return whether a folder has this layout."""
         return (folder / cls.marker).is_file()
 
-    @abstractmethod
     def components(self) -> tuple[str, ...]:
         """Return the names of the components that have a configuration."""
+        return (ROOT,)
 
-    @abstractmethod
     def component_folder(self, component: str) -> Path:
         """Return the folder that holds the files of a component."""
+        if component != ROOT:
+            raise TesseraError(
+                f"this folder has one component, and no {component!r}",
+                where=str(self.folder),
+                fix="name a diffusers folder (model_index.json), or leave the component out",
+                code="model.unknown-component",
+            )
+        return self.folder
 
-    @abstractmethod
     def weights_stem(self, component: str) -> str:
         """Return how the names of a component's weight files begin."""
+        # A component that was taken out of a diffusers folder keeps the file names it had there.
+        stems = ("model", DiffusersFolder.STEM)
+        return next((stem for stem in stems if any(self.folder.glob(f"{stem}*.safetensors*"))), "model")
 
     def config(self, component: str = ROOT) -> dict[str, Any]:
         """Return the config.json of a component."""
@@ -148,33 +156,9 @@ def new_weight_files(config: Mapping[str, Any], count: int) -> tuple[list[str], 
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)], f"{stem}{_INDEX}"
 
 
-class TransformersFolder(FolderLayout):
-    name = "transformers"
-    marker = CONFIG_FILE
-
-    def components(self) -> tuple[str, ...]:
-        return (ROOT,)
-
-    def component_folder(self, component: str) -> Path:
-        if component != ROOT:
-            raise TesseraError(
-                f"this folder has one component, and no {component!r}",
-                where=str(self.folder),
-                fix="name a diffusers folder (model_index.json), or leave the component out",
-                code="model.unknown-component",
-            )
-        return self.folder
-
-    def weights_stem(self, component: str) -> str:
-        # A component that was taken out of a diffusers folder keeps the file names it had there.
-        stems = ("model", DiffusersFolder.STEM)
-        return next((stem for stem in stems if any(self.folder.glob(f"{stem}*.safetensors*"))), "model")
-
-
 class DiffusersFolder(FolderLayout):
     """Describe a pipeline of diffusers. Without the name of a component, the trained one is meant: the transformer."""
 
-    name = "diffusers"
     marker = "model_index.json"
     STEM = "diffusion_pytorch_model"
     TRAINED = "transformer"
@@ -222,17 +206,14 @@ class DiffusersFolder(FolderLayout):
         return str(classes[component][0])
 
 
-LAYOUTS: tuple[type[FolderLayout], ...] = (DiffusersFolder, TransformersFolder)
-
-
 def detect_layout(folder: Path) -> FolderLayout | None:
     """Return the layout of a folder; None if it has none of the known ones."""
-    return next((layout(folder) for layout in LAYOUTS if layout.detect(folder)), None)
+    return next((layout(folder) for layout in (DiffusersFolder, FolderLayout) if layout.detect(folder)), None)
 
 
 def folder_layout(folder: Path) -> FolderLayout:
     """Return the layout of a folder. One without a configuration is treated as a transformers folder."""
-    return detect_layout(folder) or TransformersFolder(folder)
+    return detect_layout(folder) or FolderLayout(folder)
 
 
 def pipeline_folder(place: Path) -> Path | None:
@@ -240,10 +221,10 @@ def pipeline_folder(place: Path) -> Path | None:
     return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
 
 
-def _weight_map(index: Path) -> dict[str, Any]:
+def _weight_map(index: Path) -> dict[str, str]:
     """Return the files of tensors, by their names, as an index of weights lists them."""
     try:
-        return dict(read_json(index, _MAX_INDEX_BYTES)["weight_map"].items())
+        return {name: os.fspath(file) for name, file in read_json(index, _MAX_INDEX_BYTES)["weight_map"].items()}
     except (TesseraError, KeyError, TypeError, AttributeError) as error:
         why = error.what if isinstance(error, TesseraError) else repr(error)
         raise TesseraError(f"not an index of weights: {why}", where=str(index), code="weights.damaged-index") from error
@@ -251,15 +232,9 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 def _indexed(index: Path) -> list[Path]:
     """Return the files that an index of weights names, all of which must be beside it."""
-    try:
-        names = sorted(set(_weight_map(index).values()))
-    except TypeError as error:
-        raise TesseraError(
-            f"not an index of weights: {error!r}", where=str(index), code="weights.damaged-index"
-        ) from error
     paths = []
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+    for name in sorted(set(_weight_map(index).values())):
+        if Path(name).name != name or name in ("", ".", ".."):
             raise TesseraError(
                 f"the index names a file outside of its folder: {name!r}",
                 where=str(index),

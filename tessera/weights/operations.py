@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,9 +54,7 @@ class Identity:
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         return [(0, tuple(offsets), tuple(sizes))]
 
-    def join_boxes(
-        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
-    ) -> Tensor:
+    def join_boxes(self, boxes: Sequence[Tensor], *_: Any) -> Tensor:
         return boxes[0]
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
@@ -80,16 +78,6 @@ class Reshape:
 
     def to_foreign(self, native: Tensor) -> list[Tensor]:
         return [native.reshape(self.foreign)]
-
-
-@dataclass(frozen=True)
-class Transpose:
-    def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
-        (tensor,) = foreign
-        return tensor.t().contiguous()
-
-    def to_foreign(self, native: Tensor) -> list[Tensor]:
-        return [native.t().contiguous()]
 
 
 class RowOrder(ABC):
@@ -227,9 +215,7 @@ class Concat:
             at += shape[self.dim]
         return boxes
 
-    def join_boxes(
-        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
-    ) -> Tensor:
+    def join_boxes(self, boxes: Sequence[Tensor], *_: Any) -> Tensor:
         return torch.cat(list(boxes), dim=self.dim)
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
@@ -246,9 +232,7 @@ class Stack:
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         return [(n, tuple(offsets[1:]), tuple(sizes[1:])) for n in range(offsets[0], offsets[0] + sizes[0])]
 
-    def join_boxes(
-        self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
-    ) -> Tensor:
+    def join_boxes(self, boxes: Sequence[Tensor], *_: Any) -> Tensor:
         return torch.stack(list(boxes))
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, fake_world, free_port, port_is_free
 from tessera.runtime.rng import derive, generator
-from tessera.weights.map import Concat, Reshape, Rule, TensorChunk, Transpose, TransposeIfNeeded, WeightMap
+from tessera.weights.map import Concat, Reshape, Rule, TensorChunk, TransposeIfNeeded, WeightMap
 from tests.errors import raises
 
 
@@ -56,7 +56,7 @@ def test_weight_map_goes_both_ways() -> None:
             Rule("layers.{i}.q", "model.h.{i}.attn.q"),
             Rule("layers.{i}.qkv", ("h.{i}.q", "h.{i}.k"), Concat((4, 2))),
             Rule("patch", "conv", Reshape((4, 12), (4, 3, 2, 2))),
-            Rule("out", "o", Transpose()),
+            Rule("out", "o", TransposeIfNeeded(2, 5)),
         ),
         renames=(("old.", "model."),),
         skip=("rotary.{x}.inv",),
