@@ -5,7 +5,6 @@ Safetensors are the only format here; a pickle is never read or written.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,12 +22,9 @@ from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import NativeTensors, StoredForm
 from tessera.checkpoint.publish import pretty_json
 from tessera.checkpoint.weights import (
-    Counts,
     check_copies,
     check_stored_kind,
     fill,
-    judge_non_finite,
-    non_finite,
     plan_reading,
 )
 from tessera.checkpoint.writer import plan_safetensors
@@ -39,7 +35,6 @@ from tessera.weights.layouts import CONFIG_FILE, ROOT, new_weight_files
 from tessera.weights.map import WeightMap
 
 SHARD_BYTES = 5_000_000_000
-_log = logging.getLogger("tessera")
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -61,49 +56,23 @@ def load_folder(
     is only a part of it. Each rank reads for itself; a failure of one is raised on all. `ranks`: those that call this,
     where they are not all.
     """
-    ranks, counts = ranks or Ranks.current(), Counts()
 
-    def work() -> list[str]:
-        _load(folder, component, tensors, weight_map, tied or {}, expected, counts)
-        return [name for name, (_, nan, infinite) in counts.items() if nan or infinite]
+    def work() -> None:
+        with FolderTensors(folder, component) as stored:
+            shapes, where = stored.shapes, str(folder)
+            sources = plan_reading(tensors.keys(), shapes, weight_map, tied=tied or {}, expected=expected, where=where)
+            if Ranks.current().rank == 0:
+                check_copies(weight_map.for_names(shapes), shapes, stored.read, where)
+            sizes = [local_shard(tensors[source.native]).nbytes for source in sources]
+            with WorkProgress("loading weights", sum(sizes)) as progress:
+                for source, size in zip(sources, sizes, strict=True):
+                    target = tensors[source.native]
+                    for name in source.foreign:
+                        check_stored_kind(name, stored.kinds[name], target.dtype, where)
+                    fill(target, source, shapes, stored.read, where)
+                    progress.count(size)
 
-    suspects = {name for found in ranks.on_all(work) for name in found}
-    if suspects:  # a shard may be ruined where the tensor is not: ranks add up their counts
-        warnings = judge_non_finite(
-            ranks.on_all(lambda: {n: c for n, c in counts.items() if n in suspects}), str(folder)
-        )
-        if warnings and ranks.rank == 0:
-            _log.warning("weights that are not finite, in %s:\n    %s", folder, "\n    ".join(warnings[:20]))
-
-
-def _load(
-    folder: Path,
-    component: str,
-    tensors: Mapping[str, Tensor],
-    weight_map: WeightMap,
-    tied: Mapping[str, str],
-    expected: Iterable[str],
-    counts: Counts,
-) -> None:
-    with FolderTensors(folder, component) as stored:
-        shapes, kinds = stored.shapes, stored.kinds
-        sources = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=expected, where=str(folder))
-
-        def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-            box = stored.read(name, offsets, sizes)
-            (read, nan, infinite), (more_nan, more_infinite) = counts.get(name, (0, 0, 0)), non_finite(box)
-            counts[name] = (read + box.numel(), nan + more_nan, infinite + more_infinite)
-            return box
-
-        if Ranks.current().rank == 0:
-            check_copies(weight_map.for_names(shapes), shapes, read, str(folder))
-        sizes = [local_shard(tensors[source.native]).nbytes for source in sources]
-        with WorkProgress("loading weights", sum(sizes)) as progress:
-            for source, size in zip(sources, sizes, strict=True):
-                for name in source.foreign:
-                    check_stored_kind(name, kinds[name], tensors[source.native].dtype, str(folder))
-                fill(tensors[source.native], source, shapes, read, str(folder))
-                progress.count(size)
+    (ranks or Ranks.current()).on_all(work)
 
 
 def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:

@@ -189,6 +189,8 @@ def _recover(folder: Path) -> None:
 def _remove_abandoned(folder: Path) -> None:
     """Remove staging folders of a target that no process writes to."""
     for path in folder.parent.glob(f".staging-{escape(folder.name)}~*"):
+        if path.is_symlink():
+            remove_folder(path)
         with suppress(OSError):  # a folder of another user stays
             if (lock := _lock(path)) is not None:
                 remove_folder(path)

@@ -150,7 +150,6 @@ def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 
 
 _COMPARED = 16 << 20  # numbers of two tables that are compared at a time
-Counts = dict[str, tuple[int, int, int]]  # by names of foreign tensors: numbers read, NaN, infinite
 
 
 def check_stored_kind(name: str, stored: str, wanted: torch.dtype, where: str) -> None:
@@ -163,42 +162,6 @@ def check_stored_kind(name: str, stored: str, wanted: torch.dtype, where: str) -
             fix="the file is damaged, or quantized in a way that is not read: fetch the weights in bf16, fp16 or fp32",
             code="weights.dtype-mismatch",
         )
-
-
-def non_finite(tensor: Tensor) -> tuple[int, int]:
-    """Return how many numbers are NaN, and how many are infinite, by one pass over sound weights and without a copy."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return 0, 0
-    if tensor.dtype.itemsize == 1:  # no sums of these
-        tensor = tensor.float()
-    if math.isfinite(float(tensor.sum(dtype=torch.float32))):
-        return 0, 0
-    return int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
-
-
-def judge_non_finite(counts: Iterable[Mapping[str, tuple[int, int, int]]], where: str) -> list[str]:
-    """Return warnings about tensors with numbers that are not finite; raise if one holds nothing but NaN.
-
-    `counts`: of each rank, by names of tensors, how many numbers were read, were NaN and were infinite. Few such
-    numbers may be limits, or rows that are never used.
-    """
-    sums: dict[str, list[int]] = {}
-    for table in counts:
-        for name, numbers in table.items():
-            sums[name] = [a + b for a, b in zip(sums.get(name, [0, 0, 0]), numbers, strict=True)]
-    ruined = [name for name, (read, nan, _) in sums.items() if nan == read]
-    if ruined:
-        raise TesseraError(
-            f"nothing but NaN in {len(ruined)} of the tensors: " + ", ".join(ruined[:5]),
-            where=where,
-            fix="these weights are ruined: fetch them again, or take an earlier checkpoint",
-            code="weights.all-nan",
-        )
-    return [
-        f"{name}: {nan} NaN and {infinite} infinite of {read} numbers"
-        for name, (read, nan, infinite) in sums.items()
-        if nan or (infinite and read > 1)  # a single infinite number is a limit that is not set
-    ]
 
 
 def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
@@ -42,7 +41,6 @@ _IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is
 _MAX_JOBS = 8
 _EXTRA_JOBS = 2  # threads beside one for each processor: some wait for the disk
 _WORTH_A_REQUEST = 1 << 20  # bytes that the disk is asked to write at once; fewer are gathered until the end
-_WEIGHTS = (".safetensors", ".pt", ".distcp")
 _log = logging.getLogger("tessera")
 
 
@@ -57,7 +55,7 @@ class WriteJob:
     """Describe a folder of weights that is written.
 
     `weight_map`: that of the target form. `reopen` reads a staging folder in the target form. `finish` adds the files
-    beside the weights and checks the folder. `sources`: folders that are read. `rounded`: native tensors that are
+    beside the weights and checks the folder. `rounded`: native tensors that are
     written quantized, so that they cannot be made again. `jobs`: threads; None: by the number of processors.
     """
 
@@ -65,7 +63,6 @@ class WriteJob:
     weight_map: WeightMap
     plan: FolderPlan
     reopen: Callable[[Path], AbstractContextManager[NativeTensors]]
-    sources: Sequence[Path] = ()
     finish: Callable[[Path], object] | None = None
     origin: Origin | None = None
     overwrite: bool = False
@@ -91,20 +88,11 @@ def write_weights(target: Path, job: WriteJob) -> None:
 
 def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
     jobs = min(_MAX_JOBS, round(usable_cpus()) + _EXTRA_JOBS) if job.jobs is None else job.jobs
-    before = _statuses(job.sources)
     try:
         with open_files(len(job.plan.files)), staged(target, job.origin, job.overwrite, job.fault) as staging:
             _check_space(target, job.plan.nbytes)
             with _one_thread_each():
                 _Writer(job, groups, staging).run(jobs)
-            for path, status in before.items():
-                if path.is_file() and _status(path) != status:
-                    raise TesseraError(
-                        "this file was changed while it was read",
-                        where=str(path),
-                        fix="start again",
-                        code="weights.source-changed",
-                    )
     except KeyboardInterrupt:
         raise Interrupted("stopped: nothing was published", where=str(target), code="output.interrupted") from None
     except OSError as error:
@@ -221,18 +209,6 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _statuses(folders: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """Return sizes and times of the weight files in folders; those that are being written are left out."""
-    paths = [(folder, path) for folder in folders for path in folder.rglob("*") if path.suffix in _WEIGHTS]
-    inside = [path for folder, path in paths if not str(path.relative_to(folder)).startswith((".staging-", ".trash-"))]
-    return {path: _status(path) for path in inside if path.is_file()}
-
-
-def _status(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
 # ---------------------------------------------------------------------------------------------- files
 
 
@@ -250,25 +226,12 @@ def plan_safetensors(files: Mapping[str, Sequence[Entry]]) -> FolderPlan:
     return FolderPlan(plans, places)
 
 
-class _Scratch(threading.local):
-    """Memory of each thread for bytes that are read to be compared."""
-
-    def __init__(self) -> None:
-        self._bytes: Bytes = np.empty(0, dtype=np.uint8)
-
-    def of_size(self, count: int) -> Bytes:
-        if len(self._bytes) < count:
-            self._bytes = np.empty(count, dtype=np.uint8)
-        return self._bytes[:count]
-
-
 class PlannedFolder:
     """Write the files of a plan: tensors in any order, by several threads. Use it as a context."""
 
     def __init__(self, folder: Path, plan: FolderPlan) -> None:
         self._folder, self._plan = folder, plan
         self._handles: dict[str, int] = {}
-        self._scratch = _Scratch()
 
     def __enter__(self) -> Self:
         """Create the files and write everything but tensors."""
@@ -302,7 +265,7 @@ class PlannedFolder:
                 if place.checksums and place.slice not in checksums:
                     checksum = crc32(chunk, checksum)
                 _write_at(handle, chunk.data, position)
-                again = self._scratch.of_size(len(chunk))
+                again = np.empty_like(chunk)
                 if not _read_at(handle, again, position) or not same_bytes(chunk, again):
                     raise TesseraError(
                         f"{name} was read back with other bytes than were written",

@@ -130,8 +130,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
                 return NativeTensors(_open(folder, job.to, job.prefix, shards, None), hub, shapes, tied)
 
             write = WriteJob(native, table, plan, reopen)
-        sources = [Path(native.where), *([] if base is None or not base.is_dir() else [base])]
-        write = replace(write, sources=sources, origin=made_from(job.to, job.source), overwrite=job.overwrite)
+        write = replace(write, origin=made_from(job.to, job.source), overwrite=job.overwrite)
         write_weights(job.target, replace(write, jobs=job.jobs, fault=job.fault))
 
 

@@ -296,18 +296,6 @@ def test_what_is_no_folder_in_the_place_of_a_staging_folder_is_removed(folder: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mm", "precious"]
 
 
-def test_weights_that_change_while_they_are_read_are_refused(folder: Path, tmp_path: Path) -> None:
-    source = shutil.copytree(folder, tmp_path / "hf")
-
-    def fault(point: str) -> None:
-        if point == "sync":
-            os.utime(next(source.glob("*.safetensors")), ns=(1, 1))
-
-    with raises("weights.source-changed"):
-        convert(source, tmp_path / "mm", fault)
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
 @pytest.mark.parametrize("form", ["mm", "hf"])
 @pytest.mark.parametrize("length", [250, 300])
 def test_a_name_that_is_too_long_is_refused(folder: Path, tmp_path: Path, form: Any, length: int) -> None:

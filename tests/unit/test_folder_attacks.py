@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -118,35 +117,6 @@ def test_a_reader_of_files_alone_refuses_them_too(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / SHARD)
     with raises("weights.dtype-mismatch", "F32"):
         load_folder(tmp_path, {"a": torch.zeros(3, dtype=torch.int64)}, WeightMap((), same_names=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_tensor_of_nothing_but_nan_is_refused(folder: Path, dtype: torch.dtype) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    change_weights(folder, name, torch.full_like(load_file(folder / SHARD)[name], float("nan")).to(dtype))
-    with raises("weights.all-nan", str(name)):
-        tessera.load(folder, device="cpu")
-
-
-def test_some_numbers_that_are_not_finite_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They may be rows that nobody asks for: such a run would succeed."""
-    name = "model.embed_tokens.weight"
-    rows = load_file(folder / SHARD)[name]
-    rows[-1, :3], rows[-1, 3] = float("nan"), float("inf")
-    change_weights(folder, name, rows)
-    logging.getLogger("tessera").propagate = True
-    with caplog.at_level(logging.WARNING, logger="tessera"):
-        tessera.load(folder, device="cpu")
-    assert f"{name}: 3 NaN and 1 infinite of {rows.numel()} numbers" in caplog.text
-
-
-def test_a_limit_that_is_not_set_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_file({"most": torch.tensor([float("inf")]), "large": torch.full((4,), 3e38)}, tmp_path / SHARD)
-    into = {"most": torch.zeros(1), "large": torch.zeros(4)}
-    with caplog.at_level(logging.WARNING, logger="tessera"):
-        load_folder(tmp_path, into, WeightMap((), same_names=True))
-    assert not caplog.text
-    assert torch.isinf(into["most"]).all()
 
 
 def make(kind: str, path: Path) -> None:
