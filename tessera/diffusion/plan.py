@@ -17,8 +17,10 @@ _COLUMNS = (
     *("qkv.{q,k,v}", "attn.qkv.{q,k,v}", "attn.{latent,text}.{q,k,v}", "attn2.latent.{q,k,v}"),
     *("cross.q", "cross.{kv,image_kv}.{k,v}", "proj.{q,k,v,up}", "{mlp,latent_mlp,text_mlp}.up"),
 )
-_ROWS = ("out", "attn.out", "attn.{latent_out,text_out}", "attn2.latent_out", "cross.out")
-_ROWS += ("{mlp,latent_mlp,text_mlp}.down",)
+_ROWS = (
+    *("out", "attn.out", "attn.{latent_out,text_out}", "attn2.latent_out", "cross.out"),
+    "{mlp,latent_mlp,text_mlp}.down",
+)
 _MODULATIONS = "{modulation,latent_modulation,text_modulation,attn_modulation,mlp_modulation}"
 _EMBEDDINGS = (
     *("{latents,patch,modulation,text,text_norm,table}", "{time,pooled,guidance,text}.{up,down}"),

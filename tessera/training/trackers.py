@@ -14,6 +14,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +172,9 @@ class Trackers(Callback):
         for section in self._sections:
             run = TrackedRun(folder, section.run_name or config.name, settings, ids.get(section.name), trainer.step)
             self._trackers[section.name] = self._make(section)
-            self._call(section.name, lambda tracker, run=run, name=section.name: self._start(name, tracker, run))
+            self._call(section.name, partial(self._start, section.name, run))
 
-    def _start(self, name: str, tracker: Tracker, run: TrackedRun) -> None:
+    def _start(self, name: str, run: TrackedRun, tracker: Tracker) -> None:
         id, address = tracker.start(run)
         log.info("%s: %s", name, address)
         if run.id is None:

@@ -421,7 +421,7 @@ def _write_job(target: Path, native: NativeTensors) -> None:
     plan = plan_dcp(native.plans, JOB).below("release")
     plan = replace(plan, files={**plan.files, LATEST: FilePlan.of_bytes(b"release")})
     origin = made_from("dcp", native.where)
-    write_weights(target, WriteJob(native, _SAME, plan, reopen, [Path(native.where)], origin=origin))
+    write_weights(target, WriteJob(native, _SAME, plan, reopen, origin=origin))
 
 
 def _write_folder(
@@ -442,4 +442,4 @@ def _write_folder(
     config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks))
     plan = plan_folder(blanks, table, config, shard_bytes, files)
     origin = made_from("hf", native.where)
-    write_weights(target, WriteJob(native, table, plan, reopen, [Path(native.where), like], finish, origin))
+    write_weights(target, WriteJob(native, table, plan, reopen, finish, origin))

@@ -68,7 +68,7 @@ def resplit(
     with reopen(Path(source), old) as native:
         plan = plan_megatron(form, new, native.plans, str(target))
         origin = made_from("mm", source)
-        write_weights(Path(target), WriteJob(native, whole.weights, plan, reopen, [Path(source)], origin=origin))
+        write_weights(Path(target), WriteJob(native, whole.weights, plan, reopen, origin=origin))
     return Path(target)
 
 
