@@ -47,11 +47,11 @@ def plan(config: WanConfig) -> ModelPlan:
     wide = ["embed.time", "blocks.{*}.modulation", "head.modulation"]
     wide += ["blocks.{*}.cross_norm"] if config.cross_attn_norm else []
     wide += ["embed.image.{norm_in,norm_out}"] if config.image_dim is not None else []
-    own = ("{norm_in,norm_out}." + BOTH, "mlp.{up,down}." + BOTH, "positions")
+    image_tensors = ("{norm_in,norm_out}." + BOTH, "mlp.{up,down}." + BOTH, "positions")
     return cross_plan(
         config.shape,
         embed=config.patch_values * config.hidden,
-        styles={f"embed.image.{name}": "replicate" for name in own},
+        styles={f"embed.image.{name}": "replicate" for name in image_tensors},
         float32=tuple(wide),
     )
 
