@@ -148,7 +148,7 @@ def test_a_template_that_changes_words_is_refused(with_template: Any) -> None:
     with raises("tokenizer.template-changes-message") as refused:
         trained(processor_of(with_template(loud)))
     assert "{% generation %}" in str(refused.value)
-    with raises("recipe.unknown-key", "{% generation %}"):
+    with raises("recipe.renamed-key", "{% generation %}"):
         processor_of(with_template(loud), response_start="[assistant]")
 
 
