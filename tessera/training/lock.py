@@ -24,7 +24,6 @@ from tessera.runtime.files import read_json_mapping
 from tessera.runtime.process import Process
 
 LOCK = ".lock"
-OLD_OWNER = ".owner.json"  # names the owner in folders of version 0.1 and before, which had another kind of lock
 ENDING_S = 40.0  # torch's launcher kills ranks 30 s after the signal that ends them
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -66,7 +65,7 @@ class FolderLock:
 
     def refuse_running(self) -> None:
         """Raise if another run uses the folder, and lock nothing. For the main rank alone."""
-        if self._path.exists() or (self._path.parent / OLD_OWNER).exists():
+        if self._path.exists():
             with contextlib.suppress(OSError):  # the reason for which `acquire` will fail
                 self.acquire()
                 self.release()
@@ -81,9 +80,6 @@ class FolderLock:
             owner = _owner(self._path)
             if locked is False or (locked is None and _is_running(owner)):
                 raise self._in_use(owner)
-            before = _owner(self._path.parent / OLD_OWNER)
-            if before != Process.this() and _is_running(before):
-                raise self._in_use(before)
             if locked is None and owner is not None and not owner.visible():
                 log.warning(
                     "%s: this file system has no locks. The run of process %d on %s is expected to have ended",
@@ -102,7 +98,6 @@ class FolderLock:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
-                (self._path.parent / OLD_OWNER).unlink(missing_ok=True)
         self._close()
 
     def _in_use(self, owner: Process | None) -> FolderInUse:

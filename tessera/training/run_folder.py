@@ -6,8 +6,8 @@ A run works when its first step is applied, or a checkpoint is written. Until th
 - `--overwrite` moves the files of the old run to `RUN/.replacing`, and renames that to `RUN/.replaced` when all of them
   are there. If the new run fails before it works, the files are moved back. After a kill the next start does so: files
   in `.replacing` belong into the folder; files beside `.replaced` belong to the new run and are removed.
-- Only a folder that holds `run.json` or a checkpoint of Tessera is ever emptied, and never the working folder. Files
-  that were there before the folder became a run are not part of it (`run.json` lists them), and stay.
+- Only a folder with a `run.json` of Tessera is ever emptied, and never the working folder. Only files and folders with
+  names of a run are moved; others stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import os
+import re
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.files import read_manifest, remove_folder
+from tessera.checkpoint.files import remove_folder
 from tessera.config.run_config import CheckpointSection, RunConfig
 from tessera.config.run_paths import kept_text
 from tessera.config.trust import named_code, write_run_id
@@ -33,16 +34,18 @@ from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, 
 from tessera.inference.weight_source import run_exists as run_exists  # the command line asks here
 from tessera.runtime.distributed import expected_rank
 from tessera.runtime.files import read_json_mapping, replace_file
-from tessera.training.lock import LOCK, OLD_OWNER, FolderLock
+from tessera.training.lock import FolderLock
 
 FORMAT = "tessera-run"
 _TRASH = ".trash-"
-# Names that belong to the run even if they were there before: they would be read as files of the run.
+# Names that belong to a run: the next run would read them as its own.
 _OF_A_RUN = frozenset(
-    {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "hf", "hf-ema", "adapter"}
+    {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "data", "hf", "hf-ema"}
     | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
-    | {"best.json", "report.html", "profile", "previews", "answer_images"}
+    | {"adapter", "adapter-ema", "best.json", "report.html", "profile", "previews", "answer_images"}
+    | {"tensorboard", "wandb", "swanlab", "trackers.json"}
 )
+_ANSWERS = re.compile(r"answers-step-\d+\.jsonl")
 # Errors of the system that mean: the folder cannot be written to, and the user has to change that.
 _UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
@@ -90,7 +93,6 @@ class RunFolder:
         self._lock = FolderLock(folder)
         self._open = False
         self._objects: list[str] = []
-        self._others: list[str] = []
         self.resumed = False
 
     def open(self, *, overwrite: bool = False, resume: bool = False) -> None:
@@ -104,7 +106,6 @@ class RunFolder:
             self._open = True
             self._recover()
             self.resumed = resume
-            self._others = self._find_others()
             if resume:
                 return
             _check_replaceable(self.path, overwrite)
@@ -120,11 +121,11 @@ class RunFolder:
             if named_code(config):
                 write_run_id(self.path)
             if not resume:
-                write_config(self.path, config, self._objects, self._others)
+                write_config(self.path, config, self._objects)
 
     def publish(self, config: RunConfig) -> None:
         """Write the configuration of a run that works, and remove the run that it replaced."""
-        write_config(self.path, config, self._objects, self._others)
+        write_config(self.path, config, self._objects)
         old = self.path / REPLACED
         if old.exists():
             trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
@@ -148,20 +149,9 @@ class RunFolder:
 
     # ------------------------------------------------------------------------------------------ setting aside
 
-    def _find_others(self) -> list[str]:
-        """Return the names in this folder that are no part of the run: they were there before it became one."""
-        recorded = _run_file(self.path)
-        if recorded is not None:
-            others = recorded.get("others", [])
-            return [str(name) for name in others if name not in _OF_A_RUN] if isinstance(others, list) else []
-        if _is_run(self.path):  # of a version that wrote no run file
-            return []
-        return sorted(path.name for path in self._entries() if path.name not in _OF_A_RUN)
-
     def _entries(self) -> list[Path]:
         """Return the files and folders of the run."""
-        excluded = {LOCK, OLD_OWNER, *ASIDE, *self._others}
-        return [path for path in self.path.iterdir() if path.name not in excluded and not _is_trash(path)]
+        return [path for path in self.path.iterdir() if path.name in _OF_A_RUN or _ANSWERS.fullmatch(path.name)]
 
     def _set_aside(self) -> None:
         _move(self._entries(), self.path / REPLACING)
@@ -170,7 +160,6 @@ class RunFolder:
     def _recover(self) -> None:
         """Put back the run that a killed one was to replace, and remove the remains of the killed one."""
         if (self.path / REPLACED).exists():
-            self._others = self._find_others()
             _move(self._entries(), self.path / f"{_TRASH}{secrets.token_hex(4)}")
             os.rename(self.path / REPLACED, self.path / REPLACING)
         for aside in (self.path / name for name in ASIDE):
@@ -216,7 +205,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
             fix="start from another folder, or choose another name",
             code="run.working-folder",
         )
-    if not _is_run(folder):
+    if _run_file(folder) is None:
         raise TesseraError(
             f"{folder} holds other things than a run of Tessera: it is not replaced",
             where="--overwrite",
@@ -234,33 +223,15 @@ def _run_file(folder: Path) -> dict[str, Any] | None:
     return content if content.get("format") == FORMAT else None
 
 
-def _is_run(folder: Path) -> bool:
-    if _run_file(folder) is not None:
-        return True
-    for path in find_file(folder, "checkpoints").glob("step-*"):  # of a version that wrote no run file
-        try:
-            read_manifest(path)
-            return True
-        except TesseraError:
-            continue
-    return False
-
-
 def given_objects(folder: Path) -> list[str]:
     """Return which parts of a run its caller gave as objects."""
-    try:
-        names = read_json_mapping(find_file(folder, RUN_FILE)).get("objects", [])
-    except TesseraError:
-        return []
+    names = (_run_file(folder) or {}).get("objects", [])
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = (), others: Sequence[str] = ()) -> None:
-    """Replace `config.yaml` in one step, and write `run.json`, which marks the folder as a run.
-
-    `others`: names in the folder that are no part of the run."""
+def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = ()) -> None:
+    """Replace `config.yaml` in one step, and write `run.json`, which marks the folder as a run."""
     content = {"format": FORMAT, "version": 1, "folder": str(folder.absolute()), "objects": list(objects)}
-    content |= {"others": list(others)} if others else {}
     for path, text in ((folder / RUN_FILE, json.dumps(content) + "\n"), (folder / CONFIG, kept_text(config))):
         if not (path.is_file() and path.read_bytes() == text.encode()):
             replace_file(path, text.encode())

@@ -32,7 +32,7 @@ class FailAtStart(Callback):
         raise RuntimeError("planted")
 
 
-def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path, tmp_path: Path) -> None:
+def test_files_without_a_name_of_a_run_are_never_removed(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "chat"
     (folder / "thesis").mkdir(parents=True)
     (folder / "thesis" / "one.tex").write_text("years of work")
@@ -48,10 +48,10 @@ def test_what_lay_in_a_folder_before_it_became_a_run_is_never_removed(data: Path
     for _ in range(2):
         tessera.train(recipe, overwrite=True)
         assert (folder / "thesis" / "one.tex").read_text() == "years of work"
-    assert not (folder / "made-by-a-callback").exists()
+    assert (folder / "made-by-a-callback").exists()
     killed = RunFolder(folder)
     killed.open(overwrite=True)
-    assert [path.name for path in folder.iterdir() if not path.name.startswith(".")] == ["thesis"]
+    assert {path.name for path in folder.glob("[!.]*")} == {"thesis", "made-by-a-callback"}
     killed._lock.release()  # as the system does for a process that is killed
     assert tessera.resume(folder, {"train.steps": 3}).checkpoint == folder / "checkpoints" / "step-00000003"
     assert (folder / "thesis" / "one.tex").exists()

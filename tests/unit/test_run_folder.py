@@ -21,7 +21,7 @@ from tessera.config.saved_recipe import in_keys_of_today
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import find_file, run_exists
-from tessera.training.lock import LOCK, OLD_OWNER
+from tessera.training.lock import LOCK
 from tessera.training.run import resume_config
 from tessera.training.run_folder import RunFolder, check_fresh, describe_saving
 from tests.errors import raises
@@ -189,8 +189,7 @@ def test_only_a_run_is_replaced_and_never_where_we_stand(
     (other / "config.yaml").write_text("my: own\n")
     with raises("run.foreign-folder"):
         check_fresh(other, overwrite=True)
-    (folder / "run.json").unlink()
-    check_fresh(folder, overwrite=True)  # its checkpoints tell that it is one
+    check_fresh(folder, overwrite=True)
     for place in (folder, folder / "checkpoints"):
         monkeypatch.chdir(place)
         with raises("run.working-folder"):
@@ -487,10 +486,7 @@ def test_a_pipe_or_a_bomb_among_the_files_of_a_run_is_never_waited_for(kind: str
 
 def test_an_owner_that_cannot_be_read_keeps_nobody_out(folder: Path) -> None:
     (folder / LOCK).write_bytes(b"[" * 200_000)
-    (folder / OLD_OWNER).write_bytes(b"[" * 200_000)
     assert tessera.resume(folder, {"train.steps": 4}).checkpoint is not None
-    os.mkfifo(folder / OLD_OWNER)
-    assert tessera.resume(folder, {"train.steps": 5}).checkpoint is not None
 
 
 def test_a_damaged_copy_of_the_tokenizer_is_not_trained_on(

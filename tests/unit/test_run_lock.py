@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tessera.runtime.process import Process
-from tessera.training.lock import LOCK, OLD_OWNER, FolderLock, wait_for_owner
+from tessera.training.lock import LOCK, FolderLock, wait_for_owner
 from tests.errors import raises
 
 HOLDER = """
@@ -120,21 +120,6 @@ def test_a_second_run_of_the_same_process_is_refused_and_takes_nothing_away(tmp_
 def test_a_record_of_a_process_that_has_ended_locks_nobody_out(tmp_path: Path, started: str) -> None:
     process = Process.this() if started == "now" else replace(Process.this(), started="1")  # its number was reused
     (tmp_path / LOCK).write_text(record(process))
-    (tmp_path / OLD_OWNER).write_text(record(process))
-    take(tmp_path)
-    assert not (tmp_path / OLD_OWNER).exists()
-
-
-def test_a_running_process_of_an_older_version_is_respected(tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    (tmp_path / OLD_OWNER).write_text(record(Process.of(other.pid)))
-    try:
-        for attempt in (take, lambda folder: FolderLock(folder).refuse_running()):
-            with raises("run.folder-in-use", str(other.pid)):
-                attempt(tmp_path)
-    finally:
-        other.kill()
-        other.wait()
     take(tmp_path)
 
 
@@ -156,8 +141,7 @@ def test_without_locks_the_record_decides(
 
 
 def test_an_unreadable_record_locks_nobody_out(tmp_path: Path) -> None:
-    for name in (LOCK, OLD_OWNER):
-        (tmp_path / name).write_bytes(b"\x00" * 100)
+    (tmp_path / LOCK).write_bytes(b"\x00" * 100)
     take(tmp_path)
 
 
