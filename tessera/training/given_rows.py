@@ -35,7 +35,6 @@ KINDS = ("chat", "preference", "unpaired_preference")  # of data whose rows can 
 # A mapping with one of these keys is a row of a data set, and not tensors for a model.
 _ROW_KEYS = ("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url")
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 _LOOKED_AT = 100  # rows of a list
 
@@ -194,17 +193,14 @@ class _Media:
         try:
             if not image.width or not image.height:
                 raise ValueError("it has no pixels")
-            image = image if image.mode in _PNG_MODES else to_rgb(image)  # as an image of a file is read
-            content = image.tobytes()
+            image = to_rgb(image)  # as an image of a file is read
         except (OSError, ValueError) as error:
             raise TesseraError(
                 f"this image cannot be read: {error}", where=where, code="media.unreadable-image"
             ) from None
-        palette = image.getpalette() if image.mode == "P" else None
-        clear = image.info.get("transparency")
-        # By its pixels: the bytes of a PNG depend on the version of the library that writes it.
-        identity = (image.mode, image.size, palette) if clear is None else (image.mode, image.size, palette, clear)
-        return self._keep(repr(identity).encode() + content, ".png", lambda: _png(image))
+        # Named by its pixels: the bytes of a PNG depend on the version of the library that writes it.
+        identity = repr((image.mode, image.size, None)).encode() + image.tobytes()
+        return self._keep(identity, ".png", lambda: _png(image))
 
     def file(self, content: bytes) -> str:
         return self._keep(content, "", lambda: content)

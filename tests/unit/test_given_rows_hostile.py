@@ -32,12 +32,6 @@ def test_deep_images_are_kept_as_those_of_a_file_are_read(tmp_path: Path, mode: 
         assert to_rgb(image).getpixel((0, 0)) == to_rgb(image).getpixel((0, 0)) not in [(0, 0, 0), (255, 255, 255)]
 
 
-def test_images_that_differ_in_what_is_transparent_are_two(tmp_path: Path) -> None:
-    plain, clear = Image.new("L", (4, 4)), Image.new("L", (4, 4))
-    clear.info["transparency"] = 0
-    assert len(list((written(tmp_path, row(images=[plain, clear])) / "media").iterdir())) == 2
-
-
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     folder = written(tmp_path, row(weight=np.float32(0.5), count=np.int64(3), good=np.bool_(True)))
     assert '"weight": 0.5, "count": 3, "good": true' in (folder / "train.jsonl").read_text(encoding="utf-8")
