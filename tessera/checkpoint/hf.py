@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -140,14 +139,6 @@ def plan_folder(
 # ---------------------------------------------------------------------------------------------- a model in memory
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """Name the rank that provides a tensor, with its shape and type."""
-
-    rank: int
-    blank: Tensor
-
-
 class GatheredForm(StoredForm):
     """Read the tensors of a model that is spread over ranks. Each is gathered on rank 0 when it is read.
 
@@ -165,8 +156,7 @@ class GatheredForm(StoredForm):
         self._waiting: list[str] = []
 
     def tensors(self) -> Mapping[str, PlannedTensor]:
-        blanks = ((name, holder.blank) for name, holder in self._holders.items())
-        return {name: PlannedTensor(blank.dtype, tuple(blank.shape)) for name, blank in blanks}
+        return {name: plan for name, (_, plan) in self._holders.items()}
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         tensor = self._gather(name)
@@ -188,7 +178,7 @@ class GatheredForm(StoredForm):
         tensor = self._tensors.get(name)
         if tensor is not None and self._prepare is not None:
             tensor = self._prepare(name, tensor)
-        full = _gather(self._ranks, tensor, self._holders[name])
+        full = _gather(self._ranks, tensor, *self._holders[name])
         return None if full is None or self._ranks.rank else full.detach().cpu().contiguous()
 
 
@@ -198,33 +188,32 @@ def gathered(tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Ten
     return NativeTensors(form, form.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
 
 
-def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, _Holder]:
-    """Return the holder of every tensor that any rank has: the stages of a pipeline have different ones."""
-    holders: dict[str, _Holder] = {}
-    here = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    for rank, table in enumerate(ranks.on_all(lambda: here)):
-        for name, (shape, dtype) in table.items():
-            if name not in holders:
-                holders[name] = _Holder(rank, torch.empty(shape, dtype=dtype, device="meta"))
+def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, PlannedTensor]]:
+    """Return the first rank that has a tensor, and its shape and type. The stages of a pipeline have different ones."""
+    here = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    holders: dict[str, tuple[int, PlannedTensor]] = {}
+    for rank, plans in enumerate(ranks.on_all(lambda: here)):
+        for name, plan in plans.items():
+            holders.setdefault(name, (rank, plan))
     return holders
 
 
 @torch.no_grad()
-def _gather(ranks: Ranks, tensor: Tensor | None, holder: _Holder) -> Tensor | None:
+def _gather(ranks: Ranks, tensor: Tensor | None, holder: int, plan: PlannedTensor) -> Tensor | None:
     """Return the unsharded tensor on rank 0. Ranks that hold it gather it; one sends it if rank 0 has none of it."""
     full = None if tensor is None else whole_tensor(tensor)
-    if holder.rank == 0:
+    if holder == 0:
         return full
-    if ranks.rank == holder.rank and full is not None:
+    if ranks.rank == holder and full is not None:
         dist.send(full.cpu().contiguous(), dst=0)  # by the host, where it is written
     if ranks.rank == 0:
-        full = torch.empty_like(holder.blank, device="cpu")
-        dist.recv(full, src=holder.rank)
+        full = torch.empty(plan.shape, dtype=plan.dtype)
+        dist.recv(full, src=holder)
     return full
 
 
 def gather_on_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return on rank 0 the unsharded tensors of all ranks together, and nothing on the others. For small ones."""
     ranks = Ranks.current()
-    full = {name: _gather(ranks, tensors.get(name), holder) for name, holder in _holders(ranks, tensors).items()}
+    full = {name: _gather(ranks, tensors.get(name), *holder) for name, holder in _holders(ranks, tensors).items()}
     return {name: tensor for name, tensor in full.items() if tensor is not None and ranks.rank == 0}

@@ -259,11 +259,6 @@ class CheckpointManager:
 
     # ------------------------------------------------------------------------------------------ resuming
 
-    def latest(self) -> Path | None:
-        """Return the newest checkpoint whose bytes are all as written. A warning names damaged ones."""
-        stored = self._fill_newest(Ranks.current(), lambda stored: {})
-        return None if stored is None else stored.path
-
     def newest_config(self) -> Path | None:
         """Return the recipe of the newest checkpoint that has a good one. Not collective; no tensor is read."""
         return self._folders.newest_config()

@@ -167,21 +167,14 @@ def find_quantized(
     used |= {name for name in shapes if name.endswith((".input_scale", ".activation_scale", ".input_scale_inv"))}
     alone = [name for name in shapes if kinds[name] in _FP8 and name not in used]
     if alone:
-        raise TesseraError(
-            f"{alone[0]} is stored in fp8 without its scales", where=where, code="weights.quantization-scales-missing"
-        )
+        raise _damaged(where, f"{alone[0]} is stored in fp8 without its scales")
     return weights, used
 
 
 def _check_kinds(kinds: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]], where: str) -> None:
     for name, allowed in wanted.items():
         if kinds[name] not in allowed:
-            raise TesseraError(
-                f"{name} is stored as {kinds[name]}, which means something else",
-                where=where,
-                allowed=allowed,
-                code="weights.damaged-quantization",
-            )
+            raise _damaged(where, f"{name} is stored as {kinds[name]}, not as {' or '.join(allowed)}")
 
 
 def _blocks(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> ScaledFloat8:
@@ -228,32 +221,19 @@ def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping
 
 
 def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> AwqWeight | GptqWeight:
-    method = config.get("quant_method")
-    if method not in ("gptq", "awq"):
+    method, bits = config.get("quant_method"), config.get("bits", config.get("w_bit", 4))
+    gemm = str(config.get("version", "gemm")).lower() == "gemm"
+    if bits not in (2, 4, 8) or method not in ("gptq", "awq") or (method == "awq" and (bits != 4 or not gemm)):
         raise TesseraError(
-            f"weights are kept as integers by the method {method!r}, which is not read",
+            f"weights that {method!r} quantized to {bits} bits are not read",
             where=where,
-            allowed=["gptq", "awq", "fp8", "bitsandbytes"],
+            allowed=["gptq with 2, 4 or 8 bits", "awq with 4 bits in the gemm layout", "fp8", "bitsandbytes"],
             code="weights.unsupported-quantization",
         )
     names = [prefix + part for part in ("qweight", "qzeros", "scales")]
     missing = [name for name in names if name not in shapes]
     if missing:
-        raise TesseraError(
-            f"{missing[0]} is missing beside {names[0]}", where=where, code="weights.quantization-part-missing"
-        )
-    bits = config.get("bits", config.get("w_bit", 4))
-    if method == "awq" and (str(config.get("version", "gemm")).lower() != "gemm" or bits != 4):
-        raise TesseraError(
-            "AWQ is read in its gemm layout with 4 bits", where=where, code="weights.unsupported-quantization"
-        )
-    if bits not in (2, 4, 8):
-        raise TesseraError(
-            f"GPTQ with {bits} bits is not read",
-            where=where,
-            allowed=["2", "4", "8"],
-            code="weights.unsupported-quantization",
-        )
+        raise _damaged(where, f"{missing[0]} is missing beside {names[0]}")
     packed, zeros, scales = (shapes[name] for name in names)
     fits = len(packed) == len(zeros) == len(scales) == 2 and 0 not in (*packed, *zeros, *scales)
     index, per_word = prefix + "g_idx", 32 // int(bits)

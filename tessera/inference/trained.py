@@ -25,9 +25,8 @@ from tessera.errors import TesseraError
 from tessera.inference.load import FoundModel, chosen_adapters, float32_names
 from tessera.inference.weight_source import find_file
 from tessera.lora.exchange import is_adapters, read_saved
-from tessera.lora.factors import merge_adapter
+from tessera.lora.factors import layer_paths, merge_adapter
 from tessera.lora.load import part_of, read_adapters
-from tessera.lora.names import layer_paths
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, tensor_names, weight_names
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap

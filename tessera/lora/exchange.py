@@ -22,8 +22,7 @@ from torch import Tensor
 from tessera.checkpoint.files import open_safetensors, read_tensors
 from tessera.config.run_config import MAX_ADAPTER_ALPHA, MAX_ADAPTER_RANK
 from tessera.errors import TesseraError, few_names, nearest
-from tessera.lora.factors import Factors
-from tessera.lora.names import canonical, in_memory, modules_of
+from tessera.lora.factors import Factors, canonical, in_memory, modules_of
 from tessera.lora.peft import CONFIG, PREFIX, WEIGHTS, is_adapter_folder, parse_config, ranks_and_alphas, read_config
 from tessera.lora.select import Adapter
 from tessera.runtime.files import check_inside
@@ -45,15 +44,6 @@ _TEXT_ENCODERS = ("text_encoder", "lora_te", "text_model.", "conditioner.")
 _SIDES = {"A": "A", "down": "A", "B": "B", "up": "B"}
 _KEY = re.compile(r"(.+)\.lora[_.](A|B|down|up)(?:\.default)?\.weight")
 _ALPHA = ".alpha"
-_OTHER_KINDS = (
-    ("dora_scale", "DoRA"),
-    ("magnitude", "DoRA"),
-    ("lokr_", "LoKr"),
-    ("hada_", "LoHa"),
-    ("lora_mid", "a convolution"),
-    (".bias", "a bias"),
-    (".diff", "a difference of full weights"),
-)
 
 
 def find_adapter_file(path: Path) -> Path | None:
@@ -200,7 +190,12 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
         elif key.endswith(_ALPHA):
             alphas[key.removesuffix(_ALPHA)] = _alpha(key, tensor, str(file))
         elif not (".diff" in key and not tensor.any()):  # differences of zero change nothing
-            raise _not_plain(key, str(file))
+            raise TesseraError(
+                f"{key} is no part of a plain LoRA adapter of a linear layer",
+                where=str(file),
+                allowed=["lora_A and lora_B", "lora_down, lora_up and alpha"],
+                code="adapter.not-plain-lora",
+            )
     if stated.get("modules_to_save") and not saved:
         named = f"{stated['modules_to_save']!r:.80}"
         raise damaged(str(path / CONFIG), f"modules_to_save names {named}, and the weights have none of them")
@@ -303,17 +298,6 @@ def _check_alphas(layers: Collection[str], alphas: Collection[str], where: str) 
         missing = [name for name in names if name not in others]
         if missing and alphas:
             raise damaged(where, f"{few_names(missing, 3)}: {what}, unlike other layers")
-
-
-def _not_plain(key: str, where: str) -> TesseraError:
-    kind = next((kind for part, kind in _OTHER_KINDS if part in key), None)
-    reason = "is no part of a linear layer's adapter" if kind is None else f"is {kind}, and plain LoRA alone is read"
-    return TesseraError(
-        f"{key} {reason}",
-        where=where,
-        allowed=["lora_A and lora_B", "lora_down, lora_up and alpha"],
-        code="adapter.not-plain-lora",
-    )
 
 
 def _header_config(file: Path, where: str, prefix: str) -> dict[str, Any] | None:

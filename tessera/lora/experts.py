@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from tessera.errors import TesseraError, few_names
 from tessera.lora.exchange import StoredAdapters, damaged, matrices
-from tessera.lora.factors import Factors
-from tessera.lora.names import experts_in_memory
+from tessera.lora.factors import Factors, experts_in_memory
 from tessera.lora.peft import ranks_and_alphas, target_parameters
 from tessera.runtime.modules import EXPERT_WEIGHTS
 from tessera.weights.map import WeightMap

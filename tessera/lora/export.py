@@ -16,8 +16,7 @@ from tessera.config.run_config import AdapterForm
 from tessera.errors import TesseraError
 from tessera.lora.exchange import DOTTED, FILES, FIRST, HEADER_KEY, MAGNITUDE_KEY, UNDERSCORED
 from tessera.lora.experts import to_peft, wrapper_names
-from tessera.lora.factors import Factors, plain_form, to_foreign
-from tessera.lora.names import all_modules, experts_in_memory, parameters_in_memory
+from tessera.lora.factors import Factors, all_modules, experts_in_memory, parameters_in_memory, plain_form, to_foreign
 from tessera.lora.peft import CONFIG, PREFIX, WEIGHTS, make_config
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, tensor_names
 from tessera.weights.map import WeightMap

@@ -18,8 +18,15 @@ from tessera.config.run_config import LoraSection, load_config
 from tessera.errors import TesseraError, few_names
 from tessera.lora.exchange import FIRST, SECOND, is_adapters, match_names, open_adapters, read_saved
 from tessera.lora.experts import take_experts
-from tessera.lora.factors import Factors, check_operation, check_shapes, join_to_native, merge_factors
-from tessera.lora.names import layer_paths, modules_of
+from tessera.lora.factors import (
+    Factors,
+    check_operation,
+    check_shapes,
+    join_to_native,
+    layer_paths,
+    merge_factors,
+    modules_of,
+)
 from tessera.lora.peft import CONFIG, is_adapter_folder
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, spelled_out, tensor_names
 from tessera.weights.map import Identity, WeightMap

@@ -174,9 +174,9 @@ def test_a_quantized_folder_is_read_as_what_it_means(form: str, plain: Path, tmp
         (
             "fp8 in blocks",
             lambda t: t.pop(next(n for n in t if n.endswith("_scale_inv"))),
-            "weights.quantization-scales-missing",
+            "weights.damaged-quantization",
         ),
-        ("gptq", lambda t: t.pop(next(n for n in t if n.endswith("qzeros"))), "weights.quantization-part-missing"),
+        ("gptq", lambda t: t.pop(next(n for n in t if n.endswith("qzeros"))), "weights.damaged-quantization"),
         ("nf4", lambda t: t.pop(next(n for n in t if n.endswith("absmax"))), "weights.damaged-quantization"),
         (
             "fp8, one scale",

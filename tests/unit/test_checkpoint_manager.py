@@ -45,6 +45,13 @@ def same_bits(first: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return first.keys() == right.keys() and all(bits(first[name]) == bits(right[name]) for name in first)
 
 
+def newest(folder: Path) -> Path | None:
+    """Return the newest checkpoint whose bytes are all as written."""
+    manager = CheckpointManager(folder, 1)
+    manager.load_newest({})
+    return manager.newest
+
+
 def save(folder: Path, step: int, keep: int = 2, fault: Callable[[str], None] = lambda point: None) -> Path:
     return CheckpointManager(folder, keep, fault=fault).save(
         step, tensors(step), {"rows": step * 10}, f"step: {step}\n"
@@ -70,12 +77,12 @@ def test_round_trip_is_bitwise(tmp_path: Path) -> None:
     into = blank()
     assert CheckpointManager(tmp_path / "run", 1).resume(into) == (7, state)
     assert same_bits(into, tensors(7))
-    assert manager.latest() == path
+    assert newest(tmp_path / "run") == path
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "none", 1).resume(blank()) is None
-    assert CheckpointManager(tmp_path / "none", 1).latest() is None
+    assert newest(tmp_path / "none") is None
 
 
 def test_the_checkpoint_that_is_protected_no_longer_is_removed(tmp_path: Path) -> None:
@@ -285,9 +292,9 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path: Path) -> None:
     for position in range(0, len(whole), 7):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(TesseraError):
-            CheckpointManager(tmp_path, 1).latest()
+            newest(tmp_path)
     path.write_bytes(whole)
-    assert CheckpointManager(tmp_path, 1).latest() == path.parent
+    assert newest(tmp_path) == path.parent
 
 
 @pytest.mark.parametrize("name", FILES)

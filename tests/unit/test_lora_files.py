@@ -313,7 +313,7 @@ def test_wrong_names_are_told_with_the_nearest_and_adapters_of_another_family_ar
         ({f"diffusion_model.{LAYER}.lora_up.weight": torch.full((128, 2), float("nan"))}, "adapter.damaged-file"),
         ({f"diffusion_model.{LAYER}.lora_up.weight": torch.ones(128, 2, dtype=torch.int8)}, "adapter.not-linear"),
         ({f"diffusion_model.{LAYER}.lora_up.weight": torch.ones(128, 2, 3, 3)}, "adapter.not-linear"),
-        ({f"diffusion_model.{LAYER}.dora_scale": torch.ones(128)}, "adapter.not-plain-lora DoRA"),
+        ({f"diffusion_model.{LAYER}.dora_scale": torch.ones(128)}, "adapter.not-plain-lora"),
         ({f"diffusion_model.{LAYER}.alpha": torch.ones(3)}, "adapter.damaged-file"),
         ({f"diffusion_model.{LAYER}.alpha": torch.tensor(2j)}, "adapter.damaged-file"),
         ({f"diffusion_model.{LAYER}.alpha": torch.tensor(float("inf"))}, "adapter.no-scale"),
@@ -321,7 +321,7 @@ def test_wrong_names_are_told_with_the_nearest_and_adapters_of_another_family_ar
         ({"diffusion_model.blocks.0.ffn.0.alpha": torch.tensor(2.0)}, "adapter.damaged-file"),
         ({"transformer.blocks.0.attn1.to_k.lora_A.weight": torch.ones(2, 128)}, "adapter.damaged-file"),
         ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(2.0)}, "adapter.text-encoder"),
-        ({"lokr_w1": torch.ones(2)}, "adapter.not-plain-lora LoKr"),
+        ({"lokr_w1": torch.ones(2)}, "adapter.not-plain-lora lokr_w1"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(more: dict[str, Tensor], error: str, tmp_path: Path) -> None:
@@ -334,13 +334,13 @@ def test_a_scale_that_is_stated_twice_and_a_header_that_is_no_mapping_are_refuse
     sides = {f"{layer}.lora_A.weight": torch.ones(2, 128), f"{layer}.lora_B.weight": torch.ones(128, 2)}
     header = {"transformer.r": 2, "transformer.lora_alpha": 4}
     for tensors, text, told in [
-        ({**sides, f"{layer}.alpha": torch.tensor(2.0)}, json.dumps(header), "adapter.two-scales"),
+        ({**sides, f"{layer}.alpha": torch.tensor(2.0)}, json.dumps(header), "adapter.damaged-file"),
         (sides, "[]", "adapter.unreadable-config"),
         (sides, "{", "adapter.unreadable-config"),
-        (sides, json.dumps({**header, "transformer.r": 3}), "adapter.rank-mismatch"),
+        (sides, json.dumps({**header, "transformer.r": 3}), "adapter.damaged-file"),
         (sides, json.dumps({**header, "transformer.r": "2"}), "adapter.bad-config-value"),
         (sides, json.dumps({**header, "transformer.lora_alpha": 10**400}), "adapter.bad-config-value lora_alpha 1000"),
-        (sides, json.dumps({**header, "transformer.use_dora": True}), "adapter.magnitude-missing use_dora"),
+        (sides, json.dumps({**header, "transformer.use_dora": True}), "adapter.damaged-file use_dora"),
     ]:
         save_file(tensors, tmp_path / "a.safetensors", {"lora_adapter_metadata": text})
         with raises(told):

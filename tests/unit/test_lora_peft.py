@@ -308,7 +308,7 @@ def test_what_is_not_plain_lora_is_refused(change: dict[str, Any], error: str, t
     [
         ({f"{Q}.lora_A.weight": torch.zeros(2, 4)}, "adapter.damaged-file lora_A"),
         ({f"{Q}.lora_A.weight": torch.zeros(2, 4), f"{Q}.lora_B.weight": torch.zeros(4, 3)}, "adapter.damaged-file"),
-        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "adapter.not-plain-lora DoRA"),
+        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "adapter.not-plain-lora"),
         (
             {f"{Q}x.lora_A.weight": torch.zeros(2, 4), f"{Q}x.lora_B.weight": torch.zeros(4, 2)},
             "adapter.unknown-layers",
