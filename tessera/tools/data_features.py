@@ -19,7 +19,7 @@ from safetensors.torch import save
 
 from tessera.config.run_config import ParallelSection, RunConfig
 from tessera.core.task import FrozenModule
-from tessera.data.index.measure import Progress, default_workers
+from tessera.data.index.measure import default_workers
 from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import RowReader
 from tessera.data.order.packed_rows import PackedRows
@@ -35,6 +35,7 @@ from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks
+from tessera.runtime.progress import WorkProgress
 from tessera.training.build import build_processor
 from tessera.training.setup import build_meta_model
 from tessera.weights.layouts import pipeline_folder
@@ -97,21 +98,20 @@ def write_features(
         publish(folder / EMPTY, save(empty, {ABOUT: json.dumps({KEY: key, CHECKSUM: checksum(empty)})}))
     shards = {number: complete_shard(folder / shard_name(number), key) for number in range(rank, len(starts), ranks)}
     done = Features(folder, len(starts), bad=list(rows.bad_samples), bad_count=rows.bad_count)
-    progress = Progress(f"features in {folder.name}", sum(len(_rows(starts, number, rows)) for number in shards))
-    for number, content in shards.items():
+    for content in shards.values():
         if content is not None:
             done.before += len(content[0])
             done.note(content[1])
-            progress.count(len(_rows(starts, number, rows)), len(content[1]), fresh=False)
     workers = default_workers() if config.data.workers == "auto" else config.data.workers
     reader = RowReader(rows, workers, config.data.sample_timeout_s)
     missing = [_rows(starts, number, rows) for number, content in shards.items() if content is None]
     together = [list(numbers[at : at + batch]) for numbers in missing for at in range(0, len(numbers), batch)]
     features = Shard()
+    progress = WorkProgress(f"features in {folder.name}", sum(map(len, missing)), "samples")
     try:
         for numbers, read in zip(together, reader.batches(together), strict=True):
             features.add(encoders, read.to(device), rows.length)
-            progress.count(len(numbers), len(read.problems))
+            progress.count(len(numbers))
             number = numbers[-1] // shard
             if numbers[-1] == _rows(starts, number, rows)[-1]:
                 features.write(folder / shard_name(number), key)
@@ -120,7 +120,6 @@ def write_features(
                 features = Shard()
     finally:
         reader.close()
-    progress.end()
     done.missing = finish(folder, facts, len(starts))
     if not done.missing and ranks == 1:  # others may still read it
         shutil.rmtree(folder / INDEX, ignore_errors=True)

@@ -62,20 +62,19 @@ def build_index(
     truncate: Truncate = "never",
     workers: Workers = "auto",
     timeout_s: float = 60.0,
-    report: bool = True,
     max_bad_share: float = 1.0,
 ) -> SplitIndex:
     """Return the index of a split. Samples that are unusable or too long are left out and listed, or end the run.
 
     `workers`: processes that measure records; 0: this one does; auto: this one does when that takes few seconds.
-    `report`: whether to log that a data set was measured, also where it took no time. `max_bad_share`: of a data set.
+    `max_bad_share`: of a data set.
     """
     if not sections:
         raise TesseraError(
             "no data files are given", where="data", fix="list them under data.train", code="data.no-files"
         )
     maker = IndexMaker(
-        processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, report, max_bad_share
+        processor, length, truncate, limits, on_bad_sample, cache_folder, workers, timeout_s, max_bad_share
     )
     parts = tuple(maker.part(section) for section in sections)
     starts = np.cumsum([0, *(len(part) for part in parts)])
@@ -108,7 +107,6 @@ class IndexMaker:
     folder: Path | None
     workers: Workers
     timeout_s: float
-    report: bool = True
     max_bad_share: float = 1.0
 
     def part(self, section: SourceSection) -> SourceIndex:
@@ -150,9 +148,9 @@ class IndexMaker:
                 raise bad_sample_error(*measured.bad[0][1:], str(work.source.path))
 
         work = dataclasses.replace(work, key=key, folder=None if file is None else file.with_suffix(".parts"))
-        measured = measure_all(
-            work, workers=self.workers, title=f"index of {work.source.path.name}", look=fail_early, report=self.report
-        )
+        measured = measure_all(work, workers=self.workers, title=f"index of {work.source.path.name}", look=fail_early)
+        if measured.bad_count:
+            log.info("index of %s: %d samples cannot be used", work.source.path.name, measured.bad_count)
         if measured.crashed:
             log.warning(
                 "%s: %d rows ended the process that read them, or never let it go; they count as bad%s",
@@ -166,9 +164,8 @@ class IndexMaker:
         """Return whether some samples of an index of the cache measure today as they did: media may have changed."""
         usable, bad = np.asarray(tables["row"]), np.array([row.row for row in bad_rows(tables)], dtype=np.int64)
         rows = np.unique(np.concatenate([_spread(usable), _spread(bad)]))
-        again = measure_all(
-            dataclasses.replace(work, rows=rows), workers=self.workers, title=work.source.path.name, report=False
-        ).arrays
+        some = dataclasses.replace(work, rows=rows)
+        again = measure_all(some, workers=self.workers, title=work.source.path.name).arrays
         at = np.flatnonzero(np.isin(usable, rows))
         same = len(at) == len(again["row"]) and all(np.array_equal(tables[n][at], again[n]) for n in again if len(at))
         how = "taken from the cache" if same else "measured again: its media has changed since another run did it"
@@ -194,7 +191,7 @@ class IndexMaker:
             else:
                 cutter, rows = TruncateToLength(self.processor, self.length), np.asarray(tables["row"][long])
                 work = dataclasses.replace(work, rows=rows, measure=cutter, key=key, folder=parts)
-                cut = measure_all(work, workers=self.workers, title=f"long samples of {name}", report=self.report)
+                cut = measure_all(work, workers=self.workers, title=f"long samples of {name}")
             fitted = self._write(file, key, with_cuts(Measured.of(tables), cut, long), parts)
         log.info(
             "%s: longer than data.length %d: %s samples cut by turns, %s dropped",

@@ -33,6 +33,7 @@ from tessera.data.workers.pool import Lost, Note, Pool
 from tessera.data.workers.worker import TooSlow, time_limit
 from tessera.errors import TesseraError
 from tessera.runtime.process import usable_cpus
+from tessera.runtime.progress import WorkProgress
 
 log = logging.getLogger("tessera")
 
@@ -40,7 +41,6 @@ CHUNK = 1024  # rows: some tenths of a second of work
 FIRST_CHUNK = 64  # its time is an estimate for the others
 SOON = 3.0  # seconds of work that are not worth starting processes for
 MAX_WORKERS = 32
-REPORT_EVERY = 10.0  # seconds
 Workers = int | Literal["auto"]
 MAX_BAD = 10_000  # bad rows that are named; all are counted
 COMMON = ("row", "id_hash", "content")  # arrays that every table of samples has, besides its columns
@@ -266,7 +266,6 @@ def measure_all(
     *,
     workers: Workers,
     title: str,
-    report: bool = True,
     look: Callable[[Measured], None] | None = None,
 ) -> Measured:
     """Return the measures of all records of `work`, in order. `look` is called with each chunk and may raise."""
@@ -283,15 +282,17 @@ def measure_all(
                 f"an index cannot be kept: {error}", where=str(work.folder), code="data.index-not-writable"
             ) from None
     parts: list[Measured] = []
-    progress = Progress(title, len(work.rows), report)
-    with closing(_run(work, [part for part in ranges if part not in earlier], workers, careful)) as fresh:
+    missing = [part for part in ranges if part not in earlier]
+    with (
+        closing(_run(work, missing, workers, careful)) as fresh,
+        WorkProgress(title, sum(map(len, missing)), "rows") as progress,
+    ):
         for part in ranges:
             old = earlier.pop(part, None)
             parts.append(next(fresh) if old is None else old)
-            progress.count(len(part), parts[-1].bad_count, fresh=old is None)
+            progress.count(len(part) if old is None else 0)
             if look is not None:
                 look(parts[-1])
-    progress.end()
     return Measured.join(parts)
 
 
@@ -332,42 +333,3 @@ def _nothing(position: int) -> None:
 
 def default_workers() -> int:
     return max(1, min(int(usable_cpus()), MAX_WORKERS))
-
-
-class Progress:
-    """Log how many rows are done, now and then and at the end."""
-
-    def __init__(self, title: str, total: int, report: bool = True) -> None:
-        """Begin to count. `report`: whether to log the sum also where nothing was logged before."""
-        self.title, self.total, self._report = title, total, report
-        self.done = self.fresh = self.bad = 0
-        self.began = self.reported = time.monotonic()
-
-    def count(self, rows: int, bad: int = 0, *, fresh: bool = True) -> None:
-        """Add rows. `fresh`: measured now, and not by an earlier run."""
-        self.done += rows
-        self.fresh += rows if fresh else 0
-        self.bad += bad
-        now = time.monotonic()
-        if now - self.reported >= REPORT_EVERY:
-            self.reported, self._report = now, True
-            rate = self.fresh / (now - self.began)
-            remaining = f", {_time((self.total - self.done) / rate)} left" if rate else ""
-            rest = self._rest(rate) + remaining
-            log.info("%s: %s of %s rows, %s", self.title, f"{self.done:,}", f"{self.total:,}", rest)
-
-    def end(self) -> None:
-        """Log the sum."""
-        if not self._report:
-            return
-        seconds = time.monotonic() - self.began
-        before = f", {self.done - self.fresh:,} of them from an earlier start" if self.done > self.fresh else ""
-        rest = self._rest(self.fresh / max(seconds, 1e-6))
-        log.info("%s: %s rows in %s%s, %s", self.title, f"{self.total:,}", _time(seconds), before, rest)
-
-    def _rest(self, rate: float) -> str:
-        return f"{rate:,.0f} rows/s, {self.bad:,} bad"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -103,7 +103,6 @@ def pack_rows(
         cache_folder=request.cache_folder,
         workers=section.workers,
         timeout_s=section.sample_timeout_s,
-        report=report,
         max_bad_share=section.max_bad_share,
     )
     seed = request.seed if request.split == "train" else 0
