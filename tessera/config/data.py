@@ -27,6 +27,8 @@ RecordFormat = Literal[
 
 
 class SourceSection(Section):
+    renamed: ClassVar[Mapping[str, str]] = {"question": "a column of metadata.csv, beside file_name and answer"}
+
     path: Path = Field(
         description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards, a folder; {000..127} and * name several; "
         "or hf://org/name[@revision][/files] (ms:// for ModelScope), which is downloaded"
@@ -45,13 +47,6 @@ class SourceSection(Section):
         None, ge=1e-9, le=1e9, description="share of the samples drawn from this set; given for all sets or for none"
     )
     max_samples: int | None = Field(None, gt=0, le=10**12, description="use only the first so many rows")
-    question: str | None = Field(
-        None,
-        min_length=1,
-        max_length=10_000,
-        description="what is asked of each image of a folder with a folder for each class, whose name is the answer; "
-        "default: what it shows, with the classes to choose from if they are few",
-    )
 
     @field_serializer("path", when_used="json")
     def _written_path(self, path: Path) -> str:

@@ -75,4 +75,8 @@ def _data_of_today(section: Mapping[str, Any]) -> dict[str, Any]:
         saved["max_bad_share"] = 1.0  # there was no limit when this run began
     if not saved.get("stream"):
         saved.pop("stream_cache_gib", None)  # it had no effect and was accepted
+    for split in ("train", "eval"):
+        for source in saved[split] if isinstance(saved.get(split), list) else []:
+            if isinstance(source, dict) and source.get("question") is None:
+                source.pop("question", None)  # a key of earlier versions, not set
     return saved

@@ -7,18 +7,16 @@ import io
 from pathlib import Path
 
 import pytest
-from data_cases import pictures, row, write_jsonl
+from data_cases import pictures, row
 from PIL import Image
 from test_data_sources_forms import opened, said, single_sample
 
-from tessera.config.run_config import SourceSection
 from tessera.core.sample import Part
 from tessera.data.media.data_urls import decode_data_url
 from tessera.data.media.files import Limits
 from tessera.data.media.read import decode, probe
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.sources.container import RecordError
-from tessera.data.sources.source import open_source
 from tessera.errors import TesseraError
 from tessera.inference.messages import sample_of
 from tests.errors import raises
@@ -126,54 +124,6 @@ def test_data_urls_that_are_no_media_are_refused(url: str, tmp_path: Path) -> No
         decode_data_url(url)
     with pytest.raises(RecordError, match="images: "):
         single_sample(tmp_path, row("<image>What?", "Red.", images=[url]))
-
-
-def class_folder(path: Path) -> Path:
-    for name in ("cat", "dog"):
-        (path / name / "deeper").mkdir(parents=True)
-        pictures(path / name, ["1.png"])
-    pictures(path / "dog" / "deeper", ["2.png"])
-    (path / "README.txt").write_text("Cats and dogs.")
-    (path / "empty").mkdir()
-    return path
-
-
-def test_a_folder_for_each_class_asks_for_the_class(tmp_path: Path) -> None:
-    source = open_source(SourceSection(path=class_folder(tmp_path)))
-    samples = [source.read(number) for number in range(len(source))]
-    question = "What is in this image? Answer with one of: cat, dog."
-    assert [said(sample) for sample in samples] == [
-        [("user", f"[{name}]{question}"), ("assistant", name.split("/")[0])]
-        for name in ("cat/1.png", "dog/1.png", "dog/deeper/2.png")
-    ]
-    assert [sample.id for sample in samples] == ["cat/1.png", "dog/1.png", "dog/deeper/2.png"]
-    custom = open_source(SourceSection(path=tmp_path, question="Which animal?"))
-    assert said(custom.read(0)) == [("user", "[cat/1.png]Which animal?"), ("assistant", "cat")]
-    assert custom.facts() != source.facts()
-
-
-def test_many_classes_are_not_listed(tmp_path: Path) -> None:
-    for number in range(21):
-        (tmp_path / f"c{number}").mkdir()
-        pictures(tmp_path / f"c{number}", ["1.png"])
-    assert said(open_source(SourceSection(path=tmp_path)).read(0))[0] == ("user", "[c0/1.png]What is in this image?")
-
-
-def test_images_with_texts_are_no_classes(tmp_path: Path) -> None:
-    (class_folder(tmp_path) / "cat" / "1.txt").write_text("A cat.")
-    assert open_source(SourceSection(path=tmp_path)).record_format == "text"
-
-
-def test_a_question_without_classes_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [row("Hi", "Hello")])
-    with raises("data.question-without-classes"):
-        open_source(SourceSection(path=path, question="Which?"))
-    folder = class_folder(tmp_path / "classes")
-    with raises("data.columns-without-records"):
-        open_source(SourceSection(path=folder, columns={"images": "x"}))
-    pictures(folder, ["loose.png"])
-    with raises("data.image-without-class"):
-        open_source(SourceSection(path=folder, question="Which?"))
 
 
 def test_one_image_under_its_own_name_is_read_in_messages_and_never_dropped(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tessera.errors import TesseraError, first_line
 
 log = logging.getLogger("tessera")
 
-FolderKind = Literal["media", "documents", "classes"]
+FolderKind = Literal["media", "documents"]
 MAX_MEMBERS = 50_000_000
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _TEXT_SUFFIXES = ("txt", "caption")
@@ -143,8 +143,7 @@ def _are_groups(tables: AnyTables) -> bool:
 
 
 class FolderFiles(FileGroups):
-    """Read the files of a folder as samples. With kind `documents` every file is one sample of plain text, with kind
-    `classes` every image or video is one."""
+    """Read the files of a folder as samples. With kind `documents` every file is one sample of plain text."""
 
     kind: FolderKind = "media"
 
@@ -220,8 +219,7 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 def open_files(
     path: Path, kind: FolderKind, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
 ) -> FolderFiles:
-    """Open a folder. `media`: media files with text of the same stem; `documents`: each .txt is one; `classes`: each
-    image or video is one."""
+    """Open a folder. `media`: media files with text of the same stem; `documents`: each .txt is one."""
     wanted: list[str] = []
     digest = hashlib.sha256()
     for name, stat in walk(path):
@@ -246,8 +244,6 @@ def open_files(
 def _belongs(name: str, kind: FolderKind) -> bool:
     if kind == "documents":
         return suffix_of(name) == "txt"
-    if kind == "classes":
-        return media_kind(name) in ("image", "video")
     return media_kind(name) is not None or suffix_of(name) in ("json", *_TEXT_SUFFIXES)
 
 

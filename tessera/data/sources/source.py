@@ -12,7 +12,6 @@ from tessera.config.run_config import RecordFormat, SourceSection
 from tessera.core.sample import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.media.urls import is_url
-from tessera.data.sources.class_folder import ClassFolder, is_class_folder, open_class_folder
 from tessera.data.sources.container import FOLDERS, Container, Joined, NothingUsable, RawRecord, RecordError
 from tessera.data.sources.fields import RecordSchema, check_columns, likely_columns, media_kind, suffix_of
 from tessera.data.sources.file_groups import (
@@ -142,13 +141,6 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
     check_columns(section.columns, where)
     paths, base = source_files(section.path)
     records = _open_all(paths, base, section, cache_folder)
-    if section.question is not None and not isinstance(records, ClassFolder):
-        raise TesseraError(
-            "`question` is asked of the images of a folder with a folder for each class, and this is none",
-            where=where,
-            fix="leave `question` out: these records have questions of their own",
-            code="data.question-without-classes",
-        )
     if len(records) == 0:
         raise NothingUsable("the data set has no records", where=str(section.path), code="data.no-records")
     root = base if section.root is None else section.root
@@ -222,15 +214,6 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
     files = [entry for entry in here if suffix_of(entry.name) in _RECORD_FILES]
     if any(suffix_of(entry.name) != "json" for entry in files):
         return _open_all(files, folder, section, cache_folder)
-    if section.question is not None or is_class_folder(folder):
-        if columns:
-            raise TesseraError(
-                "`columns` has no effect on a folder with a folder for each class",
-                where=str(folder),
-                fix="leave it out",
-                code="data.columns-without-records",
-            )
-        return open_class_folder(folder, section.question, limit, cache_folder)
     if any(media_kind(name) for name, _ in walk(folder)):
         return open_files(folder, "media", limit, cache_folder, columns)
     if files:
@@ -244,7 +227,6 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
             "metadata.jsonl or metadata.csv",
             "JSON, JSONL, Parquet, CSV, TSV or tar files",
             "a.jpg with a.txt or a.json",
-            "a folder of images for each class",
             "*.txt",
         ],
         code="data.empty-folder",
@@ -306,8 +288,6 @@ def _some(records: Container) -> Iterator[tuple[int, RawRecord | RecordError]]:
     for number in range(_FIRST_RECORDS, len(records), step):
         yield from records.scan(range(number, number + 1))
 
-
-# ---------------------------------------------------------------------------------------------- names of files
 
 # ---------------------------------------------------------------------------------------------- questions
 
