@@ -1,8 +1,8 @@
 """Download a model or a data set from a hub, once on every machine, pinned to a commit and verified.
 
 The libraries of the hubs download, resume and cache. Beside their cache this module stores which commit an id means,
-and for each commit the list of its files and which of them were verified. The lists answer without the hub: off line,
-for other ranks of a job, for a commit. Files that a run streams are in a folder of their own and are removed by age.
+and for each commit the list of its files. The lists answer without the hub: off line, for other ranks of a job, for a
+commit. Files that a run streams are in a folder of their own and are removed by age.
 """
 
 from __future__ import annotations
@@ -82,13 +82,11 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
             listing, unreachable = _list_files(client, id)
             pinned, chosen = id.at(listing.commit), wanted.of(id, [file.name for file in listing.files])
             files = [file for file in listing.files if file.name in set(chosen.files)]
-            folder = None if to is not None else _verified_folder(client, pinned, files)
-            if folder is None:
+            folder = None if to is not None else client.cached(pinned)
+            if folder is None or not all(_is_there(folder, file) for file in files):
                 if unreachable := unreachable or _offline_reason():
                     raise Unreachable(unreachable)
                 folder = _download_files(client, id, listing.commit, files, to, where)
-                if to is None:
-                    _note_verified(client, pinned, files)
         except Unreachable as error:
             folder = None if to is not None else _usable_copy(client, id, wanted)
             if folder is None:
@@ -179,11 +177,13 @@ def _list_files(client: HubClient, id: HubId) -> tuple[Listing, str]:
         if listing is None:
             raise
         return listing, str(error)
-    pinned = id.at(fresh.commit)
-    if _stored_list(client, pinned) is None:
-        _write_note(_note_file(client, pinned), {"files": [asdict(file) for file in fresh.files], "verified": []})
+    notes = {id.at(fresh.commit): {"files": [asdict(file) for file in fresh.files]}}
     if not id.is_pinned:
-        _write_note(_note_file(client, id), {"commit": fresh.commit, "job": _job_of_ranks()})
+        notes[id] = {"commit": fresh.commit, "job": _job_of_ranks()}
+    for named, record in notes.items():
+        note = _note_file(client, named)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(note, json.dumps(record).encode())
     return fresh, ""
 
 
@@ -212,32 +212,12 @@ def _read_note(note: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _write_note(note: Path, record: dict[str, Any]) -> None:
-    note.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(note, json.dumps(record).encode())
-
-
 def _stored_list(client: HubClient, pinned: HubId) -> Listing | None:
     try:
         files = tuple(RemoteFile(**file) for file in _read_note(_note_file(client, pinned))["files"])
     except (KeyError, TypeError):
         return None
     return Listing(str(pinned.revision), files)
-
-
-def _verified_folder(client: HubClient, pinned: HubId, files: Sequence[RemoteFile]) -> Path | None:
-    """Return the folder of a commit in the cache; None unless all of the files are there and were verified."""
-    folder = client.cached(pinned)
-    verified = _read_note(_note_file(client, pinned)).get("verified")
-    if folder is None or not isinstance(verified, list):
-        return None
-    return folder if all(file.name in verified and _is_there(folder, file) for file in files) else None
-
-
-def _note_verified(client: HubClient, pinned: HubId, files: Sequence[RemoteFile]) -> None:
-    record = _read_note(_note_file(client, pinned))
-    names = {*record.get("verified", []), *(file.name for file in files)}
-    _write_note(_note_file(client, pinned), {**record, "verified": sorted(names)})
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tessera.data.order.order import Order, PackingConfig, Samples, row_table
 from tessera.data.order.packed_rows import COUNTS, PackedRows, hole
 from tessera.data.order.step_order import StepOrder, step_order
 from tessera.data.sources.fields import ROLES
-from tessera.data.stream.build import stream_rows
+from tessera.data.stream.rows import StreamedRows
 from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
@@ -43,7 +43,7 @@ def build(request: RowRequest) -> RowSource:
                 code="data.stream-lengths-unknown",
             )
         pack = PackFile(request, trained)
-        return stream_rows(section, request.seed, pack, trained.fingerprint, request.cache_folder)
+        return StreamedRows(section, request.seed, pack, trained.fingerprint, request.cache_folder)
     return pack_rows(request, trained)
 
 

@@ -37,12 +37,6 @@ _SPEAKERS = {
     "tool_response": "tool",
     "function": "tool",
 }
-# Name in `columns` -> keys that rows have in its place, as people call them.
-_OFTEN = {
-    "text": ("caption", "captions", "cap", "description", "sentence"),
-    "messages": ("dialogue", "dialog", "turns", "chat", "conversation"),
-    "images": ("picture", "pictures", "img", "photo", "image_path", "image_file", "file_name", "filename", "file"),
-}
 _CALLERS = ("function_call", "tool_call")
 # Names in `columns` that do not rename a key but a speaker.
 _TAGS = {
@@ -140,14 +134,6 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
             )
         if not key:
             raise TesseraError(f"`columns` gives {name!r} an empty name", where=where, code="data.empty-column-name")
-
-
-def likely_columns(keys: Iterable[str]) -> str:
-    """Return a guess of `columns` for rows with these keys; without a clue, an example."""
-    columns = {ours: key for ours, theirs in _OFTEN.items() for key in sorted(keys) if key.lower() in theirs}
-    if not set(columns) - {"images"}:
-        columns = {"messages": "dialogue", "role_tag": "speaker"}
-    return "{" + ", ".join(f"{ours}: {key}" for ours, key in columns.items()) + "}"
 
 
 class RecordSchema:

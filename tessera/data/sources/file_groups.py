@@ -313,13 +313,6 @@ def _problem(name: str, kind: bytes) -> str | None:
     return None
 
 
-def looks_like_tar(path: Path) -> bool:
-    """Return whether a file begins with the header of a tar member."""
-    with path.open("rb") as file:
-        head = file.read(tarfile.BLOCKSIZE)
-    return len(head) == tarfile.BLOCKSIZE and head[257:262] == b"ustar"
-
-
 def open_tar(
     path: Path, name: str, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
 ) -> TarShard:

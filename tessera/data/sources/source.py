@@ -13,11 +13,10 @@ from tessera.core.sample import Message, Part, Sample
 from tessera.data.media.files import ArchiveMember, resolve
 from tessera.data.media.urls import is_url
 from tessera.data.sources.container import FOLDERS, Container, Joined, NothingUsable, RawRecord, RecordError
-from tessera.data.sources.fields import RecordSchema, check_columns, likely_columns, media_kind, suffix_of
+from tessera.data.sources.fields import RecordSchema, check_columns, media_kind, suffix_of
 from tessera.data.sources.file_groups import (
     METADATA,
     Metadata,
-    looks_like_tar,
     open_files,
     open_tar,
     walk,
@@ -174,7 +173,7 @@ def _open_file(
     suffix = suffix_of(path.name)
     if suffix == "parquet":
         return open_parquet(path, name, limit)
-    if suffix == "tar" or (suffix not in _RECORD_FILES and looks_like_tar(path)):
+    if suffix == "tar":
         return open_tar(path, name, limit, cache_folder, columns)
     if media_kind(path.name) is not None:
         raise TesseraError(
@@ -250,13 +249,6 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
         conversation = True
     if conversation and keys is None:
         return "sharegpt"
-    if path.name == "dataset_info.json":
-        raise TesseraError(
-            "this is LLaMA-Factory's list of data sets, and no data set",
-            where=str(path),
-            fix="name the files that its file_name keys name",
-            code="data.list-of-datasets",
-        )
     if keys is not None and {"chosen", "rejected"} <= set(keys):
         raise TesseraError(
             "these are pairs of answers, and no conversations",
@@ -277,7 +269,7 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "question_answer (question, answer)",
             "text (text or content)",
         ],
-        fix=f"if keys are only called differently, name them: columns: {likely_columns(keys or ())}",
+        fix="if keys are only called differently, name them: columns: {messages: dialogue, role_tag: speaker}",
         code="data.unknown-format",
     )
 

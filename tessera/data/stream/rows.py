@@ -9,25 +9,25 @@ stored: a resume downloads only the files that it needs.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import threading
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from tessera.config.run_config import SourceSection
+from tessera.config.run_config import DataSection
 from tessera.core.batch import Batch
 from tessera.core.row_source import ENDLESS, RowSource
 from tessera.data.bad_share import check_measured
-from tessera.data.order.mixture import Shuffle
+from tessera.data.order.mixture import Shuffle, mix
 from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import NothingUsable
+from tessera.data.stream.files import StreamFile, stream_files
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping, replace_file
 from tessera.runtime.locks import locked
@@ -35,36 +35,12 @@ from tessera.runtime.locks import locked
 log = logging.getLogger("tessera")
 
 _FILES = 0x46494C45  # stream of randomness, apart from those of rows
+_SHARD = 0x53485244  # another: each file is packed and shuffled by a seed of its own
 _OPEN = 3  # files whose tables are held: the one in use, the one ahead, and the one before
 _SHARD_BITS = 40  # of the number of a sample, above its number in its file
 
 
-class StreamFile(Protocol):
-    """Declare a file of a data set that may not be on this machine yet."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def facts(self) -> Any:
-        """Return JSON that changes whenever the content may have changed."""
-        ...
-
-    @property
-    def section(self) -> SourceSection:
-        """Return the data set that the file belongs to."""
-        ...
-
-    @abstractmethod
-    def fetch(self) -> Path:
-        """Return the path of the file on this machine."""
-
-    @abstractmethod
-    def held(self) -> AbstractContextManager[None]:
-        """Keep the file, from before it is fetched, from being removed as long as it is read."""
-
-
-Packer = Callable[[int, StreamFile, Path], PackedRows]  # (number, shard, its file) -> its rows
+Pack = Callable[[DataSection, int], PackedRows]  # (a recipe with one file, a seed) -> its rows
 
 
 class _Found(NamedTuple):
@@ -80,27 +56,19 @@ class _FileCounts(NamedTuple):
     unusable: int  # of these
 
 
-@dataclass(frozen=True)
-class StreamSettings:
-    """Hold the settings that the order of streamed rows depends on, and the allowed share of bad samples."""
-
-    seed: int
-    shuffle: bool
-    packing: Any  # JSON: all that decides which samples share a row
-    max_bad_share: float = 1.0
-
-
 class StreamedRows(RowSource):
-    """Give rows of files one after another. Every process opens the files that it needs; one of them fetches each."""
+    """Give rows of files one after another. Every process opens the files that it needs; one of them fetches each.
 
-    def __init__(
-        self, shards: Sequence[StreamFile], pack: Packer, settings: StreamSettings, folder: Path | None
-    ) -> None:
-        if not shards:
-            raise TesseraError("there are no files to stream", where="data.train", code="data.no-files")
-        self.shards, self.pack, self.settings = tuple(shards), pack, settings
+    `pack` makes the rows of one file, as of a data set of this file alone. `fingerprint`: of the processor. `folder`:
+    for the counts of rows.
+    """
+
+    def __init__(self, section: DataSection, seed: int, pack: Pack, fingerprint: str, folder: Path | None) -> None:
+        self.section, self.seed, self.pack = section, seed, pack
+        self.shards = stream_files(section)
         self._facts = [[shard.name, shard.facts] for shard in self.shards]
-        key = json.dumps([self._facts, settings.seed, settings.shuffle, settings.packing], sort_keys=True, default=str)
+        packing = [fingerprint, section.length, section.truncate, section.pack, section.balance]
+        key = json.dumps([self._facts, seed, section.shuffle, packing], sort_keys=True, default=str)
         self._key = hashlib.sha256(key.encode()).hexdigest()
         self._folder = None if folder is None else folder.absolute() / f"stream-{self._key[:32]}"
         self.left_out: dict[str, str] = {}
@@ -113,11 +81,11 @@ class StreamedRows(RowSource):
         self._lock = threading.RLock()
         self._ahead: threading.Thread | None = None
         self._tried = -1
-        self._told = self._told_all = False
+        self._told = False
         self._orders: dict[int, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        local = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_told_all", "_orders")  # of this process
+        local = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_orders")  # of this process
         return {name: value for name, value in vars(self).items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,9 +104,7 @@ class StreamedRows(RowSource):
         return True  # what files hold is not known before they are opened
 
     def without(self, samples: Mapping[str, str]) -> StreamedRows:
-        copied = StreamedRows(self.shards, self.pack, self.settings, None)
-        copied._folder, copied._counts = self._folder, self._counts
-        copied._facts, copied._key = self._facts, self._key  # as the run began, whatever the files are now
+        copied = copy.copy(self)  # through __getstate__: opens files of its own
         copied.left_out = {**self.left_out, **samples}
         return copied
 
@@ -189,8 +155,8 @@ class StreamedRows(RowSource):
         """Return the files of an epoch in the order in which they are read."""
         if epoch not in self._orders:
             count = len(self.shards)
-            shuffle = Shuffle.of(count, self.settings.seed, _FILES, epoch)
-            self._orders = {epoch: [shuffle(at) if self.settings.shuffle else at for at in range(count)]}
+            shuffle = Shuffle.of(count, self.seed, _FILES, epoch)
+            self._orders = {epoch: [shuffle(at) if self.section.shuffle else at for at in range(count)]}
         return self._orders[epoch]
 
     def _count(self, shard: int) -> int:
@@ -203,7 +169,7 @@ class StreamedRows(RowSource):
         """Raise if too many samples of all files so far cannot be used. How many there will be is not known."""
         samples = sum(counts.samples for counts in self._counts.values())
         unusable = sum(counts.unusable for counts in self._counts.values())
-        check_measured(unusable, samples, self.settings.max_bad_share, [self.shards[shard].section])
+        check_measured(unusable, samples, self.section.max_bad_share, [self.shards[shard].section])
 
     def _counted(self, shard: int) -> _FileCounts:
         """Count the rows of a file by opening it. One without a usable sample has none, and a run goes past it."""
@@ -265,7 +231,10 @@ class StreamedRows(RowSource):
 
     def _packed(self, shard: int, file: StreamFile, path: Path) -> PackedRows:
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
-            rows = self.pack(shard, file, path)  # the first process measures and packs, the others read its index
+            source = file.section.model_copy(update={"path": path, "hub_id": None})
+            of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}  # `_check_share` does it
+            # The first process measures and packs, the others read its index.
+            rows = self.pack(self.section.model_copy(update=of_file), mix(self.seed, _SHARD, shard) >> 1)
             if [file.name, file.facts] != self._facts[shard]:  # packing may last: asked when it is done
                 raise TesseraError(
                     f"{file.name} has changed since the run began: a resumed run would read other rows",
@@ -283,19 +252,10 @@ class StreamedRows(RowSource):
                 )
             if counts is None:
                 self._keep_counts(shard, _counts_of(rows))
-        self._tell(rows)
-        return rows
-
-    def _tell(self, packed: PackedRows) -> None:
-        """Log the rows of the first file, and of all files once each was read; not a line for each."""
         if not self._told:
-            files = f"the first of {len(self.shards):,} files; the others follow as the run reaches them"
-            log.info("rows: %s, in %s", packed.order.stats.summary(), files if len(self.shards) > 1 else "one file")
+            log.info("rows: %s, in the first of %d files", rows.order.stats.summary(), len(self.shards))
             self._told = True
-        elif not self._told_all and len(self._counts) == len(self.shards):
-            rows = sum(counts.rows for counts in self._counts.values())
-            log.info("rows: %s in all %s files", f"{rows:,}", f"{len(self.shards):,}")
-            self._told_all = True
+        return rows
 
     def _look_ahead(self, epoch: int, position: int) -> None:
         """Begin to fetch and pack the file after this one, in a thread of its own; one at a time."""

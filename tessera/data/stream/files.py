@@ -1,8 +1,8 @@
-"""Make the streamed rows of a recipe: `data.stream`."""
+"""Name the files that a run streams (`data.stream`): on a hub, or on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,18 +10,13 @@ from typing import Any
 
 from tessera.config.hub_ids import HubId, find_hub_id
 from tessera.config.run_config import DataSection, SourceSection
-from tessera.data.order.mixture import mix
-from tessera.data.order.packed_rows import PackedRows
 from tessera.data.sources.container import file_facts
 from tessera.data.sources.file_names import source_files
-from tessera.data.stream.rows import StreamedRows, StreamFile, StreamSettings
 from tessera.errors import TesseraError
 from tessera.hub.clients import RemoteFile
 from tessera.hub.download import fetch_shard, held_shard, remote_shards
 
-_SHARD = 0x53485244  # stream of randomness: each file is packed and shuffled by a seed of its own
 WHERE = "data.stream"
-Pack = Callable[[DataSection, int], PackedRows]  # (a recipe with one file, a seed) -> its rows
 
 
 @dataclass(frozen=True)
@@ -39,12 +34,15 @@ class HubStreamFile:
 
     @property
     def facts(self) -> Any:
+        """Return JSON that changes whenever the content may have changed."""
         return [self.file.size, self.file.sha256 or self.file.git_sha1, self.section.format, self.section.columns]
 
     def fetch(self) -> Path:
+        """Return the path of the file on this machine. It is downloaded if necessary."""
         return fetch_shard(self.id, self.file, "data.train", keep_bytes=self.keep_bytes)
 
     def held(self) -> AbstractContextManager[None]:
+        """Protect the file from removal inside the block, also if it is downloaded there."""
         return held_shard(self.id, self.file, "data.train")
 
 
@@ -71,35 +69,19 @@ class LocalStreamFile:
         return nullcontext()
 
 
-@dataclass(frozen=True)
-class FilePacker:
-    """Make the rows of one file, as those of a data set that is this file alone."""
-
-    section: DataSection
-    seed: int
-    pack: Pack
-
-    def __call__(self, number: int, shard: StreamFile, path: Path) -> PackedRows:
-        assert isinstance(shard, (HubStreamFile, LocalStreamFile))
-        source = shard.section.model_copy(update={"path": path, "hub_id": None})
-        of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}  # the stream counts for all
-        section = self.section.model_copy(update=of_file)
-        return self.pack(section, mix(self.seed, _SHARD, number) >> 1)
+StreamFile = HubStreamFile | LocalStreamFile
 
 
-def stream_rows(section: DataSection, seed: int, pack: Pack, fingerprint: str, folder: Path | None) -> StreamedRows:
-    """Return the training rows of a recipe, whose files are fetched as the run reaches them.
-
-    `fingerprint`: of the processor. `folder`: for indexes.
-    """
+def stream_files(section: DataSection) -> list[StreamFile]:
+    """Return the files of the training data of a recipe, without a download."""
     keep = None if section.stream_cache_gib is None else int(section.stream_cache_gib * 2**30)
-    shards = [shard for source in section.train for shard in _shards(source, keep)]
-    packing = [fingerprint, section.length, section.truncate, section.pack, section.balance]
-    settings = StreamSettings(seed, section.shuffle, packing, section.max_bad_share)
-    return StreamedRows(shards, FilePacker(section, seed, pack), settings, folder)
+    files = [file for source in section.train for file in _files(source, keep)]
+    if not files:
+        raise TesseraError("there are no files to stream", where="data.train", code="data.no-files")
+    return files
 
 
-def _shards(source: SourceSection, keep: int | None) -> list[HubStreamFile | LocalStreamFile]:
+def _files(source: SourceSection, keep: int | None) -> Sequence[StreamFile]:
     for key in ("weight", "max_samples"):
         if source.model_dump()[key] is not None:
             raise TesseraError(
