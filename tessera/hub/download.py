@@ -177,7 +177,7 @@ def _list_files(client: HubClient, id: HubId) -> tuple[Listing, str]:
         if listing is None:
             raise
         return listing, str(error)
-    notes = {id.at(fresh.commit): {"files": [asdict(file) for file in fresh.files]}}
+    notes: dict[HubId, dict[str, Any]] = {id.at(fresh.commit): {"files": [asdict(file) for file in fresh.files]}}
     if not id.is_pinned:
         notes[id] = {"commit": fresh.commit, "job": _job_of_ranks()}
     for named, record in notes.items():

@@ -136,7 +136,10 @@ def fill_from(
 
 def newest_names(path: Path) -> list[str]:
     """Return the names of the model's tensors in a checkpoint, or in the newest one of a run."""
-    newest = path if (path / MANIFEST).is_file() else CheckpointManager(path / "checkpoints", keep=1).latest()
+    newest: Path | None = path
+    if not (path / MANIFEST).is_file():
+        manager = CheckpointManager(path / "checkpoints", keep=1)
+        newest = None if manager.load_newest({}) is None else manager.newest
     if newest is None:
         raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
     stored = read_table(newest).state_dict_metadata

@@ -109,8 +109,8 @@ def recipe(name: str, folders: dict[str, Path], out: Path, micro_batch: int = 2)
     elif name == "two_encoders":
         model = {"family": "module", "config": {"class": f"{OWN}:TwoEncoders"}}
     elif name == "adapted":
-        hub = {"qwen3": "tests.toys.adapted_qwen3:AdaptedQwen3"}
-        model = {"family": "transformers", "config": {"folder": str(folders["qwen3"]), "hub": hub}}
+        adapted = "tests.toys.adapted_qwen3:AdaptedQwen3"
+        model = {"family": "transformers", "config": {"folder": str(folders["qwen3"]), "class": adapted}}
         make = CASES["qwen3"].rows
     else:
         model = {"family": "transformers", "path": str(folders[name])}

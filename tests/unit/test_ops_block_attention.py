@@ -95,7 +95,7 @@ def test_half_precision_adds_up_in_full() -> None:
 
 def test_what_cannot_serve_is_refused() -> None:
     q, k, v, _ = inputs(4, 4)
-    with raises("device.implementation-unusable", "flash.*allowed: auto, eager".replace(".*", "[\\s\\S]*")):
+    with raises("device.implementation-unusable", "flash", "auto, eager"):
         block_attention(q, k, v, segments=None, causal=False, scale=1.0, implementation="flash")
 
 

@@ -285,11 +285,11 @@ def plan_of(core: nn.Module, model_plan: ModelPlan, **parallel: Any) -> ContextP
 def test_a_mask_that_a_ring_cannot_serve_is_refused_and_ulysses_offered() -> None:
     says = ModelPlan(("core",), {}, streams={"text": TEXT_STREAM}, attention=("core",))
     for core, why in (
-        (Core(True, (4, 0)), "core has a window"),
-        (Core(None), r"core has a mask of its own \(Core\)"),
-        (nn.Identity(), r"core has a mask of its own \(Identity\)"),
+        (Core(True, (4, 0)), "window"),
+        (Core(None), "(Core)"),
+        (nn.Identity(), "(Identity)"),
     ):
-        with raises("layout.ring-attention-kind", why + "[\\s\\S]*parallel.ulysses=2"):
+        with raises("layout.ring-attention-kind", "core", why, "parallel.ulysses=2"):
             plan_of(core, says, cp=2, ulysses=1)
         assert plan_of(core, says, cp=2) is not None
     assert plan_of(Core(False), says, cp=2, ulysses=1) is not None

@@ -406,7 +406,7 @@ def test_batches_without_pairs_are_refused() -> None:
 def test_the_step_line_shows_what_the_page_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(pair_recipe(write_pair_set(tmp_path / "data"), tmp_path / "runs", steps=1))
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("step 1/1"))
-    for name, label in (("margin", "margin"), ("accuracy", "acc")):
-        assert f"  {label} {run.metrics[0][name]:.3g}  " in line
+    for name in ("margin", "accuracy"):
+        assert f"  {name} {run.metrics[0][name]:.3g}  " in line
     assert {"reward_chosen", "reward_rejected"} <= set(run.metrics[0])
     assert len(line) <= 100

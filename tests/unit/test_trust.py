@@ -106,11 +106,7 @@ def test_every_other_road_refuses_them_too(path: str) -> None:
     with pytest.raises(TesseraError):
         import_class(path, object, "model.config.class")
     for family in ("module", "transformers"):
-        section = load_config(
-            {"model": {"family": family, "config": {"class": path, "hub": {"x": path}}}, "train": {"steps": 1}}
-            if family == "transformers"
-            else {"model": {"family": family, "config": {"class": path}}, "train": {"steps": 1}}
-        ).model
+        section = load_config({"model": {"family": family, "config": {"class": path}}, "train": {"steps": 1}}).model
         spec, config = resolve(section)
         with pytest.raises(TesseraError):
             spec.main.build(config)
@@ -243,7 +239,7 @@ def test_nothing_is_imported_from_a_foreign_folder(tmp_path: Path, state: Path) 
     roads: list[dict[str, Any]] = [
         {"model": {"family": "evil_module:SPEC"}},
         {"model": {"family": "module", "config": {"class": "evil_module:SPEC"}}},
-        {"model": {"family": "transformers", "config": {"hub": {"x": "evil_module:SPEC"}}}},
+        {"model": {"family": "transformers", "config": {"class": "evil_module:SPEC"}}},
         {"train": {"steps": 1, "task": "evil_module:TASK"}},
         {"data": {"kind": "evil_module:KIND"}},
         {"data": {"kind": "custom", "options": {"dataset": "evil_module:KIND"}}},
