@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tessera.data.tokenizer import train_tokenizer
+from tessera.models.processing.tokenizer import train_tokenizer
 
 SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
 VOCABULARY = 151936

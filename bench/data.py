@@ -38,8 +38,8 @@ from tessera.data.kinds import KINDS, RowRequest
 from tessera.data.loader.loader import Loader
 from tessera.data.media.files import Limits
 from tessera.data.media.read import probe
-from tessera.data.tokenizer import train_tokenizer
 from tessera.models import resolve
+from tessera.models.processing.tokenizer import train_tokenizer
 
 SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad", "vision_pad")
 VOCABULARY = 2048

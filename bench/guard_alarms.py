@@ -165,9 +165,9 @@ def _case(
 
 def write_data(folder: Path) -> None:
     """Conversations and pairs of answers, with images and without, and a tokenizer for each family."""
-    from tessera.data.tokenizer import train_tokenizer
     from tessera.models.glm4v.processor import GLM4V
     from tessera.models.llama import LLAMA3
+    from tessera.models.processing.tokenizer import train_tokenizer
     from tests.toys.pair_set import write_pair_set
 
     write_pair_set(folder, samples=96)

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tessera.data.tokenizer import train_tokenizer
+from tessera.models.processing.tokenizer import train_tokenizer
 
 SINGLE = "What digit is this?"
 SUM = "What is the sum?"

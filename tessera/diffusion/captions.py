@@ -17,9 +17,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tessera.data.tokenizer import load_tokenizer
 from tessera.diffusion.frame_encoder import FrameForm, prepared, read_frame_form
 from tessera.errors import TesseraError, first_line
+from tessera.models.processing.tokenizer import load_tokenizer
 
 MAX_CHARACTERS = 100_000  # of a caption; anything longer is refused
 TEXT_ENCODERS = (

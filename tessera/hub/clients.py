@@ -128,26 +128,27 @@ class HuggingFace:
         path = f"there is no folder {id.name} here, and " if id.looks_like_path else ""
         login = "log in with `hf auth login`, or set HF_TOKEN"
         if isinstance(error, errors.GatedRepoError):
-            code, what = "hub.terms-not-accepted", f"{id} is given only to people who have accepted its terms"
+            what = f"{id} is given only to people who have accepted its terms"
             fix = f"accept them at {page}, then {login}"
-        elif isinstance(error, errors.RevisionNotFoundError):
-            code, what = "hub.no-such-revision", f"{id.name} has no revision {id.revision!r}"
-            fix = f"look at {page}/tree/main"
-        elif isinstance(error, errors.RepositoryNotFoundError):
-            code, what = "hub.no-such-repository", f"{path}Hugging Face has no {kind} {id.name}, or it is private"
+            return TesseraError(what, where=self.where, fix=fix, code="hub.terms-not-accepted")
+        if isinstance(error, errors.RevisionNotFoundError):
+            what, fix = f"{id.name} has no revision {id.revision!r}", f"look at {page}/tree/main"
+            return TesseraError(what, where=self.where, fix=fix, code="hub.no-such-revision")
+        if isinstance(error, errors.RepositoryNotFoundError):
+            what = f"{path}Hugging Face has no {kind} {id.name}, or it is private"
             fix = f"for a private one {login}; for a {kind} on this machine name a folder that exists"
-        elif isinstance(error, errors.LocalEntryNotFoundError):
+            near = nearest_folder(Path(id.name)) if path else None
+            return TesseraError(what, where=self.where, nearest=near, fix=fix, code="hub.no-such-repository")
+        if isinstance(error, errors.LocalEntryNotFoundError):
             return Unreachable(first_line(error.__cause__ or error))
-        elif isinstance(error, errors.EntryNotFoundError):
-            code, what = "hub.no-such-files", f"Hugging Face lists files of {id} that it does not have: {line}"
+        if isinstance(error, errors.EntryNotFoundError):
+            what = f"Hugging Face lists files of {id} that it does not have: {line}"
             fix = f"look at {page}, and name a commit that has its files, with @COMMIT behind the name"
-        elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-            code, what = "hub.no-permission", f"Hugging Face refuses access to {id.name}: {line}"
-            fix = login
-        else:
-            return Unreachable(line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}")
-        near = nearest_folder(Path(id.name)) if path and code == "hub.no-such-repository" else None
-        return TesseraError(what, where=self.where, nearest=near, fix=fix, code=code)
+            return TesseraError(what, where=self.where, fix=fix, code="hub.no-such-files")
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+            what = f"Hugging Face refuses access to {id.name}: {line}"
+            return TesseraError(what, where=self.where, fix=login, code="hub.no-permission")
+        return Unreachable(line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}")
 
 
 class ModelScope:
@@ -218,21 +219,21 @@ class ModelScope:
 
         try:
             yield
-            return
         except TesseraError:
             raise
         except NotExistError:
-            code, what = "hub.no-such-repository", f"ModelScope has no {name}, or it is private"
-            fix = "check name and revision, or `modelscope login`"
+            what, fix = f"ModelScope has no {name}, or it is private", "check name and revision, or `modelscope login`"
+            raise TesseraError(what, where=self.where, fix=fix, code="hub.no-such-repository") from None
         except AuthenticationError:
-            code, what = "hub.not-logged-in", "nobody is logged in to ModelScope, or the token is not valid"
+            what = "nobody is logged in to ModelScope, or the token is not valid"
             fix = "`modelscope login`, or set MODELSCOPE_API_TOKEN"
+            raise TesseraError(what, where=self.where, fix=fix, code="hub.not-logged-in") from None
         except PermissionDeniedError as error:
-            code, what = "hub.no-permission", f"ModelScope refuses access to {name}: {first_line(error)[:300]}"
+            what = f"ModelScope refuses access to {name}: {first_line(error)[:300]}"
             fix = "check the name and the rights of the token: `modelscope login`, or set MODELSCOPE_API_TOKEN"
+            raise TesseraError(what, where=self.where, fix=fix, code="hub.no-permission") from None
         except Exception as error:
             raise Unreachable(first_line(error)[:300]) from None
-        raise TesseraError(what, where=self.where, fix=fix, code=code)
 
 
 HubClient = HuggingFace | ModelScope

@@ -130,14 +130,13 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
         _refuse(id, "is a file of records", names)
     suffix = min((suffix_of(name) for name in records), key=RECORD_SUFFIXES.index)
     chosen = _of_split([name for name in records if suffix_of(name) == suffix], split)
-    pattern = _pattern(chosen, readable) if chosen else None
+    allowed, fix = [f"{id}/{name}" for name in (chosen or records)[:12]], "name the files to read"
+    if not chosen:
+        what = f"{id} does not say which of its files are for {split}"
+        raise TesseraError(what, allowed=allowed, fix=fix, code="hub.unknown-split")
+    pattern = _pattern(chosen, readable)
     if pattern is None:
-        raise TesseraError(
-            f"{id} has several sets in it" if chosen else f"{id} does not say which of its files are for {split}",
-            allowed=[f"{id}/{name}" for name in (chosen or records)[:12]],
-            fix="name the files to read, or leave data.eval out" if split == "eval" else "name the files to read",
-            code="hub.several-datasets" if chosen else "hub.unknown-split",
-        )
+        raise TesseraError(f"{id} has several sets in it", allowed=allowed, fix=fix, code="hub.several-datasets")
     return DataFiles(_with_media(chosen, pattern, readable), pattern)
 
 

@@ -15,7 +15,7 @@ from tessera.core.batch import Batch
 from tessera.core.model_plan import ModelPlan
 from tessera.core.outputs import LANGUAGE_OUTPUTS
 from tessera.core.spec import Component, ModelSpec, Processor
-from tessera.data.chat import ChatTemplate
+from tessera.models.processing.chat import ChatTemplate
 from tessera.models.text.costs import batch_flops, example_batch, language_work
 from tessera.models.text.decoder import (
     ATTENTION,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.checkpoint.publish import publish, written_in
-from tessera.data.tokenizer import train_tokenizer
 from tessera.errors import TesseraError
+from tessera.models.processing.tokenizer import train_tokenizer
 
 _SHIPPED = Path(__file__).parent / "demo_set"
 _SETS = ("train.jsonl", "held_out.jsonl", "pairs.jsonl")

@@ -14,13 +14,13 @@ from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.config.reader import Section
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import ModelSpec
-from tessera.data.tokenizer import UnknownConversationError
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.inference.export import FolderTarget, main_dtype
 from tessera.models import is_original
 from tessera.models.files.exported_config import exported_config, with_dtype
 from tessera.models.files.side_files import copy_side_files, write_side_files
+from tessera.models.processing.tokenizer import UnknownConversationError
 from tessera.weights.layouts import detect_layout
 from tessera.weights.map import WeightMap
 

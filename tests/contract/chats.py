@@ -12,8 +12,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from tessera.core.sample import Encoded, Message, Part, Sample
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.processing.streams import media_size
+from tessera.models.processing.tokenizer import train_tokenizer, write_tokenizer
 
 VOCAB = 400  # of a Qwen tokenizer; its last words are special
 WORDS = (

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tessera.data.tokenizer import train_tokenizer
+from tessera.models.processing.tokenizer import train_tokenizer
 
 LAYERS, HIDDEN, WIDTH, HEADS, KV, VOCAB = 2, 32, 48, 4, 2, 400
 EYES, EYE_WIDTH, EYE_HEADS, EYE_LAYERS, TILE, PATCH = 16, 24, 2, 2, 32, 8

@@ -19,10 +19,10 @@ from vision_language import Case, Pair, VisionLanguageFamily
 from tessera.core.batch import Batch
 from tessera.core.sample import Encoded, Message, Part, Sample
 from tessera.core.spec import ModelSpec
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.llava import SPEC
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.llava.processor import LlavaProcessor
+from tessera.models.processing.tokenizer import train_tokenizer, write_tokenizer
 
 VOCAB = 300
 CHATML_WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]

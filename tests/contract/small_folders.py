@@ -8,12 +8,12 @@ from typing import Any
 from parity import randomize
 
 from tessera.config.run_config import ModelSection
-from tessera.data.tokenizer import train_tokenizer
 from tessera.inference.export import export_folder
 from tessera.models import resolve
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import QWEN
 from tessera.models.llama import LLAMA3
+from tessera.models.processing.tokenizer import train_tokenizer
 
 VOCAB = 512
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -20,10 +20,10 @@ from tessera.checkpoint import writer
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
-from tessera.data.tokenizer import train_tokenizer
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
+from tessera.models.processing.tokenizer import train_tokenizer
 from tests.errors import raises
 
 FP8 = torch.float8_e4m3fn

@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import tessera
 from tessera.config.run_config import ModelSection
-from tessera.data.tokenizer import load_tokenizer
 from tessera.models import resolve
 from tessera.models.internvl.processor import InternVLProcessor
+from tessera.models.processing.tokenizer import load_tokenizer
 from tessera.models.transformers.library import load_image_processor
 from tessera_compat.mindspeed_mm.convert import run
 from tests.errors import raises

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 import tessera
 from tessera.core.sample import MediaSize
-from tessera.data.tokenizer import train_tokenizer
 from tessera.models.internvl import SPEC
 from tessera.models.internvl.processor import InternVLProcessor, TileCutter
+from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.transformers.library import load_image_processor
 from tessera.tools.compare import compare
 from tests.errors import raises

@@ -13,10 +13,10 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from tessera.config.run_config import ModelSection
-from tessera.data.tokenizer import train_tokenizer
 from tessera.models import resolve
 from tessera.models.internvl.processor import INTERNLM
 from tessera.models.llama import LLAMA3, VICUNA
+from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.qwen2 import CHATML
 
 LEARNED = [*TEXTS, "USER: ASSISTANT: Be brief. 123456 I'LL go"]

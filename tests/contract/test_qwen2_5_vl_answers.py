@@ -16,8 +16,8 @@ from PIL import Image
 import tessera
 from tessera.core.batch import Batch
 from tessera.core.sample import Message, Part, Sample
-from tessera.data.chat import ChatTemplate
 from tessera.inference.generate import Sampling, generate_tokens
+from tessera.models.processing.chat import ChatTemplate
 from tessera.models.qwen2_5_vl import SPEC
 from tessera.models.transformers.library import load_image_processor
 

@@ -17,10 +17,10 @@ import torch
 from chats import write_words
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from tessera.data.chat import ChatTemplate
 from tessera.data.media.video_frames import VideoSampling
 from tessera.models import FAMILIES as families
 from tessera.models.glm4v.processor import GLM4V
+from tessera.models.processing.chat import ChatTemplate
 
 TOTALS = (7, 24, 50, 51, 100, 301, 997, 9000)
 RATES = (8.0, 23.976, 24.0, 25.0, 29.97, 30.0, 60.0)

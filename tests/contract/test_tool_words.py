@@ -13,13 +13,13 @@ from transformers import AutoTokenizer
 
 from tessera.config.run_config import ModelSection, SourceSection
 from tessera.core.sample import Sample
-from tessera.data.chat import ChatTemplate
 from tessera.data.sources.source import open_source
-from tessera.data.tokenizer import train_tokenizer
 from tessera.data.tool_calls import format_calls, format_spoken_calls
 from tessera.models import resolve
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.llama import LLAMA3, VICUNA
+from tessera.models.processing.chat import ChatTemplate
+from tessera.models.processing.tokenizer import train_tokenizer
 
 TAGS = ("<tool_call>", "</tool_call>")  # words of the vocabulary that any text may hold
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

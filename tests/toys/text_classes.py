@@ -14,7 +14,7 @@ SIZES = {key: value for key, value in LLAMA.items() if key != "model_type"}
 def tokenizer() -> Any:
     import transformers
 
-    from tessera.data.tokenizer import train_tokenizer
+    from tessera.models.processing.tokenizer import train_tokenizer
 
     words = ["<pad>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
     return transformers.PreTrainedTokenizerFast(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tessera.data.tokenizer import train_tokenizer
+from tessera.models.processing.tokenizer import train_tokenizer
 
 VOCABULARY = 352
 SIDE, PATCH = 16, 4  # of images, and 16 patches in each

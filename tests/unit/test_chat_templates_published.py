@@ -12,12 +12,12 @@ import jinja2.sandbox
 import pytest
 
 from tessera.core.sample import Message, Part
-from tessera.data.chat import ChatTemplate
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import INTERNLM, QWEN
 from tessera.models.llama import LLAMA3
 from tessera.models.llava.processor import CHATML as ONEVISION
 from tessera.models.llava.processor import VICUNA
+from tessera.models.processing.chat import ChatTemplate
 from tessera.models.qwen2 import CHATML
 from tessera.models.qwen3_vl.processor import TEMPLATE as QWEN3_VL
 

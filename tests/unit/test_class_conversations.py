@@ -18,13 +18,13 @@ import tessera
 from tessera.config.run_config import ModelSection
 from tessera.core.batch import IGNORE
 from tessera.core.sample import MediaSize, Message, Part, Sample
-from tessera.data.chat import ChatTemplate
 from tessera.errors import TesseraError
 from tessera.models import resolve
 from tessera.models.glm4v.processor import GLM4V
 from tessera.models.internvl.processor import INTERNLM
 from tessera.models.llama import LLAMA3
 from tessera.models.llava.processor import VICUNA
+from tessera.models.processing.chat import ChatTemplate
 from tessera.models.transformers import ClassProcessor, rendering
 from tessera.models.transformers.library import checked_processor
 from tessera.models.transformers.marks import BEGIN, END, Encoding, generation_marks, marked, with_marks, without_marks

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tessera.core.sample import PLAIN, Message, Part, Sample
-from tessera.data.chat import ChatSpan, ChatTemplate, Turn
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer, write_tokenizer
+from tessera.models.processing.chat import ChatSpan, ChatTemplate, Turn
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer, write_tokenizer
 from tessera.models.qwen2 import CHATML
 from tessera.models.text.processor import TextProcessor
 from tests.errors import raises

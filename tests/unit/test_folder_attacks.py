@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 import tessera
 from tessera.checkpoint.hf import load_folder
 from tessera.config.run_config import ModelSection
-from tessera.data import tokenizer
-from tessera.data.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
+from tessera.models.processing import tokenizer
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, train_tokenizer
 from tessera.runtime.files import read_bytes, read_json
 from tessera.weights.map import WeightMap
 from tests.errors import raises

@@ -16,11 +16,11 @@ from tessera.checkpoint.state import model_tensors
 from tessera.config.reader import dump_yaml
 from tessera.config.run_config import load_config
 from tessera.core.sample import Message, Part, Sample
-from tessera.data.chat import ChatTemplate
-from tessera.data.tokenizer import train_tokenizer
 from tessera.errors import TesseraError
 from tessera.inference.load import load
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
+from tessera.models.processing.chat import ChatTemplate
+from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.qwen2_vl import SPEC
 from tests.errors import raises
 from tests.toys.save_folder import save_folder

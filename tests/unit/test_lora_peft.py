@@ -21,7 +21,6 @@ import tessera
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors
 from tessera.config.run_config import LoraSection, ModelSection
-from tessera.data.tokenizer import train_tokenizer
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
@@ -32,6 +31,7 @@ from tessera.lora.load import fill_adapters, read_adapters, settled
 from tessera.lora.modules import adapters_of, add_adapters, find_adapters, without_adapters
 from tessera.lora.select import is_factor
 from tessera.models import FAMILIES, resolve
+from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.weights.map import WeightMap
 from tests.errors import raises
 from tests.toys.chat_set import SPECIAL

@@ -15,8 +15,8 @@ import tessera
 from tessera.config.run_config import load_config
 from tessera.core.batch import Batch
 from tessera.core.outputs import REWARDS
-from tessera.data.tokenizer import train_tokenizer
 from tessera.errors import TesseraError
+from tessera.models.processing.tokenizer import train_tokenizer
 from tessera.models.text.reward import as_classifier, is_classifier
 from tessera.parallel.engine import SimpleEngine
 from tessera.tasks.reward import RewardTask

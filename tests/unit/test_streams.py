@@ -21,9 +21,9 @@ from tessera.data.media.files import Limits
 from tessera.data.media.read import read_media
 from tessera.data.media.video_frames import VideoSampling
 from tessera.data.order.packed_rows import PackedRows
-from tessera.data.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models import FAMILIES, resolve
 from tessera.models.processing.streams import media_size
+from tessera.models.processing.tokenizer import train_tokenizer, write_tokenizer
 from tessera.models.vision.processor import VISION_STREAMS
 from tests.errors import raises
 from tests.toys import media_zoo

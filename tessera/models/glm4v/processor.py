@@ -14,12 +14,12 @@ import numpy as np
 from pydantic import Field
 
 from tessera.core.sample import Part
-from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords, Turn
 from tessera.data.media.video_frames import Rule, VideoSampling
 from tessera.errors import TesseraError
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.glm4v.model import bicubic_positions
+from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords, Turn
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.vision.grid_processor import GridOptions, TimestampedVideoProcessor
 from tessera.models.vision.patches import Patches

@@ -14,16 +14,16 @@ from pydantic import Field
 
 from tessera.config.reader import build
 from tessera.core.sample import MediaSize, Part, PartKind
-from tessera.data.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
 from tessera.errors import TesseraError, foreign_values
 from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
 from tessera.models.internvl.original import CONTEXT, is_original, system_message, tile_settings
+from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords
 from tessera.models.processing.conversation import check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
 from tessera.models.vision.patches import Patches, block_positions
 from tessera.models.vision.preprocessor_files import (
     VideoOptions,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from tessera.data.chat import ChatTemplate, Turn
 from tessera.models.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.processing.chat import ChatTemplate, Turn
 from tessera.models.text.hf import LLAMA
 
 LLAMA3 = ChatTemplate(

@@ -14,15 +14,7 @@ from pydantic import Field
 
 from tessera.config.reader import build
 from tessera.core.sample import MediaSize, PartKind
-from tessera.data.chat import ChatTemplate, MediaWords, Turn
 from tessera.data.media.images import to_rgb
-from tessera.data.tokenizer import (
-    ChatEncoder,
-    UnknownConversationError,
-    load_tokenizer,
-    read_chat_template,
-    write_tokenizer,
-)
 from tessera.errors import foreign_values
 from tessera.models.llava.config import LlavaConfig
 from tessera.models.llava.preprocessing import (
@@ -32,8 +24,16 @@ from tessera.models.llava.preprocessing import (
     read_squares,
     write_files,
 )
+from tessera.models.processing.chat import ChatTemplate, MediaWords, Turn
 from tessera.models.processing.conversation import check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
+from tessera.models.processing.tokenizer import (
+    ChatEncoder,
+    UnknownConversationError,
+    load_tokenizer,
+    read_chat_template,
+    write_tokenizer,
+)
 from tessera.models.vision.patches import Patches
 from tessera.models.vision.preprocessor_files import VideoOptions
 from tessera.models.vision.processor import VisionProcessor

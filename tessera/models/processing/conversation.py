@@ -23,15 +23,9 @@ from pydantic import Field
 from tessera.config.reader import Section
 from tessera.core.batch import IGNORE, Batch, Segments, trained_positions
 from tessera.core.sample import Encoded, EncodedStream, MediaSize, Part, PartKind, Sample
-from tessera.data.chat import ChatSpan, ChatTemplate
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.tokenizer import (
-    ChatEncoder,
-    class_for,
-    read_chat_template,
-    write_tokenizer,
-)
 from tessera.errors import TesseraError
+from tessera.models.processing.chat import ChatSpan, ChatTemplate
 from tessera.models.processing.streams import (
     EncodedMedium,
     MediaLayout,
@@ -41,6 +35,12 @@ from tessera.models.processing.streams import (
     media_size,
     pack_stream,
     token_runs,
+)
+from tessera.models.processing.tokenizer import (
+    ChatEncoder,
+    class_for,
+    read_chat_template,
+    write_tokenizer,
 )
 from tessera.runtime.log import logger
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from tessera.data.chat import ChatTemplate, Turn
 from tessera.models.family import HFTextFormats, LanguageConfig, language_family, preset
+from tessera.models.processing.chat import ChatTemplate, Turn
 from tessera.models.text.decoder import TextConfig
 from tessera.models.text.hf import QWEN2
 

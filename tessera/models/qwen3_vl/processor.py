@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from tessera.core.sample import Part
-from tessera.data.chat import ChatSpan, ChatTemplate
 from tessera.data.media.video_frames import Rule
+from tessera.models.processing.chat import ChatSpan, ChatTemplate
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.qwen2 import QWEN_TURNS
 from tessera.models.qwen3_vl.config import Qwen3VLConfig

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tessera.config.reader import build
-from tessera.data.chat import ChatTemplate
 from tessera.data.media.video_frames import VideoSampling
-from tessera.data.tokenizer import ChatEncoder, UnknownConversationError, load_tokenizer
 from tessera.errors import TesseraError
+from tessera.models.processing.chat import ChatTemplate
 from tessera.models.processing.conversation import ConversationProcessor, TextOptions, check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
+from tessera.models.processing.tokenizer import ChatEncoder, UnknownConversationError, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from tessera.data.tokenizer import load_tokenizer
 from tessera.errors import TesseraError, first_line
 from tessera.models.files.side_files import copy_side_files
+from tessera.models.processing.tokenizer import load_tokenizer
 from tessera.runtime.files import read_json_mapping
 
 ImageBackend = Literal["pil", "torchvision"]  # as the library names what its image preprocessors compute with

@@ -14,14 +14,14 @@ from pydantic import Field
 
 from tessera.config.reader import build
 from tessera.core.sample import MediaSize, PartKind
-from tessera.data.chat import ChatTemplate
 from tessera.data.media.images import to_rgb
 from tessera.data.media.video_frames import Rule
-from tessera.data.tokenizer import ChatEncoder, load_tokenizer
 from tessera.errors import TesseraError, foreign_values
 from tessera.models.files.side_files import IMAGE_FILE, VIDEO_FILE
+from tessera.models.processing.chat import ChatTemplate
 from tessera.models.processing.conversation import check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
 from tessera.models.vision.patches import Patches, block_positions
 from tessera.models.vision.preprocessor_files import GridFiles, VideoOptions
 from tessera.models.vision.processor import VisionProcessor

@@ -11,12 +11,12 @@ from PIL import Image
 
 from tessera.config.reader import build
 from tessera.core.sample import MediaSize, PartKind
-from tessera.data.chat import ChatTemplate, MediaWords
 from tessera.data.media.audio import AudioSampling
 from tessera.data.media.read import MediaSampling
-from tessera.data.tokenizer import ChatEncoder, load_tokenizer
+from tessera.models.processing.chat import ChatTemplate, MediaWords
 from tessera.models.processing.conversation import ConversationProcessor, TextOptions, check_special_tokens
 from tessera.models.processing.streams import MediaLayout, MediaStream, MediaStreams
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
 from tests.toys.two_encoders import PER_SLOT, TwoEncoderConfig, streams
 
 RATE = 24_000

@@ -17,8 +17,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from tessera.data.chat import ChatSpan
 from tessera.errors import TesseraError, first_line
+from tessera.models.processing.chat import ChatSpan
 from tessera.runtime.files import read_json_mapping, read_text
 
 # How the Qwen family cuts text before merging; a folder written here must be read the same way by its tokenizer class.
@@ -157,17 +157,16 @@ def _try_out(path: Path) -> None:
         "for ids in (it.encode(text).ids for text in texts):\n"
         f"    if max(len(ids), len(it.decode(ids, skip_special_tokens=False))) > {_MOST_LENGTH}: sys.exit(1)"
     )
-    command, where, fix = [sys.executable, "-P", "-c", code, str(path), *_TRIED], str(path), _PUBLISHED
+    command = [sys.executable, "-P", "-c", code, str(path), *_TRIED]
+    where = str(path)
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise TesseraError(
-            "this tokenizer takes for ever to encode a plain text", where=where, fix=fix, code="tokenizer.too-slow"
-        ) from None
+        what = "this tokenizer takes for ever to encode a plain text"
+        raise TesseraError(what, where=where, fix=_PUBLISHED, code="tokenizer.too-slow") from None
     if done.returncode:
-        raise TesseraError(
-            "this tokenizer cannot encode a plain text", where=where, fix=fix, code="tokenizer.cannot-encode"
-        )
+        what = "this tokenizer cannot encode a plain text"
+        raise TesseraError(what, where=where, fix=_PUBLISHED, code="tokenizer.cannot-encode")
 
 
 class UnknownConversationError(TesseraError):
@@ -358,7 +357,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Seque
         vocab[f"<|unused_{number}|>"] = number
     tokenizer = _byte_level(BPE(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]]))
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special_tokens])
-    assert tokenizer.token_to_id(special_tokens[-1]) == vocab_size - 1 if special_tokens else True
     return tokenizer
 
 
