@@ -24,6 +24,13 @@ U = TypeVar("U")
 _THREAD_TIMEOUT = datetime.timedelta(hours=2)  # ranks wait for each other while the slowest one writes
 
 
+def space_report(folder: Path, needed: int) -> str:
+    """Return the advice to free disk space, with the bytes that are needed and those that are free."""
+    free = free_bytes(folder)
+    sizes = f"{human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} bytes) are free"
+    return f"free some space: {sizes}"
+
+
 @dataclass(frozen=True)
 class Failure:
     """Carry an error between ranks: itself if it can be pickled safely, otherwise its traceback as text."""
@@ -45,21 +52,15 @@ class CollectiveError(RuntimeError):
         self.failures = failures
         super().__init__("\n".join(f"[rank {f.rank}] {f.text}" for f in failures))
 
-    def about_writing(
-        self, ranks: Ranks, what: str, folder: Path, needed: int, advice: str = ""
-    ) -> TesseraError | None:
+    def about_writing(self, ranks: Ranks, what: str, folder: Path, needed: int) -> TesseraError | None:
         """Return the user's view of files that could not be written; None when it was no write that failed."""
         causes = [(one.rank, one.error) for one in self.failures if isinstance(one.error, OSError)]
         if not causes:
             return None
         reasons = "; ".join(f"rank {rank}: {cause.strerror or cause}" for rank, cause in causes)
-        free = ranks.on_rank0(lambda: free_bytes(folder))
-        space = f"it needs {human_bytes(needed)} ({needed} bytes); {human_bytes(free)} ({free} bytes) are free there"
+        fix = ranks.on_rank0(lambda: space_report(folder, needed))
         return TesseraError(
-            f"{what} could not be written ({reasons})",
-            where=str(folder),
-            fix=f"{space}; {advice}".rstrip("; "),
-            code="output.write-failed",
+            f"{what} could not be written ({reasons})", where=str(folder), fix=fix, code="output.write-failed"
         )
 
 

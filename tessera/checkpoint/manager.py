@@ -216,9 +216,8 @@ class CheckpointManager:
                 may_help = first_attempt and _is_full(error)
                 if may_help and ranks.on_rank0(lambda: self._folders.free_space(request.needed, full=True)):
                     continue
-                advice = "earlier ones are untouched; make room, raise the limit, or lower checkpoint.keep"
                 what = f"the checkpoint of step {request.step}"
-                raise error.about_writing(ranks, what, self.folder, request.needed, advice) or error from error
+                raise error.about_writing(ranks, what, self.folder, request.needed) or error from error
         seconds = time.perf_counter() - request.started
         report = SaveReport(path, size, seconds, seconds if paused is None else paused)
         if ranks.rank == 0:

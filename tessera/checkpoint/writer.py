@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from tessera.checkpoint.collective import Failure, Ranks, raise_together
+from tessera.checkpoint.collective import Failure, Ranks, raise_together, space_report
 from tessera.checkpoint.files import Entry, Fault, free_bytes, no_fault, safetensors_header, storage_order, sync_folder
 from tessera.checkpoint.forms import NativeTensors, TensorGroup
 from tessera.checkpoint.publish import Origin, staged
@@ -90,7 +90,9 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
     jobs = min(_MAX_JOBS, round(usable_cpus()) + _EXTRA_JOBS) if job.jobs is None else job.jobs
     try:
         with open_files(len(job.plan.files)), staged(target, job.origin, job.overwrite, job.fault) as staging:
-            _check_space(target, job.plan.nbytes)
+            if job.plan.nbytes > free_bytes(target):
+                fix = space_report(target, job.plan.nbytes)
+                raise TesseraError("the disk is too full", where=str(target), fix=fix, code="output.disk-full")
             with _one_thread_each():
                 _Writer(job, groups, staging).run(jobs)
     except KeyboardInterrupt:
@@ -102,27 +104,13 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
             raise TesseraError(
                 f"the source could not be read: {error.strerror}", where=str(failed), code="weights.unreadable-file"
             ) from error
-        needed, free = job.plan.nbytes, free_bytes(target)
         many = f"; {len(job.plan.files)} files are open at a time: see ulimit -n"
         raise TesseraError(
             f"the target could not be written: {error.strerror or error}",
             where=str(target),
-            fix=f"it needs {human_bytes(needed)} ({needed} bytes) in all, {human_bytes(free)} ({free} bytes) are free "
-            f"there{many if error.errno == errno.EMFILE else ''}",
+            fix=space_report(target, job.plan.nbytes) + (many if error.errno == errno.EMFILE else ""),
             code="output.write-failed",
         ) from error
-
-
-def _check_space(target: Path, needed: int) -> None:
-    free = free_bytes(target)
-    if needed > free:
-        raise TesseraError(
-            f"the disk is too full: {human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} "
-            "bytes) are free",
-            where=str(target),
-            fix="free some space, or name a target on another disk",
-            code="output.disk-full",
-        )
 
 
 class _Writer:

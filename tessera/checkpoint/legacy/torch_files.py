@@ -57,6 +57,12 @@ _BESIDE = (
 _NEVER = ("torch.hub", "torch.utils.cpp", "torch.load", "torch.jit", "numpy.load", "numpy.f2py", "numpy.testing")
 
 
+_UNREADABLE = (
+    *(zipfile.BadZipFile, struct.error, EOFError, OSError, RuntimeError),
+    *(ValueError, TypeError, OverflowError, MemoryError),
+)
+
+
 def plain_names(name: Name) -> bool:
     """Return whether a file of weights may contain this name."""
     full = str(name)
@@ -113,11 +119,7 @@ def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -
             entries = _entries(archive, path)
             pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
             if len(pickles) != 1:
-                raise TesseraError(
-                    "it is not a file of torch.save: it has no data.pkl",
-                    where=str(path),
-                    code="checkpoint.not-torch-file",
-                )
+                raise zipfile.BadZipFile("it has no data.pkl")
             folder = pickles[0].removesuffix("data.pkl")
             if entries.get(folder + "byteorder") and archive.read(folder + "byteorder") != b"little":
                 raise TesseraError(
@@ -128,20 +130,7 @@ def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -
                 )
             reader = _TorchReader(path, start, folder, entries, opened)
             return reader.build(describe(archive.read(pickles[0]), plain_names, str(path)))
-    except TesseraError:
-        raise
-    except (
-        zipfile.BadZipFile,
-        EOFError,
-        NotImplementedError,
-        OSError,
-        ValueError,
-        TypeError,
-        OverflowError,
-        MemoryError,
-        RuntimeError,
-        struct.error,
-    ) as error:
+    except _UNREADABLE as error:
         raise TesseraError(
             f"it is not a file of torch.save: {error}",
             where=str(path),
@@ -168,27 +157,14 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]
     """Return the archive's entries by name after checking that they are uncompressed and inside the file."""
     listed = archive.infolist()
     if len(listed) > MOST_ENTRIES:
-        raise TesseraError(
-            f"it has {len(listed):,} entries; at most {MOST_ENTRIES:,} are read",
-            where=str(path),
-            code="checkpoint.torch-file-too-large",
-        )
+        raise _damaged(path, f"it has {len(listed):,} entries; at most {MOST_ENTRIES:,} are read")
     entries = {entry.filename: entry for entry in listed}
     if len(entries) != len(listed):
         raise _damaged(path, "two entries of it have one name")
     for entry in listed:
-        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise TesseraError(
-                f"{entry.filename!r} in it is compressed; torch.save never does that",
-                where=str(path),
-                code="checkpoint.unusual-torch-file",
-            )
-        if entry.flag_bits & 1 or entry.external_attr & 0x10:  # torch would read the latter as zeros
-            raise TesseraError(
-                f"{entry.filename!r} in it is encrypted, or marked as a folder",
-                where=str(path),
-                code="checkpoint.unusual-torch-file",
-            )
+        plain = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
+        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # torch reads the last as zeros
+            raise _damaged(path, f"{entry.filename!r} is compressed, encrypted or marked as a folder")
     return entries
 
 
@@ -236,11 +212,7 @@ class _TorchReader:
 
     def build(self, described: Any, depth: int = 0) -> Any:
         if depth > 200:
-            raise TesseraError(
-                "its content is nested more than 200 levels deep",
-                where=str(self.path),
-                code="checkpoint.pickle-too-deep",
-            )
+            raise _damaged(self.path, "its content is nested more than 200 levels deep")
         if isinstance(described, (Described, list, tuple, dict)):
             if id(described) not in self.built:
                 self.built[id(described)] = None  # a container that contains itself
