@@ -179,17 +179,20 @@ def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def agree_on_step(step: int, *flags: bool) -> list[bool]:
-    """Return each flag, true on every rank if it is true on one. Ranks that are not at the same step are named instead:
-    their collectives would pair up all the same, and mix one step's numbers into another's."""
+def agree_on_step(step: int, count: int, *flags: bool) -> tuple[bool, list[bool]]:
+    """Return whether `count` is the same on every rank, and each flag, true if it is true on any rank.
+
+    Raise `OutOfStep` if ranks are at different steps. Their collectives would match nevertheless, and mix the numbers
+    of two steps.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return list(flags)
-    vote = torch.tensor([step, -step, *map(float, flags)], dtype=torch.float64)
+        return True, list(flags)
+    vote = torch.tensor([step, -step, count, -count, *map(float, flags)], dtype=torch.float64)
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    highest, lowest, *raised = vote.tolist()
+    highest, lowest, most, least, *raised = vote.tolist()
     if highest != -lowest:
         raise OutOfStep(gather_over_ranks(torch.tensor([step]))[:, 0].tolist())
-    return [bool(flag) for flag in raised]
+    return most == -least, [bool(flag) for flag in raised]
 
 
 class RankFailure(TesseraError):

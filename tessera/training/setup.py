@@ -184,6 +184,7 @@ def _model_and_task(config: RunConfig, objects: Objects) -> tuple[ModelSpec, Any
         section = section.model_copy(update={"head": "reward"})
     spec, model_config = resolve(section) if objects.model is None else spec_of_object(objects.model)
     task = task or build_task(spec.task, config.train.task_options)
+    _check_removed_methods(task)
     rewards = spec.gives(REWARDS)
     check_reads(
         task,
@@ -198,6 +199,18 @@ def _model_and_task(config: RunConfig, objects: Objects) -> tuple[ModelSpec, Any
     if rewards and config.checkpoint.export and (config.model.lora is None or config.model.lora.merge):
         exported_config(model_config, None, torch.float32, rewards)  # raises where there is no such folder
     return spec, model_config, task
+
+
+def _check_removed_methods(task: Task) -> None:
+    """Raise for a task that overrides a method which nothing calls any more."""
+    for name in ("frozen_components", "frozen_parts"):
+        if hasattr(task, name):
+            raise TesseraError(
+                f"{type(task).__name__}.{name} is not called: Task.components replaced it",
+                where="train.task",
+                fix="return the frozen models from components(config, spec)",
+                code="task.removed-method",
+            )
 
 
 def _add_adapters(

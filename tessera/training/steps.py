@@ -95,6 +95,16 @@ class DataWait:
             raise WaitEnded
 
 
+def unequal_steps(source: StepSource, here: int) -> TesseraError:
+    """Return the error of ranks whose step sources returned different numbers of micro-batches."""
+    return TesseraError(
+        f"next_step of {type(source).__name__} returned {here} micro-batches here, and another number on other ranks",
+        where="the step source",
+        fix="return as many on every rank: all ranks run the collectives of every micro-batch together",
+        code="data.unequal-batches",
+    )
+
+
 def _check_step(microbatches: object, source: StepSource) -> None:
     """Raise unless a step source returned one or more batches."""
     if isinstance(microbatches, Sequence) and microbatches:

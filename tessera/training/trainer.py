@@ -35,7 +35,7 @@ from tessera.runtime import log, rng
 from tessera.runtime.distributed import World, agree_on_step
 from tessera.training.out_of_memory import MemoryAdvice
 from tessera.training.saves import Saved, Saves, check_resumed
-from tessera.training.steps import DataWait
+from tessera.training.steps import DataWait, unequal_steps
 
 
 class Trainer:
@@ -137,7 +137,8 @@ class Trainer:
             self.phase = "loading data"
             self._source_state = self.steps.state_dict()
             microbatches = self._wait.next_step(self.steps, lambda: self.stop_reason is not None)
-            if not self._goes_on() or microbatches is None:  # ranks agree when they have data, so none waits in a step
+            # Ranks agree when they have data, so that none waits for another inside of a step.
+            if not self._goes_on(0 if microbatches is None else len(microbatches)) or microbatches is None:
                 break
             if (result := self.train_step(microbatches)) is None:
                 continue
@@ -192,15 +193,16 @@ class Trainer:
         for listener in self.phase_listeners:
             listener(phase)
 
-    def _goes_on(self) -> bool:
+    def _goes_on(self, microbatches: int) -> bool:
         """Return whether all ranks go on with the step that they have the data of, after a save if one is due.
 
         A stop asked of one rank (a signal reaches each at another moment) stops all. The clock of the main rank decides
         when a save is due.
         """
         self.phase = "agreeing to go on"
-        stop, save, writing = agree_on_step(
+        equal, (stop, save, writing) = agree_on_step(
             self.step,
+            microbatches,
             self.stop_reason is not None,
             self.world.is_main and self._saves.due(),
             self.checkpoints.is_writing,
@@ -210,6 +212,8 @@ class Trainer:
         if stop:
             self.stop_reason = self.stop_reason or "another rank was asked to stop"
             return False
+        if not equal:
+            raise unequal_steps(self.steps, microbatches)
         if save:
             self._saves.begin(self.step)
         return True

@@ -82,6 +82,25 @@ def test_a_source_that_returns_no_batches_is_refused_by_name(returned: Any) -> N
         DataWait().next_step(Forgetful([]), lambda: False)
 
 
+def test_ranks_with_different_numbers_of_batches_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def agree(step: int, count: int, *flags: bool) -> tuple[bool, list[bool]]:
+        return False, list(flags)
+
+    monkeypatch.setattr("tessera.training.trainer.agree_on_step", agree)
+    batches = [Batch({"x": part}) for part in Points(16).x.split(8)]
+    with raises("data.unequal-batches"):
+        tessera.train(recipe(tmp_path), model=net(), task=Regression(), dataset=ListSteps(batches))
+
+
+def test_a_method_that_no_task_has_any_more_is_refused(tmp_path: Path) -> None:
+    class Old(Regression):
+        def frozen_components(self) -> dict[str, Any]:
+            return {}
+
+    with raises("task.removed-method"):
+        tessera.train(recipe(tmp_path), model=net(), task=Old(), dataset=ListSteps([]))
+
+
 class SaveInside(Callback):
     """Ask for a save by the clock, which happens when the data of the next step is there already."""
 
