@@ -30,6 +30,8 @@ from tessera.diffusion.sampling.over_ranks import ModelOverRanks
 from tessera.errors import TesseraError, few_names, nearest
 from tessera.hub.config import local_model
 from tessera.hub.download import downloaded
+from tessera.inference.chat import Chat
+from tessera.inference.generate import Sampling
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
 from tessera.inference.weight_source import Origin, fill_from, newest_names, origin_of, saved_config
 from tessera.lora.exchange import is_adapters
@@ -340,35 +342,21 @@ def generate(
     videos: Sequence[str | Path] = (),
     system: str | None = None,
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
     adapters: AdapterPaths | None = None,
     device: str | torch.device = "auto",
     trust: bool = False,
     on_text: Callable[[str], None] | None = None,
+    **sampling: Any,
 ) -> str:
     """Load a model, ask it one question and return the answer. To ask more than once, `load` the model once.
 
-    `on_text` is called with each new part of the answer. `adapters` and `trust`: see `load`.
+    `on_text` is called with each new part of the answer. `adapters` and `trust`: see `load`. `sampling`: temperature,
+    top_k, top_p, seed.
     """
+    Sampling(**sampling)  # refuses wrong values before the model is loaded
     loaded, processor = load(model, device=device, adapters=adapters, trust=trust)
-    parts: list[dict[str, Any]] = [{"type": "image", "image": str(path)} for path in images]
-    parts += [{"type": "video", "video": str(path)} for path in videos]
-    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    messages.append({"role": "user", "content": [*parts, {"type": "text", "text": question}]})
-    answer = loaded.generate(
-        processor(messages),
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        on_text=on_text,
-    )
-    assert isinstance(answer, str), "one question has one answer"
-    return answer
+    conversation = Chat(loaded, processor, system, max_new_tokens, sampling)
+    return conversation.ask(question, images=images, videos=videos, on_text=on_text)
 
 
 def _over_ranks(

@@ -131,23 +131,18 @@ def generate_files(
     out: str | Path,
     request: Request,
     *,
-    device: str | torch.device | None = None,
-    dtype: str | None = None,
     adapters: AdapterPaths | None = None,
     adapters_2: AdapterPaths | None = None,
-    parts: str | Path | None = None,
     parallel: Mapping[str, Any] | None = None,
-    trust: Trust = False,
     on_step: OnStep | None = None,
+    **loading: Any,
 ) -> Written:
     """Load a model, make the samples of a request and write them beside a metadata file. Of several ranks, which all
-    call this, the first writes."""
+    call this, the first writes. `loading`: further arguments of `load_pipeline`."""
     target = Path(out)
     check_out(target, request.frames or 1)
     merged, merged_2 = adapter_strengths(adapters), adapter_strengths(adapters_2)
-    pipeline = load_pipeline(
-        model, device, dtype, adapters=merged, adapters_2=merged_2 or None, parts=parts, parallel=parallel, trust=trust
-    )
+    pipeline = load_pipeline(model, adapters=merged, adapters_2=merged_2 or None, parallel=parallel, **loading)
     full = pipeline.resolved(request)
     check_out(target, full.frames or 1)
     samples: Sequence[Generated] = pipeline.run(full, on_step=on_step)
@@ -162,18 +157,11 @@ def generate_files(
     return Written(tuple(sample_paths(target, len(samples))), metadata_path(target), record.digests)
 
 
-def generate_again(
-    metadata: str | Path,
-    out: str | Path | None = None,
-    *,
-    device: str | torch.device | None = None,
-    parallel: Mapping[str, Any] | None = None,
-    trust: Trust = False,
-    on_step: OnStep | None = None,
-) -> tuple[Written, bool]:
+def generate_again(metadata: str | Path, out: str | Path | None = None, **how: Any) -> tuple[Written, bool]:
     """Make the samples of a metadata file once more; return also whether all pixels are the same as before.
 
-    `out`: where they go; None: beside the first ones, as NAME-again.
+    `out`: where they go; None: beside the first ones, as NAME-again. `how`: device, parallel, trust and on_step of
+    `generate_files`.
     """
     path = Path(metadata)
     record = read_record(path)
@@ -182,13 +170,10 @@ def generate_again(
         record.model,
         target,
         record.request,
-        device=device,
         dtype=record.dtype,
         adapters=record.adapters,
         adapters_2=record.adapters_2,
         parts=record.parts,
-        parallel=parallel,
-        trust=trust,
-        on_step=on_step,
+        **how,
     )
     return written, written.digests == record.digests

@@ -52,12 +52,12 @@ def conversations(messages: Sequence[Any]) -> list[list[Mapping[str, Any]]]:
 def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sample:
     """Return a conversation as a sample. Paths of media are made absolute: relative ones start at `base`."""
     if not messages:
-        raise TesseraError("an empty conversation", where="messages", code="generation.empty-conversation")
+        raise TesseraError("an empty conversation", where="messages", code="generation.bad-messages")
     checked = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise TesseraError("a message has a role and content", where=where, code="generation.bad-message")
+            raise TesseraError("a message has a role and content", where=where, code="generation.bad-messages")
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise TesseraError(
@@ -69,7 +69,7 @@ def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sam
             )
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, Sequence):
-            raise TesseraError("content is a text or a list of parts", where=where, code="generation.bad-message")
+            raise TesseraError("content is a text or a list of parts", where=where, code="generation.bad-messages")
         checked.append(Message(role, tuple(_part(part, f"{where}.content[{i}]", base) for i, part in enumerate(parts))))
     return Sample(id, tuple(checked))
 
@@ -93,10 +93,10 @@ def _part(part: Any, where: str, base: Path) -> Part:
             f"the part names no {kind}",
             where=where,
             fix=f'write {{"type": "{kind}", "{kind}": ...}}',
-            code="generation.bad-part",
+            code="generation.bad-messages",
         )
     if kind == "text" and not isinstance(value, str):
-        raise TesseraError(f"text is a {type(value).__name__}", where=where, code="generation.bad-part")
+        raise TesseraError(f"text is a {type(value).__name__}", where=where, code="generation.bad-messages")
     return Part(kind, value if kind == "text" else _media(kind, value, where, base))
 
 
@@ -109,7 +109,7 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
             f"the {kind} is a {type(value).__name__}",
             where=where,
             allowed=["a path", its_name, "bytes"],
-            code="generation.bad-part",
+            code="generation.bad-messages",
         )
     if isinstance(value, str) and is_data_url(value):
         return decode_data_url(value)
