@@ -162,29 +162,6 @@ def _ranges(members: Sequence[str]) -> list[str]:
     return ranges
 
 
-def fold_paths(paths: Sequence[str]) -> list[str]:
-    """Return as few patterns as are easily found that match these paths and no others: `layers.{0-7}.attn.{q,k}`."""
-    numbered: dict[tuple[str, str], list[int]] = {}
-    for path in paths:
-        parts = path.split(".")
-        at = next((place for place, part in enumerate(parts) if part.isdigit() and str(int(part)) == part), None)
-        key = (path, "") if at is None else (".".join(parts[:at]), ".".join(parts[at + 1 :]))
-        numbered.setdefault(key, []).extend([] if at is None else [int(parts[at])])
-    folded: dict[str, list[str]] = {}
-    for (before, after), numbers in numbered.items():
-        spans = _ranges([str(number) for number in sorted(set(numbers))])
-        group = [spans[0] if len(spans) == 1 and "-" not in spans[0] else f"{{{','.join(spans)}}}"] if spans else []
-        owner, _, name = ".".join([*([before] if before else []), *group, *([after] if after else [])]).rpartition(".")
-        folded.setdefault(owner, []).append(name)
-    patterns: list[str] = []
-    for owner, names in folded.items():
-        plain = list(dict.fromkeys(name for name in names if re.fullmatch(r"[\w\-]+", name)))
-        ends = [f"{{{','.join(plain)}}}"] if len(plain) > 1 and owner else plain
-        ends += [name for name in dict.fromkeys(names) if name not in plain]
-        patterns += [f"{owner}.{end}" if owner else end for end in ends]
-    return patterns
-
-
 def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
     """Return the paths like `select`, where a pattern that names a module also matches everything below it."""
     candidates = list(paths)

@@ -11,14 +11,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -39,7 +36,6 @@ from tessera.parallel.experts import RankDispatch
 from tessera.parallel.live_memory import LiveMemory
 from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import PP, Mesh
-from tessera.parallel.modules import present
 from tessera.parallel.pipeline_engine import PipelineEngine
 from tessera.parallel.plan import Plan
 from tessera.parallel.sequence_sharding import RankDataset
@@ -53,9 +49,6 @@ from tessera.runtime.torch_internals import fake_tensor_mode, lone_stage
 from tessera.tasks.answers import AnswerTask
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
-
-_SHOW_EVERY = 0.5  # seconds between two checks for processes that ended
-_PASSED, _ANSWER = "passed\n", "answer "  # lines of a process that runs a role
 
 
 @dataclass(frozen=True)
@@ -129,17 +122,12 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
     alike: dict[object, list[int]] = {}
     for position in range(plan.axes.size(PP)):
         alike.setdefault(_stage_key(plan, position), []).append(position)
-    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
-    passes = plan.microbatches * len(plan.roles.blocks) * len(alike) // plan.axes.size(PP)
-    with pool, WorkProgress(f"{phase}, without memory", passes, "passes of blocks") as progress:
-        done: SimpleQueue[int] = SimpleQueue()  # of all processes; only this thread writes the progress line
-        running = {pool.submit(_in_new_process, config, world, positions, done.put) for positions in alike.values()}
-        roles: list[Role] = []
-        while running:
-            ended, running = wait(running, timeout=_SHOW_EVERY, return_when=FIRST_COMPLETED)
-            roles += [role.result() for role in ended]
-            progress.count(sum(done.get() for _ in range(done.qsize())))
-    return sorted(roles, key=lambda role: role.positions)
+    roles: list[Role] = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool, WorkProgress(phase, len(alike), "roles") as progress:
+        for role in pool.map(lambda positions: _in_new_process(config, world, positions), alike.values()):
+            roles.append(role)
+            progress.count(1)
+    return roles
 
 
 def _stage_key(plan: Plan, position: int) -> object:
@@ -158,34 +146,22 @@ def _stage_key(plan: Plan, position: int) -> object:
     return repr(stages)
 
 
-def _in_new_process(config: RunConfig, world: int, positions: Sequence[int], passed: Callable[[int], None]) -> Role:
+def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> Role:
     request = json.dumps({"recipe": dump_yaml(config), "world": world, "position": positions[0]})
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # families and tasks of the user
-    with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tessera.tools.dry_run"],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        with child.stdin:
-            child.stdin.write(request)
-        answer: dict[str, Any] = {}
-        for line in child.stdout:
-            if line == _PASSED:
-                passed(1)
-            elif line.startswith(_ANSWER):
-                answer = json.loads(line.removeprefix(_ANSWER))
-        if child.wait():
-            errors.seek(0)
-            raise _uncounted(positions[0], errors.read())
-    volumes = tuple(CommVolume(**line) for line in answer["volumes"])
-    memory = {name: answer[name] for name in ("held", "activations", "encoding")}
-    return Role(tuple(positions), len(positions) * answer["ranks"], volumes, answer["seconds"], **memory)
+    done = subprocess.run(
+        [sys.executable, "-m", "tessera.tools.dry_run"],
+        env={**os.environ, "PYTHONPATH": path},
+        input=request,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise _uncounted(positions[0], done.stderr)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    volumes = tuple(CommVolume(**line) for line in answer.pop("volumes"))
+    return Role(**{**answer, "positions": tuple(positions), "ranks": len(positions) * answer["ranks"]}, volumes=volumes)
 
 
 def _uncounted(position: int, output: str) -> Uncountable:
@@ -202,12 +178,11 @@ def main() -> None:
     """Run the role that `_in_new_process` asks for."""
     request = json.load(sys.stdin)
     config = load_config(parse_yaml(request["recipe"], "recipe"))
-    role = run_role(config, request["world"], request["position"], passed=partial(print, end=_PASSED, flush=True))
-    print(_ANSWER + json.dumps(asdict(role)))
+    print(json.dumps(asdict(run_role(config, request["world"], request["position"]))))
 
 
-def run_role(config: RunConfig, world: int, position: int, *, passed: Callable[[], None] = lambda: None) -> Role:
-    """Run a step of the ranks at a position of the pipeline. `passed` is called after each forward pass of a block."""
+def run_role(config: RunConfig, world: int, position: int) -> Role:
+    """Run a step of the ranks at a position of the pipeline."""
     began = time.perf_counter()
     setup = build_meta_model(config, world)  # used up below
     plan = setup.plan
@@ -222,8 +197,6 @@ def run_role(config: RunConfig, world: int, position: int, *, passed: Callable[[
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
             memory, counted = LiveMemory(), CommCounter(mesh)
-            for path in present(module, plan.roles.blocks):
-                module.get_submodule(path).register_forward_hook(lambda *_: passed())
             with memory, counted:  # the counter sees all, as without the other
                 if plan.sharding.offload:
                     _leave_gradients_out(module, memory)

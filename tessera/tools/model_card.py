@@ -11,14 +11,13 @@ import yaml
 
 import tessera
 from tessera.config.hub_ids import is_hub_id, parse_hub_id
-from tessera.config.pattern import fold_paths
 from tessera.config.run_config import RunConfig, SourceSection, load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_metrics
 
 Library = Literal["transformers", "diffusers", "peft"]
-_SECTIONS = ("data", "precision", "parallel", "train", "optim")  # of a recipe; the others hold local paths
+_SECTIONS = ("precision", "parallel", "optim")  # of a recipe; the others may contain local paths
 _LOADED = {
     "transformers": "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
     'model = AutoModelForImageTextToText.from_pretrained("{name}")\n'
@@ -107,41 +106,10 @@ def _results(run: Path) -> list[str]:
 
 
 def _recipe(config: RunConfig) -> list[str]:
+    """Return the sections of a recipe that name no files of this machine."""
     dumped = config.model_dump(mode="json", exclude_defaults=True)
-    model = {key: dumped["model"][key] for key in ("family", "lora", "freeze") if key in dumped["model"]}
-    if "targets" in model.get("lora", {}):
-        model["lora"]["targets"] = _folded(model["lora"]["targets"])
-    recipe = {"model": model, **{name: dumped[name] for name in _SECTIONS if dumped.get(name)}}
-    text = yaml.safe_dump(_without_folders(recipe), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump({name: dumped[name] for name in _SECTIONS if dumped.get(name)}, sort_keys=False)
     return ["## Recipe", "", "```yaml", text.replace("```", "'''").rstrip(), "```", ""]
-
-
-def _folded(targets: list[Any]) -> list[Any]:
-    """Return the targets of adapters as patterns: a run lists each adapted layer."""
-    by_settings: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for target in targets:
-        settings = {} if isinstance(target, str) else {key: target[key] for key in target if key != "modules"}
-        path = target if isinstance(target, str) else str(target["modules"])
-        by_settings.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(path)
-    return [
-        {"modules": pattern, **settings} if settings else pattern
-        for settings, paths in by_settings.values()
-        for pattern in fold_paths(paths)
-    ]
-
-
-def _without_folders(tree: Any) -> Any:
-    """Return a recipe without local folders: of each path only the last part stays."""
-    if isinstance(tree, dict):
-        public = {key: _without_folders(value) for key, value in tree.items() if key not in ("root", "cache")}
-        if "hub_id" in public:
-            public["path"] = public.pop("hub_id")
-        return {key: value for key, value in public.items() if value is not None}
-    if isinstance(tree, list):
-        return [_without_folders(value) for value in tree]
-    if isinstance(tree, str) and "/" in tree and not is_hub_id(tree) and (tree.startswith(("/", "~", "."))):
-        return tree.rstrip("/").rpartition("/")[2]
-    return tree
 
 
 def _versions() -> str:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.config.pattern import fold_paths, matches, select, select_trees
+from tessera.config.pattern import matches, select, select_trees
 from tessera.errors import TesseraError
 
 LAYERS = [f"text.layers.{i}" for i in range(50)]
@@ -34,24 +34,6 @@ def test_a_segment_glob_never_crosses_a_dot() -> None:
     assert not matches("text.*", "text.layers.0")
     assert not matches("text.layers.{1}", "text.layers.11")
     assert matches("a.b-c_d", "a.b-c_d")
-
-
-@pytest.mark.parametrize(
-    ("paths", "folded"),
-    [
-        ([f"text.layers.{n}.attn.{m}" for n in range(28) for m in "qkv"], ["text.layers.{0-27}.attn.{q,k,v}"]),
-        (["a.0.q", "a.2.q", "a.3.q", "b"], ["a.{0,2-3}.q", "b"]),
-        (["a.0.experts.1.up", "a.1.experts.1.up", "a.0.x"], ["a.{0-1}.experts.1.up", "a.0.x"]),
-        (["blocks.0", "blocks.1", "blocks.5"], ["blocks.{0-1,5}"]),
-        (["head", "norm"], ["head", "norm"]),
-        (["a.007.q", "0.up", "1.up"], ["a.007.q", "{0-1}.up"]),
-        ([], []),
-    ],
-)
-def test_paths_are_folded_into_patterns_that_match_them_alone(paths: list[str], folded: list[str]) -> None:
-    assert fold_paths(paths) == folded
-    all_paths = sorted({*paths, *PATHS, "text.layers.28.attn.q", "text.layers.0.attn.o", "a.1.q", "a.1.x", "blocks.4"})
-    assert select(folded, all_paths, "t") == [path for path in all_paths if path in paths]
 
 
 def test_order_is_that_of_the_paths_and_each_is_taken_once() -> None:

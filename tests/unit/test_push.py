@@ -100,19 +100,6 @@ def test_a_dry_run_sends_nothing_and_shows_files_and_card(hub: HubServer, tmp_pa
     assert "would go to me/new" in planned.lines()[0]
 
 
-def test_a_card_names_adapted_layers_by_patterns(hub: HubServer, tmp_path: Path) -> None:
-    layers = [f"text.layers.{layer}.attn.{name}" for layer in range(28) for name in "qkvo"]
-    targets = [*layers, {"modules": "text.layers.3.mlp.up", "rank": 4}]
-    run = run_of(tmp_path / "run", {"family": "qwen3", "lora": {"targets": targets, "rank": 16}})
-    folder(run / "hf")
-    card = str(push(run, "me/new", dry_run=True).card)
-    recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
-    folded = recipe["model"]["lora"]["targets"]
-    assert folded[0] == "text.layers.{0-27}.attn.{q,k,v,o}"
-    assert folded[1]["modules"] == "text.layers.3.mlp.up"
-    assert folded[1]["rank"] == 4
-
-
 def test_a_folder_is_sent_with_its_card(hub: HubServer, tmp_path: Path) -> None:
     done = push(folder(tmp_path / "model"), "me/new", private=True)
     files = sent(hub, "me/new")
