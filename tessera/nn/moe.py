@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +27,6 @@ from tessera.ops.moe import (
 from tessera.ops.registry import AUTO
 from tessera.runtime.modules import EXPERT_WEIGHTS, ExpertBalance, RowStatistics, StackedExperts
 
-Scores = Literal["softmax", "sigmoid"]
-
 
 @dataclass(frozen=True)
 class MoEShape:
@@ -37,11 +34,8 @@ class MoEShape:
     intermediate: int  # of one expert
     experts: int
     top_k: int
-    scores: Scores = "softmax"
     normalize: bool = True  # normalise the weights of a token's experts to sum 1
-    scale: float = 1.0  # factor of these weights
     balance: float = 0.0  # weight of the balance loss
-    bias_rate: float = 0.0  # change per step of an overloaded or underloaded expert's bias
     implementation: str = AUTO  # of the grouped products
 
 
@@ -103,41 +97,25 @@ class TokenRows(RowStatistics):
 
 
 class Balance(ExpertBalance):
-    """Balance the load of experts, by an auxiliary loss, by a bias on the router's choice, or by both.
-
-    The loss is computed over all layers together (see `balance_loss`): a layer returns its statistics. The bias is kept
-    per layer.
-    """
+    """Compute the statistics of one layer for the loss that balances experts over all layers (see `balance_loss`)."""
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
         self.coefficient = shape.balance
-        self.rate = shape.bias_rate
         self.row_total = RowSum()  # over all ranks that have tokens of a row
         self.part_total = RowSum()  # over those of them that compute one loss together
-        # On the host whatever the default device: these start as zeros, not as seeded values.
-        steered = shape.bias_rate > 0
-        zeros = torch.zeros(shape.experts, device="cpu")
-        self.register_buffer("bias", zeros if steered else None)
-        self.register_buffer("loads", zeros.clone() if steered else None, persistent=False)
 
-    def forward(self, out: Tensor, shares: Tensor, ids: Tensor, rows: RowIds) -> tuple[Tensor, Tensor | None]:
-        """Return `out` unchanged, and statistics [2, R, E]: per row, how often each expert was chosen, and the sum of
-        its router probabilities. Both are over all tokens of a row; gradients flow through the probabilities of this
-        rank's tokens."""
-        counts = None
-        if self.coefficient > 0 or (self.loads is not None and out.requires_grad):
-            counts = self._choices(shares, ids, rows)
-        if counts is None:
-            return out, None
-        if self.loads is not None and out.requires_grad:
-            out = _CountLoads.apply(out, counts.sum(0), self.loads)  # type: ignore[no-untyped-call]
+    def forward(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor | None:
+        """Return statistics [2, R, E]: per row, how often each expert was chosen, and the sum of its router
+        probabilities. Both are over all tokens of a row; gradients flow through the probabilities of this rank's
+        tokens."""
         if self.coefficient == 0:
-            return out, None
+            return None
+        counts = self._choices(shares, ids, rows)
         sums = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
         # Ranks that share the tokens of one loss all have its full value, and each the gradient of its own tokens.
         summed = sums + (self.part_total(sums.detach()) - sums.detach())
-        return out, torch.stack([self.row_total(counts), summed])
+        return torch.stack([self.row_total(counts), summed])
 
     @torch.no_grad()
     def _choices(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor:
@@ -165,39 +143,23 @@ def balance_loss(used: Tensor, top_k: int, rows: RowIds) -> Tensor:
     return total
 
 
-class _CountLoads(torch.autograd.Function):
-    """Count loads in the backward pass: recompute runs the forward pass twice, but the backward pass once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, loads: Tensor) -> Tensor:
-        ctx.counts, ctx.loads = counts, loads
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.loads += ctx.counts
-        return grads[0], None, None
-
-
 class Router(nn.Module):
-    """Choose experts by scores in fp32. `bias` [E] affects the choice of experts, not their weights."""
+    """Choose experts by probabilities in fp32."""
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
         self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return for each token its experts [T, k], their weights [T, k], and probabilities [T, E] of all experts."""
         shape = self.shape
-        logits = F.linear(x.float(), self.weight.float())
-        scores = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
-        ids = (scores.detach() if bias is None else scores.detach() + bias).topk(shape.top_k, dim=-1).indices
-        weights = scores.gather(1, ids)
+        shares = F.linear(x.float(), self.weight.float()).softmax(-1)
+        ids = shares.detach().topk(shape.top_k, dim=-1).indices
+        weights = shares.gather(1, ids)
         if shape.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        shares = scores if shape.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-        return ids, (weights * shape.scale).to(x.dtype), shares
+        return ids, weights.to(x.dtype), shares
 
 
 # ---------------------------------------------------------------------------------------------- computing
@@ -278,9 +240,7 @@ class MoE(nn.Module):
 
         `rows`: see `RowIds`; None at inference.
         """
-        ids, weights, shares = self.router(x, self.balance.bias)
+        ids, weights, shares = self.router(x)
         out: Tensor = self.experts(x, ids, weights)
-        used = None
-        if rows is not None:
-            out, used = self.balance(out, shares, ids, rows)
+        used = None if rows is None else self.balance(shares, ids, rows)
         return (out if self.shared is None else out + self.shared(x)), used

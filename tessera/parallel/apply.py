@@ -24,7 +24,7 @@ from tessera.parallel.block_offload import apply_block_offload, waiting_on_host
 from tessera.parallel.collectives import PostBackward
 from tessera.parallel.context_parallel import apply_context
 from tessera.parallel.engine import SimpleEngine
-from tessera.parallel.experts import apply_experts, expert_bias_updates
+from tessera.parallel.experts import apply_experts
 from tessera.parallel.fsdp import apply_fsdp, fsdp_arguments, sum_gradients, whole_gradients, whole_parameters
 from tessera.parallel.mesh import LOSS, Mesh
 from tessera.parallel.modules import apply_compile, present
@@ -192,8 +192,6 @@ def build_engine(
     shared: list[PostBackward] = [*whole_gradients(module, plan, mesh)]
     if plan.tensor is not None:
         shared += partial_gradients(module, plan.tensor, mesh)
-    if plan.experts is not None:
-        shared += expert_bias_updates(module, plan.experts, mesh)
     if plan.pipeline is not None:
         assert isinstance(module, LocalStages)
         return pipeline(module, plan, mesh, device, shared, loss_scale)

@@ -35,9 +35,9 @@ from tessera.ops.moe import (
     weigh_choices,
 )
 from tessera.parallel.collectives import all_to_all, as_it_is, gathered, scattered, summed, with_backward
-from tessera.parallel.mesh import CONTEXT, EP, FSDP, REPLICATE, SHARD, TENSOR, Axes, Mesh, divisors
+from tessera.parallel.mesh import CONTEXT, EP, SHARD, TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
-from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts, clean_name, local_shard
+from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts, local_shard
 
 WHERE = "the model's plan (experts)"
 INDEX = 8  # bytes of the number of an expert
@@ -51,7 +51,6 @@ class ExpertPlan:
     tp: int = 1
     sequence: bool = False  # whether each tp rank has a part of the tokens between layers
     row_sums: tuple[str, ...] = ()  # modules that add up over a row, where several ranks share a row
-    bias_balanced: tuple[str, ...] = ()  # modules with a bias that keeps loads even
     choices: Mapping[str, int] = field(default_factory=dict)  # modules with stacked experts -> how many a token chooses
 
 
@@ -95,7 +94,6 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
         sequence=sequence,
         choices={path: part.top_k for path, part in stacked.items()},
         row_sums=tuple(path for path, part in tree.items() if shared and isinstance(part, RowStatistics)),
-        bias_balanced=tuple(path for path, part in balances.items() if part.bias is not None and part.rate > 0),
     )
 
 
@@ -231,38 +229,6 @@ def _local_tokens(position: int, parts: int, module: nn.Module, args: tuple[Any,
     *others, rows = args
     row, counts = (of_tokens.chunk(parts)[position] for of_tokens in (rows.row, rows.counts))
     return (*others, dataclasses.replace(rows, row=row, counts=counts))
-
-
-@dataclass(frozen=True)
-class ExpertBiasUpdate:
-    """Lower, at the end of a step, the bias of experts that got more tokens than the mean, and raise the others'.
-
-    All ranks of a layer make the same update, because the loads are summed over all tokens.
-    """
-
-    groups: Sequence[dist.ProcessGroup]  # of ranks with different tokens; one sum after another covers all of them
-    balances: Sequence[ExpertBalance]
-
-    @torch.no_grad()
-    def run(self) -> None:
-        loads = [balance.loads for balance in self.balances if balance.loads is not None]
-        flat = torch.cat(loads)
-        for group in self.groups:
-            dist.all_reduce(flat, group=group)
-        for balance, load in zip(self.balances, flat.split([load.numel() for load in loads]), strict=True):
-            assert balance.bias is not None
-            assert balance.loads is not None
-            balance.bias += balance.rate * (load.mean() - load).sign()
-            balance.loads.zero_()
-
-
-def expert_bias_updates(module: nn.Module, plan: ExpertPlan, mesh: Mesh) -> list[ExpertBiasUpdate]:
-    """Return the bias updates of a module, which may be the stages of a rank."""
-    names = set(plan.bias_balanced)
-    parts = [part for name, part in module.named_modules() if clean_name(name) in names]
-    balances = [part for part in parts if isinstance(part, ExpertBalance)]
-    groups = [mesh.group(FSDP), mesh.group(REPLICATE), mesh.group(TENSOR) if plan.sequence else None]
-    return [ExpertBiasUpdate([group for group in groups if group is not None], balances)] if balances else []
 
 
 class RankDispatch(nn.Module):

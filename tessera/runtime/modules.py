@@ -53,14 +53,10 @@ class FeatureStatistics(nn.Module):
 
 
 class ExpertBalance(RowStatistics):
-    """Base of modules that keep the load of experts even: by a loss of weight `coefficient`, and by a bias on the
-    router's choice, which moves by `rate` against the error of `loads`, once a step."""
+    """Base of modules that compute the statistics of a loss of weight `coefficient`, which balances experts."""
 
     part_total: nn.Module  # adds up over the ranks of a row that compute one loss together
     coefficient: float
-    rate: float
-    bias: Tensor | None
-    loads: Tensor | None
 
 
 # Adapters of stacked experts, by the names that transformers and PEFT (`target_parameters`) have for the weights -> the

@@ -216,17 +216,17 @@ def experts(
     return Case(name, world, parallel, model, "experts", split or {}, slow)
 
 
-STEERED = {"balance": 0.0, "bias_rate": 0.01, "scores": "sigmoid"}
-DEEPER = {**STEERED, "layers": 4}
+UNBALANCED = {"balance": 0.0}
+DEEPER = {**UNBALANCED, "layers": 4}
 EXPERTS = [
     experts("experts, other micro-batches", 1, {}, {"train.micro_batch": 4}),
     experts("ep 2", 2, {"ep": 2}, slow=True),
-    experts("ep 2, bias, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, rows=4, **STEERED),
-    experts("experts, tp 2, sequence, bias", 2, SEQUENCE, **STEERED, slow=True),
+    experts("ep 2, no balance loss, recompute", 2, {"ep": 2, "recompute": [LAYERS]}, rows=4, **UNBALANCED),
+    experts("experts, tp 2, sequence, no balance loss", 2, SEQUENCE, **UNBALANCED, slow=True),
     experts("experts, cp 2 ring", 2, RING, {"train.micro_batch": 2}, rows=4),
-    experts("experts, interleaved-zb, bias", 2, {**ZB, "virtual": 2}, **DEEPER, slow=True),
+    experts("experts, interleaved-zb, no balance loss", 2, {**ZB, "virtual": 2}, **DEEPER, slow=True),
     experts("ep 2 x fsdp 2, uneven shards", 4, {"ep": 2}, experts=6, slow=True),
-    experts("ep 2 x tp 2, sequence, loss and bias", 4, {**SEQUENCE, "ep": 2}, rows=4, **{**STEERED, "balance": 0.1}),
+    experts("ep 2 x tp 2, sequence, balance loss", 4, {**SEQUENCE, "ep": 2}, rows=4),
     experts("fewer experts than ranks, fsdp 4", 4, {}, experts=2, slow=True),
     experts("fewer experts than ranks, ep 2 x fsdp 2", 4, {"ep": 2}, experts=2, slow=True),
 ]
@@ -239,23 +239,23 @@ MORE_EXPERTS = [
     experts("ep 2, micro-batches of 2", 2, {"ep": 2}, {"train.micro_batch": 2}),
     experts("ep 2, recompute experts alone", 2, {"ep": 2, "recompute": ["text.layers.{*}.mlp"]}),
     experts("ep 2, reentrant", 2, {"ep": 2, "recompute": [LAYERS], "use_reentrant": True}),
-    experts("ep 2, offload, bias", 2, {"ep": 2, "offload": True}, **STEERED),
-    experts("ep 2, frozen experts, bias", 2, {"ep": 2}, freeze=["text.layers.{*}.mlp.experts"], **STEERED),
+    experts("ep 2, offload, no balance loss", 2, {"ep": 2, "offload": True}, **UNBALANCED),
+    experts("ep 2, frozen experts", 2, {"ep": 2}, freeze=["text.layers.{*}.mlp.experts"], **UNBALANCED),
     experts("ep 2, frozen routers", 2, {"ep": 2}, freeze=["text.layers.{*}.mlp.router", "text.embed"]),
     experts("ep 2, activation offload", 2, {"ep": 2, "activation_offload": ["text.layers.{*}.mlp"]}),
     experts("ep 2, eager", 2, {"ep": 2}, implementation="eager"),
     experts("experts, tp 2", 2, {"tp": 2}),
-    experts("experts, tp 2, bias", 2, {"tp": 2}, **STEERED),
-    experts("experts, ulysses 2, bias", 2, {"cp": 2}, **STEERED),
+    experts("experts, tp 2, no balance loss", 2, {"tp": 2}, **UNBALANCED),
+    experts("experts, ulysses 2, no balance loss", 2, {"cp": 2}, **UNBALANCED),
     experts("experts, pp 2", 2, {"pp": 2}, balance=0.0),
-    experts("experts, interleaved, tied, bias", 2, {"pp": 2, "virtual": 2}, tied=True, **DEEPER),
+    experts("experts, interleaved, tied, no balance loss", 2, {"pp": 2, "virtual": 2}, tied=True, **DEEPER),
     experts("ep 4", 4, {"ep": 4}),
-    experts("ep 2 x replicated 2, bias", 4, {"ep": 2, "shard": 2}, **STEERED),
-    experts("ep 2 x tp 2, bias", 4, {"ep": 2, "tp": 2}, **STEERED),
+    experts("ep 2 x replicated 2, no balance loss", 4, {"ep": 2, "shard": 2}, **UNBALANCED),
+    experts("ep 2 x tp 2, no balance loss", 4, {"ep": 2, "tp": 2}, **UNBALANCED),
     experts("ep 2 x ulysses 2", 4, {"ep": 2, "cp": 2}),
     experts("ep 2 x pp 2", 4, {"ep": 2, "pp": 2}, balance=0.0),
-    experts("experts, tp 2, sequence, loss and bias", 2, SEQUENCE, **{**STEERED, "balance": 0.1}),
-    experts("experts, cp 2 x tp 2, sequence, bias", 4, {**SEQUENCE, "cp": 2}, **STEERED),
+    experts("experts, tp 2, sequence, balance loss", 2, SEQUENCE),
+    experts("experts, cp 2 x tp 2, sequence, no balance loss", 4, {**SEQUENCE, "cp": 2}, **UNBALANCED),
 ]  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------- videos

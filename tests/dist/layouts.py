@@ -45,7 +45,7 @@ TINY_WAN = {
     "ffn_dim": 48,
     "num_layers": 2,
 }
-KINDS = ("loss", "norm", "gradient", "weight", "bias")
+KINDS = ("loss", "norm", "gradient", "weight")
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,6 @@ class Record(Callback):
             self.bytes["optimizer"] = sum(local_bytes(value) for value in state)
             named = trainer.module.named_parameters()
             self.tensors.update({f"weight.{clean_name(name)}": whole(p) for name, p in named})
-            # Buffers that training moves: the bias by which experts are chosen.
-            moved = [(clean_name(n), b) for n, b in trainer.module.named_buffers() if n.endswith("balance.bias")]
-            self.tensors.update({f"bias.{name}": buffer.detach().clone() for name, buffer in moved})
 
 
 def whole(tensor: Any) -> Tensor:
@@ -248,10 +245,9 @@ def main() -> int:
     print(f"{'layout':<{width}}  ranks      loss      norm  gradient    weight  plan's bytes")
 
     def show(case: Case, row: dict[str, float]) -> None:
-        numbers = "  ".join(f"{row[key]:8.1e}" for key in KINDS if key != "bias")
-        bias = f"  bias {row['bias']:.1e}" if "bias" in row else ""
+        numbers = "  ".join(f"{row[key]:8.1e}" for key in KINDS)
         verdict = "" if good(row) else "  FAILED"
-        print(f"{case.name:<{width}}  {case.world:>5}  {numbers}  {row['bytes']:11.2%}{bias}{verdict}", flush=True)
+        print(f"{case.name:<{width}}  {case.world:>5}  {numbers}  {row['bytes']:11.2%}{verdict}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(EVERY, Path(folder), STEPS, show)

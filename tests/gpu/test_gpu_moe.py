@@ -30,7 +30,7 @@ def no_waiting() -> Iterator[None]:
 
 def results(implementation: str, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """Of experts and tokens in bf16, computed in `dtype`."""
-    shape = MoEShape(256, 128, 8, 2, balance=0.1, bias_rate=0.1, implementation=implementation)
+    shape = MoEShape(256, 128, 8, 2, balance=0.1, implementation=implementation)
     moe = MoE(shape)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -86,11 +86,10 @@ def test_grouped_adapters_of_experts_are_those_of_the_loop(rank: int) -> None:
 
 @pytest.mark.usefixtures("no_waiting")
 def test_nobody_waits_for_counts() -> None:
-    shape = MoEShape(256, 128, 8, 2, balance=0.1, bias_rate=0.1, implementation="grouped")
+    shape = MoEShape(256, 128, 8, 2, balance=0.1, implementation="grouped")
     device = torch.accelerator.current_accelerator()
     with torch.device(device):
         moe = MoE(shape)
-        moe.balance.bias, moe.balance.loads = torch.zeros(8), torch.zeros(8)
         x, row = torch.randn(512, 256).bfloat16().requires_grad_(), torch.arange(512) // 256
         rows = RowIds(row, row >= 0, torch.ones(2))
     for parameter in moe.parameters():

@@ -31,7 +31,7 @@ def test_experts_of_a_layer_are_a_shard_group_of_their_own_where_ep_distributes_
     experts = plan(4, ep=2).experts
     assert experts is not None
     assert experts.modules == ("text.layers.0.mlp.experts", "text.layers.1.mlp.experts")
-    assert (experts.ep, experts.tp, experts.row_sums, experts.bias_balanced) == (2, 1, (), ())
+    assert (experts.ep, experts.tp, experts.row_sums) == (2, 1, ())
 
 
 def test_experts_that_every_rank_has_go_with_their_layer() -> None:
@@ -50,12 +50,6 @@ def test_tp_cuts_the_width_of_every_expert() -> None:
     experts = plan(4, ep=2, tp=2).experts
     assert experts is not None
     assert experts.stacks["text.layers.0.mlp.experts"] == {"gate": 1, "up": 1, "down": 2}
-
-
-def test_loads_are_steered_where_there_is_a_bias() -> None:
-    experts = plan(1, {"bias_rate": 0.1}).experts
-    assert experts is not None
-    assert experts.bias_balanced == ("text.layers.0.mlp.balance", "text.layers.1.mlp.balance")
 
 
 def test_rows_on_several_ranks_are_added_up() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import nn
 
@@ -32,10 +30,8 @@ class MoEDecoderConfig(Section):
     expert_width: int = 16
     top_k: int = 2
     shared_width: int = 24  # 0: no shared expert
-    scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
     balance: float = 0.1
-    bias_rate: float = 0.0
     tied: bool = False
     initializer_range: float = 0.2
     implementation: str = "auto"
@@ -67,10 +63,8 @@ def _experts(config: MoEDecoderConfig) -> MoE:
         intermediate=config.expert_width,
         experts=config.experts,
         top_k=config.top_k,
-        scores=config.scores,
         normalize=config.normalize,
         balance=config.balance,
-        bias_rate=config.bias_rate,
         implementation=config.implementation,
     )
     return MoE(shape, GatedMLP(config.hidden, config.shared_width) if config.shared_width else None)
