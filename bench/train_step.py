@@ -60,8 +60,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         name: {"precision": MASTER, "parallel": form}
         for name, form in {
             "nothing": {},
-            "recompute_activation": {"recompute_activation": ["text.layers.{*}.mlp", "vision.blocks.{*}.mlp"]},
-            "recompute_norm": {"recompute_norm": LAYERS},
+            "recompute MLPs, keep matmul": {"recompute": [{"modules": f"{m}.mlp", "keep": "matmul"} for m in LAYERS]},
             "recompute, keep matmul": {"recompute": [{"modules": m, "keep": "matmul"} for m in LAYERS]},
             "recompute, keep attention": {"recompute": [{"modules": m, "keep": "attention"} for m in LAYERS]},
             "recompute": {"recompute": LAYERS},

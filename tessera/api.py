@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tessera.config.recipe_patterns import without_patterns
+from tessera.config.run_config import ParallelSection, RunConfig
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import evaluate
 from tessera.hub.config import load_local_config
@@ -82,13 +82,25 @@ def plan(
     """
     config = load_local_config(recipe, overrides, weights=False)
     if not patterns:
-        return build_meta_model(without_patterns(config), 1).plan
+        return build_meta_model(_without_patterns(config), 1).plan
     if device is not None:
         return plan_for_device(config, world, device)
     result = build_meta_model(config, world).plan
-    notes = [*result.notes, precision_guess(config)]
+    notes = [precision_guess(config)]
     try:
         check_rows(config, result)
     except TesseraError as error:  # a layout is often tried before the batch is chosen
         notes.append(f"a run refuses this: {error.what}; possible: {', '.join(error.allowed or [])}")
     return replace(result, notes=tuple(note for note in notes if note))
+
+
+def _without_patterns(config: RunConfig) -> RunConfig:
+    """Return the recipe for one rank, without the keys that name modules."""
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"freeze": [], "lora": None}),
+            "parallel": ParallelSection(),
+            "precision": config.precision.model_copy(update={"modules": {}}),
+            "optim": config.optim.model_copy(update={"groups": []}),
+        }
+    )

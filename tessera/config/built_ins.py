@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.errors import TesseraError, nearest
@@ -19,8 +18,6 @@ class BuiltIns:
     packages: tuple[str, ...]  # where they live
     attribute: str  # what each module exposes
     key: str  # of a recipe, that names one
-    renamed: Mapping[str, str] = field(default_factory=dict)  # name that a built-in once had -> its name now
-    foreign: Mapping[str, str] = field(default_factory=dict)  # name that other trainers know -> what to do here
 
     def modules(self) -> dict[str, str]:
         """Return the import path of every built-in by its name."""
@@ -48,39 +45,16 @@ class BuiltIns:
 
     def unknown(self, name: str) -> TesseraError:
         names = self.names()
-        instead = self.foreign.get(name.lower().replace("-", "_"))
         return TesseraError(
             f"unknown {self.kind}: {name[:200]!r}",
             where=self.key,
             allowed=[*names, "or an import path like my_package.my_module or my_module:NAME"],
-            nearest=None if instead else self.renamed.get(name) or nearest(name, names),
-            fix=instead,
+            nearest=nearest(name, names),
             code="recipe.unknown-name",
         )
 
 
-_ONLINE = (
-    "training on answers that the model generates itself is not here; dpo, kto, orpo and simpo train from answers in "
-    "the data, reward trains a reward model"
-)
-_NOT_HERE = (
-    "this objective is not here; dpo, kto, orpo and simpo train from preferences, and a task of your own is named by "
-    "its import path"
-)
-_LANGUAGE = "supervised training is train.task=language, the default of language models: leave train.task out"
-
-TASK_NAMES = BuiltIns(
-    "task",
-    ("tessera.tasks", "tessera.diffusion.objectives"),
-    "TASK",
-    "train.task",
-    foreign=dict.fromkeys(("grpo", "gspo", "dapo", "ppo", "rloo", "reinforce", "online_dpo", "nash_md", "xpo"), _ONLINE)
-    | dict.fromkeys(("cpo", "bco", "ipo", "prm", "gkd", "distillation"), _NOT_HERE)
-    | dict.fromkeys(("sft", "pt", "pretrain"), _LANGUAGE)
-    | {"rm": "a reward model is trained with train.task=reward"},
-)
+TASK_NAMES = BuiltIns("task", ("tessera.tasks", "tessera.diffusion.objectives"), "TASK", "train.task")
 FAMILY_NAMES = BuiltIns("model family", ("tessera.models", "tessera.diffusion"), "SPEC", "model.family")
-KIND_NAMES = BuiltIns(
-    "data kind", ("tessera.data.kinds", "tessera.diffusion.kinds"), "KIND", "data.kind", renamed={"own": "custom"}
-)
+KIND_NAMES = BuiltIns("data kind", ("tessera.data.kinds", "tessera.diffusion.kinds"), "KIND", "data.kind")
 FOLDER_NAMES = BuiltIns("format of data folders", ("tessera.diffusion",), "FOLDER", "data.train")

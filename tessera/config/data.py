@@ -71,8 +71,6 @@ class UrlSection(Section):
 
 
 class DataSection(Section):
-    renamed: ClassVar[Mapping[str, str]] = {"draft": "data.jpeg_draft", "too_long": "data.truncate"}
-
     kind: str = Field("chat", description="kind of data set, or an import path to one")
     train: list[SourceSection] = Field(default_factory=list, description="data sets; also written a.json,b.json")
     eval: list[SourceSection] = Field(default_factory=list)

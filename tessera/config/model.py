@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -95,8 +94,6 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    renamed: ClassVar[Mapping[str, str]] = {"dtype": "precision.weights"}
-
     family: str | None = Field(
         None, description="model family, or an import path to a SPEC; found from `path` when left out"
     )

@@ -14,8 +14,6 @@ from tessera.config.values import Steps, StepsOrNone
 
 
 class CheckpointSection(Section):
-    renamed: ClassVar[Mapping[str, str]] = {"minutes": "checkpoint.every (write every: 10min)"}
-
     every: StepsOrNone | str | None = Field(
         None,
         description="how often to save: 500 (steps), 10min, 1epoch; 0: only at the end. Minutes become more where "
@@ -133,8 +131,6 @@ class TrackerSection(Section):
 
 
 class LogSection(Section):
-    renamed: ClassVar[Mapping[str, str]] = {"tensorboard": "log.trackers: [tensorboard]"}
-
     every: Steps = Field(10, description="steps between lines")
     trackers: list[TrackerName | TrackerSection] = Field(
         default_factory=list, description="trackers that follow the run, by name or with settings: {name: wandb, ...}"

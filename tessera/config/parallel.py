@@ -76,12 +76,8 @@ class PrecisionSection(Section):
 
 class ParallelSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {
-        "swap": "parallel.activation_offload",
-        "towers": "parallel.encoders",
-        "param_dtype": "precision.compute",
-        "reduce_dtype": "precision.reduce",
-        "output_dtype": "precision.output",
-        "cast_forward_inputs": "precision.cast_inputs",
+        "recompute_activation": "parallel.recompute: [{modules: PATTERN, keep: matmul}]",
+        "recompute_norm": "parallel.recompute: [{modules: PATTERN, keep: matmul}]",
     }
 
     backend: Literal["fsdp2", "megatron"] = Field(
@@ -134,12 +130,6 @@ class ParallelSection(Section):
     recompute: list[str | RecomputeSection] = Field(
         default_factory=list,
         description="patterns of modules whose activations are recomputed; {modules: pattern, keep: matmul} keeps some",
-    )
-    recompute_activation: list[str] = Field(
-        default_factory=list, description="patterns of MLPs: products are kept, the function between is recomputed"
-    )
-    recompute_norm: list[str] = Field(
-        default_factory=list, description="patterns of layers: products and attention are kept, norms are recomputed"
     )
     use_reentrant: bool = Field(False, description="the older form of recompute, which cannot keep anything")
     activation_offload: list[str] = Field(

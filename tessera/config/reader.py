@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from tessera.config.extensions import find_hint
-from tessera.config.values import allowed_values, check_kind, members_of, plain_copy
+from tessera.config.values import check_kind, members_of, plain_copy
 from tessera.config.yaml12 import StrictDumper, StrictLoader
 from tessera.errors import TesseraError, first_line, nearest
 
@@ -213,67 +213,37 @@ def _line(
         near_path = None if near is None else ".".join([*map(str, path[:-1]), near])
         return text, keys, near_path, "recipe.unknown-key"
     inner = _section_at(section, path) if len(reports) == 1 and first["type"] == "model_type" else None
-    if inner is not None:
-        return *_no_section(inner, key, first.get("input")), "recipe.not-a-section"
-    words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
-    said = list(dict.fromkeys(_said(one) for _, one in reports))
-    if words and all(one["type"] == "literal_error" for _, one in reports):  # several kinds of words are one choice
-        said = [f"must be {_one_of(words)}"]
     value = first.get("input")
+    if inner is not None:
+        text = f"{key} is a section with keys of its own, got {_spelled(value)}"
+        defaults = f"; {key}={{}} takes its defaults" if value is True else ""
+        return text + defaults, _keys_of(inner), None, "recipe.not-a-section"
+    words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
+    reasons = list(dict.fromkeys(_reason(one) for _, one in reports))
+    if words and all(one["type"] == "literal_error" for _, one in reports):  # several kinds of words are one choice
+        reasons = [f"must be {_one_of(words)}"]
     if isinstance(value, (str, int, float)) and first["type"] != "missing":
-        said[-1] += f", got {_spelled(value)}"
-    near = nearest(value, words) if isinstance(value, str) else None
+        reasons[-1] += f", got {_spelled(value)}"
     asks_for_list = any(one["type"] == "list_type" for _, one in reports)
     if asks_for_list and isinstance(value, str) and value and _takes_list_of_texts(section, path):
-        said[-1] += f"; write it as a list of one: {key}=[{_in_list(value)}]"
-    allowed = _allowed_at(section, path) if first["type"] != "value_error" else words
-    text = f"{key}: {' or: '.join(said)}" if key else " or: ".join(said)
-    return text, allowed or None, near, "recipe.wrong-value"
+        reasons[-1] += f'; write a list: {key}=["{value}"]'
+    text = f"{key}: {' or: '.join(reasons)}" if key else " or: ".join(reasons)
+    return text, words or None, nearest(value, words) if isinstance(value, str) else None, "recipe.wrong-value"
 
 
 def _keys_of(section: type[Section]) -> list[str]:
     return [field.alias or name for name, field in section.model_fields.items() if name not in section.unlisted]
 
 
-def _no_section(section: type[Section], key: str, value: Any) -> tuple[str, list[str] | None, str | None]:
-    """Return what is wrong with a value where a section belongs, and the key in it that may have been meant."""
-    keys = _keys_of(section)
-    text = f"{key} is a section with keys of its own, got {_spelled(value)}"
-    if value is True and _is_built(section, {}):
-        return f"{text}; {key}={{}} takes it with its defaults", keys, f"{key}={{}}"
-    if not isinstance(value, (int, float, str)) or isinstance(value, bool):
-        return text, keys, None
-    # A key that takes any text says nothing of what was meant.
-    fitting = [name for name in keys if _is_built(section, {name: value}) and not _is_built(section, {name: "?"})]
-    if not fitting:
-        return text, keys, None
-    meant = f"{key}.{fitting[0]}={value}"
-    return f"{text} (did you mean {meant}?)", keys, meant
-
-
 def _takes_list_of_texts(section: type[Section], path: Sequence[Any]) -> bool:
-    """Return whether a key takes a list of which a text may be an item."""
     owner = _section_at(section, path[:-1]) if path else None
     field = None if owner is None else owner.model_fields.get(str(path[-1]))
     lists = [one for one in members_of(field.annotation) if typing.get_origin(one) is list] if field else []
     return any(str in members_of(item) for one in lists for item in typing.get_args(one))
 
 
-def _in_list(text: str) -> str:
-    """Return a text as an item of a list in YAML: braces, commas and stars mean something there."""
-    return text if re.fullmatch(r"[\w./-]+", text) else f'"{text}"'
-
-
 def _spelled(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)[:200]
-
-
-def _is_built(section: type[Section], data: Mapping[str, Any]) -> bool:
-    try:
-        section.model_validate(data)
-    except ValidationError:
-        return False
-    return True
 
 
 _BOUNDS = {
@@ -285,7 +255,7 @@ _BOUNDS = {
 }
 
 
-def _said(problem: Any) -> str:
+def _reason(problem: Any) -> str:
     if problem["type"] in _BOUNDS:
         bound, word = _BOUNDS[problem["type"]]
         return f"must be {word}" + (f" {problem['ctx'][bound]:g}" if bound else "")
@@ -315,17 +285,6 @@ def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
         path.append(part)
         kind = _below(kind, part)
     return path
-
-
-def _allowed_at(section: type[Section], path: Sequence[Any]) -> list[str]:
-    """Return what the key at `path` may be, from its annotation."""
-    kind: Any = section
-    for part in path[:-1]:
-        kind = next((one for one in members_of(_below(kind, part)) if one not in (type(None), str)), Any)
-    if isinstance(kind, type) and issubclass(kind, BaseModel) and path and path[-1] in kind.model_fields:
-        field = kind.model_fields[path[-1]]
-        return allowed_values(field.annotation, field.metadata)
-    return allowed_values(_below(kind, path[-1])) if path else []
 
 
 def _below(kind: Any, part: Any) -> Any:

@@ -17,7 +17,6 @@ import inspect
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,33 +44,15 @@ class Registry(Generic[T]):
         return self.built_ins.names()
 
     def get(self, name: str) -> T:
-        named = self.built_ins
+        modules = self.built_ins.modules()
         path, _, attribute = name.partition(":")
-        if not _NAME.fullmatch(name):
-            raise named.unknown(name)
-        external = "." in path or bool(attribute)
-        if not external and path not in named.modules():
-            raise named.unknown(name)
-        module_name = path if external else named.modules()[path]
-        if external:
-            refuse_standard_library(name, named.key)
-        try:
-            module = importlib.import_module(module_name)
-            target = getattr(module, attribute or named.attribute)
-            self.accepts.check(target, name, named.key)
-            return cast(T, target)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-                raise  # the module exists, and something that it imports does not
-        except AttributeError:
-            if external:
-                raise TesseraError(
-                    f"{module_name} has no attribute {attribute or named.attribute!r} to use as a {named.kind}",
-                    where=named.key,
-                    fix=f"define {attribute or named.attribute} in that module, or name it as {path}:NAME",
-                    code="recipe.no-attribute",
-                ) from None
-        raise named.unknown(name)
+        if not _NAME.fullmatch(name) or not (name in modules or "." in path or attribute):
+            raise self.built_ins.unknown(name)
+        module = modules.get(name, path)
+        target = import_object(f"{module}:{attribute or self.built_ins.attribute}", self.built_ins.key)
+        if attribute or module not in modules.values():
+            self.accepts.check(target, name, self.built_ins.key)
+        return cast(T, target)
 
 
 def import_object(path: str, where: str) -> Any:
@@ -91,13 +72,13 @@ def import_object(path: str, where: str) -> Any:
         raise TesseraError(
             f"cannot import {module_name}: {first_line(error)}",
             where=where,
-            fix="install it, or start from a folder that holds it, or set PYTHONPATH",
+            fix="install it, start from the folder that contains it, or set PYTHONPATH",
             code="recipe.cannot-import",
         ) from None
     for part in name.split("."):
         if not hasattr(target, part):
             raise TesseraError(
-                f"{path} is not there: no {part!r}",
+                f"{path} cannot be imported: {getattr(target, '__name__', module_name)} has no attribute {part!r}",
                 where=where,
                 nearest=nearest(part, vars(target)),
                 code="recipe.no-attribute",
@@ -121,55 +102,31 @@ def refuse_standard_library(path: str, where: str | None) -> None:
 
 @dataclass(frozen=True)
 class Maker:
-    """Describe which classes and functions may be called to make something that a recipe needs."""
+    """Describe the classes and functions that may be called to make an object that a recipe names."""
 
-    makes: str  # what an error calls it: "data set"
-    bases: tuple[type, ...] = ()  # a subclass of one of these always fits
-    # Or an object with all methods of one of these sets.
-    methods: tuple[tuple[str, ...], ...] = ()
-    # Methods that other kinds of objects have too (`__iter__`) are not enough in code that the user did not write.
-    telling: bool = True
+    makes: str  # what an error calls the object: "data set"
+    bases: tuple[type, ...] = ()  # a subclass of one of these may be called
+    methods: tuple[tuple[str, ...], ...] = ()  # and a class of the user that has all methods of one of these sets
 
     def check(self, target: Any, path: str, where: str | None) -> None:
-        """Raise unless `found` may be called."""
+        """Raise unless the class or function at an import path may be called."""
         called = check_callable(target, path, where)
         library = _is_library(str(called.__module__))
         if inspect.isclass(called):
-            if not self._class_fits(called, library):
-                raise self._refused(path, where, f"it is a class of {self._lacks()}")
-            return
-        returned = _returned_classes(called)
-        if returned is None:
-            if library:
-                raise self._refused(path, where, "it is a function of a library that does not say what it returns")
-            return
-        if not any(self._class_fits(one, library, annotation=True) for one in returned):
-            names = ", ".join(one.__name__ for one in returned) or "None"
-            raise self._refused(path, where, f"it is a function that returns {names}")
-
-    def _class_fits(self, kind: type, library: bool, annotation: bool = False) -> bool:
-        if self.bases and issubclass(kind, self.bases):
-            return True
-        if library and kind.__module__.partition(".")[0] in sys.stdlib_module_names:
-            return False  # a function of a library that returns a list may be anything
-        if library and not self.telling and not annotation:
-            return False
-        return any(all(hasattr(kind, name) for name in names) for names in self.methods)
-
-    def _lacks(self) -> str:
-        sets = [" and ".join(names) for names in self.methods]
-        return f"another kind, without {' or '.join(sets)}" if sets else "another kind"
-
-    def _refused(self, path: str, where: str | None, why: str) -> TesseraError:
-        accepted = [f"a subclass of {base.__module__.partition('.')[0]}'s {base.__name__}" for base in self.bases]
-        accepted += [f"a class of your own with {' and '.join(names)}" for names in self.methods]
-        return TesseraError(
-            f"{path} is not called: it cannot make a {self.makes}, {why}",
-            where=where,
-            allowed=[*accepted, "a function that returns one"],
-            fix="if it does make one, write a function of your own around it and say in its annotation what it returns",
-            code="recipe.wrong-class",
-        )
+            fits = bool(self.bases) and issubclass(called, self.bases)
+            fits |= not library and any(all(hasattr(called, name) for name in names) for names in self.methods)
+        else:
+            fits = not library
+        if not fits:
+            accepted = [f"a subclass of {base.__module__.partition('.')[0]}'s {base.__name__}" for base in self.bases]
+            accepted += [f"a class of your own with {' and '.join(names)}" for names in self.methods]
+            raise TesseraError(
+                f"{path} is not called: it is no class of a {self.makes} and no function of your own",
+                where=where,
+                allowed=[*accepted, "a function of your own that returns one"],
+                fix="name a function of your own that returns it",
+                code="recipe.wrong-class",
+            )
 
 
 @dataclass(frozen=True)
@@ -189,7 +146,7 @@ class Instance:
 
 
 def check_callable(target: Any, path: str, where: str | None) -> Any:
-    """Return the class or function behind `found`; raise if it is neither, or is part of Python itself."""
+    """Return the class or function behind an imported object; raise if it is neither, or is part of Python itself."""
     called = _unwrapped(target)
     module = str(getattr(called, "__module__", None) or "")
     refuse_standard_library(f"{module}:{getattr(called, '__qualname__', path)}", where)
@@ -224,35 +181,6 @@ def _is_library(module: str) -> bool:
         return True
     file = getattr(loaded, "__file__", None)
     return file is not None and not _LIBRARY_FOLDERS.isdisjoint(Path(file).parts)
-
-
-def _returned_classes(function: Any) -> list[type] | None:
-    """Return the classes that an annotation names as returned; None if it names none that can be understood."""
-    try:
-        hint = typing.get_type_hints(function).get("return", Any)
-    except Exception:  # an annotation is any expression: names of type checkers alone, or nonsense
-        return None
-    return _classes(hint)
-
-
-def _classes(hint: Any) -> list[type] | None:
-    if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
-        return None
-    origin = typing.get_origin(hint)
-    if origin is typing.Annotated:
-        return _classes(typing.get_args(hint)[0])
-    if origin in (typing.Union, types.UnionType):
-        classes: list[type] = []
-        for member in typing.get_args(hint):
-            inner = _classes(member)
-            if inner is None:
-                return None
-            classes += inner
-        return classes
-    kind = origin or hint
-    if kind is type(None) or kind is None:
-        return []
-    return [kind] if isinstance(kind, type) else None
 
 
 def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], name: str, where: str) -> None:

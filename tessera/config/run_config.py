@@ -39,41 +39,6 @@ from tessera.errors import TesseraError
 NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
 ADAPTER_LR = 1e-4
 
-__all__ = [
-    "MAX_ADAPTER_ALPHA",
-    "MAX_ADAPTER_RANK",
-    "NAME_LENGTH",
-    "NAME_PATTERN",
-    "AdapterForm",
-    "CallbackSection",
-    "CheckpointSection",
-    "DataSection",
-    "EmaSection",
-    "EncoderSection",
-    "GroupSection",
-    "GuardSection",
-    "LogSection",
-    "LoraSection",
-    "LoraTarget",
-    "LossScaleSection",
-    "MetricSection",
-    "ModelSection",
-    "OptimSection",
-    "ParallelSection",
-    "PrecisionSection",
-    "PreviewSection",
-    "ProfileSection",
-    "RecomputeSection",
-    "RecordFormat",
-    "RunConfig",
-    "Schedule",
-    "ScheduleSection",
-    "SourceSection",
-    "TrackerSection",
-    "TrainSection",
-    "load_config",
-]
-
 
 class RunConfig(Section):
     name: str = Field(

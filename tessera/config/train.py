@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -74,10 +73,6 @@ class CallbackSection(Section):
 
 
 class TrainSection(Section):
-    renamed: ClassVar[Mapping[str, str]] = {
-        f"answers_{key}": f"train.generate_{key}" for key in ("every", "samples", "tokens")
-    }
-
     steps: Steps | None = Field(None, description="optimizer steps; give these or `epochs`")
     epochs: float | None = Field(
         None, gt=0, le=10**6, description="passes over the training data, in the fewest whole steps; 0.5 is half of one"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any
@@ -45,27 +45,22 @@ def plain_copy(tree: Any, where: str, at: str = "", depth: int = 0) -> Any:
     if tree is None or isinstance(tree, (bool, float, BaseModel)):
         return tree
     if isinstance(tree, int):
-        if not -LARGEST - 1 <= tree <= LARGEST:
-            raise TesseraError(
-                f"{at}: a whole number of {tree.bit_length()} bits has no use here",
-                where=where,
-                allowed=[f"up to {LARGEST} (63 bits)"],
-                code="recipe.number-too-large",
-            )
-        return tree
-    text = str(tree)
-    if "\0" in text:
+        fault = f"a number of {tree.bit_length()} bits" if not -LARGEST - 1 <= tree <= LARGEST else ""
+    else:
+        tree = str(tree)
+        fault = "a NUL character" if "\0" in tree else "no valid Unicode" if not _is_unicode(tree) else ""
+    if fault:
         raise TesseraError(
-            f"{at}: a NUL character in {text[:60]!r}",
+            f"{at} has {fault}",
             where=where,
-            fix="leave the character out",
-            code="recipe.nul-character",
+            fix=f"write a number of at most 63 bits (up to {LARGEST}), or text in UTF-8 without NUL",
+            code="recipe.unusable-value",
         )
-    if any(0xD800 <= ord(character) <= 0xDFFF for character in text):
-        raise TesseraError(
-            f"{at}: not valid Unicode: {text[:60]!r}", where=where, fix="write it in UTF-8", code="recipe.not-unicode"
-        )
-    return text
+    return tree
+
+
+def _is_unicode(text: str) -> bool:
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
 
 
 def check_kind(annotation: Any, value: Any) -> None:
@@ -112,29 +107,3 @@ def _items(member: Any) -> list[Any]:
     if typing.get_origin(member) in (list, tuple):
         return [one for one in typing.get_args(member) if one is not Ellipsis]
     return []
-
-
-_WORDS = {int: "a whole number", float: "a number", str: "text", Path: "a path", type(None): "null"}
-
-
-def allowed_values(annotation: Any, bounds: Sequence[Any] = ()) -> list[str]:
-    """Describe what an annotation allows, for an error message: words, `null`, numbers with their bounds."""
-    origin = typing.get_origin(annotation)
-    if origin is Annotated:
-        inner, *more = typing.get_args(annotation)
-        return allowed_values(inner, [*bounds, *(limit for one in more for limit in getattr(one, "metadata", [one]))])
-    if origin in (typing.Union, UnionType):
-        return [word for one in typing.get_args(annotation) for word in allowed_values(one, bounds)]
-    if origin is typing.Literal:
-        return [str(word) for word in typing.get_args(annotation)]
-    if annotation is bool:
-        return ["true", "false"]
-    if annotation in (int, float):
-        said = [
-            f"{word} {getattr(limit, name):g}" for limit in bounds for name, word in _BOUNDS if hasattr(limit, name)
-        ]
-        return [" ".join([_WORDS[annotation], *said])]
-    return [_WORDS[annotation]] if annotation in _WORDS else []
-
-
-_BOUNDS = (("gt", "above"), ("ge", "from"), ("lt", "below"), ("le", "up to"))

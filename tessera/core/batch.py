@@ -48,11 +48,6 @@ class Segments:
         return replace(self, bounds=self.bounds.pin_memory())
 
 
-def trained_positions(labels: Tensor) -> Tensor:
-    """Return the positions that have a label."""
-    return (labels != IGNORE).nonzero().squeeze(1)
-
-
 @dataclass
 class Batch:
     """Hold one micro-batch: named tensors, bounds of segments, and what the trainer may read (ids, counts, seeds).

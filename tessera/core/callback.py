@@ -17,7 +17,6 @@ from tessera.core.batch import Batch
 from tessera.core.engine import Engine
 from tessera.core.step_source import StepSource
 from tessera.core.task import Task
-from tessera.errors import TesseraError, nearest
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
 
@@ -214,39 +213,3 @@ class OptimizerStep(Callback):
 
     def check_trained(self, trainer: TrainerHandle) -> None:
         """Raise after the last step if the run has trained nothing."""
-
-
-def check_callback_names(callbacks: Sequence[Callback]) -> None:
-    """Raise if two callbacks would keep their states in the checkpoint under one name, or if one is no callback."""
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise TesseraError(
-                f"{callback!r} is no callback",
-                where="callbacks",
-                fix="give an object of a class derived from tessera.core.callback.Callback",
-                code="run.not-a-callback",
-            )
-    names = [callback.name for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
-    for name in names:
-        if names.count(name) > 1:
-            raise TesseraError(
-                f"{names.count(name)} callbacks keep state in the checkpoint under the name {name}",
-                where="callbacks",
-                fix="give one of them another `name` (a property of its class)",
-                code="run.callback-name-twice",
-            )
-
-
-def restore_callbacks(callbacks: Sequence[Callback], states: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Restore the states of callbacks by their names; return a sentence for each state that no callback takes up."""
-    for callback in callbacks:
-        callback.load_state_dict(states.get(callback.name, {}))
-    here = {callback.name for callback in callbacks}
-    sentences = []
-    for name in [name for name, state in states.items() if state and name not in here]:
-        near = nearest(name, here)
-        renamed = f"; did it get another name? This run has {near}" if near else ""
-        sentences.append(
-            f"the checkpoint has state of a callback {name}, which this run does not have: it is not restored{renamed}"
-        )
-    return sentences

@@ -18,7 +18,6 @@ LOGITS = "logits"  # of the next token, by the main head
 REWARDS = "rewards"  # one number for each token: how good the sequence up to here is
 LATENTS = "latents"  # the raw prediction of a generation model (a velocity, the noise or v), [N, channels x patch]
 HIDDEN = "hidden"  # the final hidden states; `hidden_of(path)`: those behind a layer
-ROUTER_AUX = "router_aux_loss"  # the loss that keeps experts evenly used
 # What families of `nn.causal_lm` and `nn.multimodal` give.
 LANGUAGE_OUTPUTS = (LOGITS, HIDDEN, f"{HIDDEN}.text.layers.{{*}}")
 

@@ -113,15 +113,6 @@ class AdjustsAfterInit(Protocol):
         ...
 
 
-@runtime_checkable
-class DeclaresPlan(Protocol):
-    """Mark a user's module that declares how it may be split over devices."""
-
-    def model_plan(self) -> ModelPlan:
-        """Return the plan in the paths of this module."""
-        ...
-
-
 # Where a frozen component is stored between uses: unsharded on every rank's device, sharded over the ranks that share
 # the trained model, or in host memory, from which each use copies it to the device.
 Residence = Literal["device", "sharded", "offloaded"]

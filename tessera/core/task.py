@@ -175,20 +175,6 @@ class Task(ABC):
         """Return the loss terms and metrics of one micro-batch, given what `inputs` returned for it."""
 
 
-def check_reads(task: Task, spec: ModelSpec, where: str, fix: str | None = None) -> None:
-    """Raise unless the model family gives every output that the task reads. A family that declares no outputs is not
-    checked."""
-    for name in task.reads:
-        if spec.outputs is not None and not spec.gives(name):
-            raise TesseraError(
-                f"{type(task).__name__} reads the output {name!r}, which {spec.name} models do not give",
-                where=where,
-                allowed=spec.outputs,
-                fix=fix,
-                code="task.output-not-given",
-            )
-
-
 @dataclass(frozen=True)
 class SumSpec:
     """Describe one summed number: its name, its count, and its weight in the loss; None for a metric."""

@@ -16,7 +16,6 @@ from tessera.checkpoint.hf import stored_dtype
 from tessera.checkpoint.legacy.forms import fill_from_form
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.checkpoint.weights import check_config_numbers, check_folder_fit
-from tessera.config.pattern import matches
 from tessera.config.reader import build
 from tessera.config.run_config import ModelSection, ParallelSection, PrecisionSection, RunConfig, load_config
 from tessera.config.saved_recipe import read_saved
@@ -33,7 +32,7 @@ from tessera.hub.download import downloaded
 from tessera.inference.chat import Chat
 from tessera.inference.generate import Sampling
 from tessera.inference.loaded import LoadedModel, LoadedProcessor
-from tessera.inference.weight_source import Origin, fill_from, newest_names, origin_of, saved_config
+from tessera.inference.weight_source import Origin, allocated, fill_from, newest_names, origin_of, saved_config
 from tessera.lora.exchange import is_adapters
 from tessera.lora.load import fill_adapters, merge_into, part_of, settled, targets_origin
 from tessera.lora.modules import add_adapters, find_adapters, trained_in_full, with_adapters
@@ -44,14 +43,13 @@ from tessera.models.files.side_files import side_folder
 from tessera.models.foreign import Arguments, takes_batch
 from tessera.models.module import MODEL_TYPE, spec_of_object
 from tessera.models.processing.conversation import warn_of_another_template
-from tessera.parallel.apply import allocate, parallelize
+from tessera.parallel.apply import parallelize
 from tessera.parallel.make_plan import make_plan
 from tessera.parallel.mesh import CONTEXT, Mesh
 from tessera.parallel.pipeline_stages import LocalStages, PipelinedModel
 from tessera.parallel.plan import Workload
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, rank_on_machine
-from tessera.runtime.modules import computed_buffers, put_back_buffers
 from tessera.weights.layouts import detect_layout, folder_layout, pipeline_folder
 from tessera.weights.map import WeightMap
 from tessera.weights.megatron_form import megatron_form_of
@@ -423,28 +421,6 @@ def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
     """Return the folder of the processor's files: the run's copy, or where they came from if there is no copy."""
     copy = run / "processor"
     return copy if copy.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
-
-
-def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: Sequence[str] = ()) -> nn.Module:
-    """Return a model from the meta device with memory for its weights, which are to be filled. `float32`: patterns of
-    modules that keep this type, as the plan of a family names them."""
-    buffers = computed_buffers(module)
-    module.to(dtype)
-    for path in _wide(module, float32):
-        module.get_submodule(path).float()
-    allocate(module, device)
-    put_back_buffers(module, buffers)
-    return module.eval()
-
-
-def _wide(module: nn.Module, float32: Sequence[str]) -> list[str]:
-    return [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in float32)]
-
-
-def float32_names(module: nn.Module, float32: Sequence[str]) -> frozenset[str]:
-    """Return the tensors of a model that keep float32. `float32`: see `allocated`."""
-    wide = tuple(f"{path}." for path in _wide(module, float32))
-    return frozenset(name for name in model_tensors(module) if name.startswith(wide))
 
 
 def weight_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

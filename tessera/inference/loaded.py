@@ -22,8 +22,10 @@ from tessera.diffusion.family import GenerationSpec
 from tessera.diffusion.sampling.over_ranks import ModelOverRanks, PassRanks
 from tessera.errors import TesseraError
 from tessera.inference.chat import Chat
+from tessera.inference.export import export_folder
 from tessera.inference.generate import OwnGeneration, Sampling, TextStream, generate_tokens
 from tessera.inference.messages import conversations, sample_of
+from tessera.inference.proof import check_choice
 from tessera.lora.export import save_adapters
 from tessera.lora.select import Adapters
 
@@ -164,9 +166,6 @@ class LoadedModel(nn.Module):
         before the folder is published, as by `tessera.convert`. A folder with other files is refused unless `overwrite`
         is on.
         """
-        from tessera.inference.export import export_folder  # it proves folders by loading them, with this file
-        from tessera.inference.proof import check_choice
-
         check_choice(prove)
         target = Path(folder)
         if adapters:

@@ -34,8 +34,8 @@ from tessera.diffusion.family import GenerationFamily, GenerationSpec
 from tessera.diffusion.given_images import from_tokens
 from tessera.diffusion.samples import EncodedMedia
 from tessera.errors import TesseraError, few_names, first_line, nearest
-from tessera.inference.load import allocated
 from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference, UnreadableError
+from tessera.inference.weight_source import allocated
 from tessera.models import build_on_meta, resolve
 from tessera.models.files.exported_config import config_differences
 from tessera.models.transformers import ClassProcessor

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from tessera.checkpoint.files import MANIFEST
 from tessera.checkpoint.frozen import FrozenSource
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.manager import CheckpointManager
-from tessera.checkpoint.state import MODEL
+from tessera.checkpoint.state import MODEL, model_tensors
 from tessera.checkpoint.storage import read_table
+from tessera.config.pattern import matches
 from tessera.config.run_config import load_config
 from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
 from tessera.lora.exchange import is_adapters
+from tessera.parallel.apply import allocate
 from tessera.runtime.files import refuse_pickle
+from tessera.runtime.modules import computed_buffers, put_back_buffers
 from tessera.weights.layouts import detect_layout, no_such_folder
 from tessera.weights.map import WeightMap
 
@@ -163,3 +167,25 @@ def _nothing_here(path: Path) -> TesseraError:
         ],
         code="weights.no-model-here",
     )
+
+
+def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: Sequence[str] = ()) -> nn.Module:
+    """Return a model from the meta device with memory for its weights, which are to be filled. `float32`: patterns of
+    modules that keep this type, as the plan of a family names them."""
+    buffers = computed_buffers(module)
+    module.to(dtype)
+    for path in _wide(module, float32):
+        module.get_submodule(path).float()
+    allocate(module, device)
+    put_back_buffers(module, buffers)
+    return module.eval()
+
+
+def _wide(module: nn.Module, float32: Sequence[str]) -> list[str]:
+    return [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in float32)]
+
+
+def float32_names(module: nn.Module, float32: Sequence[str]) -> frozenset[str]:
+    """Return the tensors of a model that keep float32. `float32`: see `allocated`."""
+    wide = tuple(f"{path}." for path in _wide(module, float32))
+    return frozenset(name for name in model_tensors(module) if name.startswith(wide))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tessera.config.hub_ids import HubId, find_hub_id
-from tessera.config.pattern import first_matches
 from tessera.errors import TesseraError
+from tessera.lora.expressions import first_matches
 from tessera.lora.factors import Factors
 from tessera.weights.layouts import detect_layout
 

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from tessera.core.batch import EMBEDDING_NOISE, Batch
 from tessera.core.cache import CacheStep
-from tessera.core.outputs import HIDDEN, LOGITS, ROUTER_AUX, AuxiliaryLoss, Outputs, Projection, hidden_of
+from tessera.core.outputs import HIDDEN, LOGITS, AuxiliaryLoss, Outputs, Projection, hidden_of
 from tessera.nn.cache import KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.moe import RowIds, TokenRows, balance_loss
+
+ROUTER_AUX = "router_aux_loss"  # name of the output with the loss that keeps experts evenly used
 
 
 class CausalLMBase(nn.Module):

@@ -132,14 +132,10 @@ def _blocks(
 
 
 def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Recompute, ...]:
-    wanted: list[tuple[str, Keep, str]] = []
+    chosen: dict[str, Recompute] = {}
     for number, item in enumerate(section.recompute):
         pattern, keep = (item.modules, item.keep) if isinstance(item, RecomputeSection) else (item, "none")
-        wanted.append((pattern, keep, f"parallel.recompute.{number}"))
-    wanted += [(pattern, "matmul", "parallel.recompute_activation") for pattern in section.recompute_activation]
-    wanted += [(pattern, "matmul", "parallel.recompute_norm") for pattern in section.recompute_norm]
-    chosen: dict[str, Recompute] = {}
-    for pattern, keep, where in wanted:
+        where = f"parallel.recompute.{number}"
         if keep != "none" and section.use_reentrant:
             raise TesseraError(
                 f"{pattern} is to keep {keep} results, which reentrant recompute cannot do",

@@ -163,8 +163,7 @@ def _refuse_combinations(section: ParallelSection, schedule: Schedule) -> None:
         )
     if schedule not in SPLITS_BACKWARD:
         return
-    recomputes = section.recompute or section.recompute_activation or section.recompute_norm
-    if recomputes:
+    if section.recompute:
         raise TesseraError(
             f"schedule {schedule} runs backward in parts, and each of them would compute the activations again",
             where="parallel.schedule and parallel.recompute",

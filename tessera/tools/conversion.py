@@ -25,9 +25,10 @@ from tessera.config.run_config import ModelSection
 from tessera.core.spec import ModelSpec
 from tessera.errors import TesseraError
 from tessera.inference.export import FolderTarget, folder_job, quantized_target, trained_target
-from tessera.inference.load import FoundModel, float32_names
+from tessera.inference.load import FoundModel
 from tessera.inference.proof import Prove
 from tessera.inference.trained import open_trained
+from tessera.inference.weight_source import float32_names
 from tessera.models import build_on_meta, resolve
 from tessera.tools.folder_target import hf_target, original_target
 from tessera.tools.shard_layout import Recipe, layout_of_recipe

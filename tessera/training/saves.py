@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tessera.checkpoint.manager import CheckpointManager
 from tessera.config.run_config import CheckpointSection
-from tessera.errors import TesseraError
+from tessera.core.callback import Callback
+from tessera.errors import TesseraError, nearest
 from tessera.runtime import log
 
 _WAIT_AFTER_ERROR_S = 10.0  # for a checkpoint that is written together with other ranks
@@ -147,3 +148,39 @@ def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) 
             before["world"],
             now["world"],
         )
+
+
+def check_callback_names(callbacks: Sequence[Callback]) -> None:
+    """Raise if two callbacks would keep their states in the checkpoint under one name, or if one is no callback."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise TesseraError(
+                f"{callback!r} is no callback",
+                where="callbacks",
+                fix="give an object of a class derived from tessera.core.callback.Callback",
+                code="run.not-a-callback",
+            )
+    names = [callback.name for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    for name in names:
+        if names.count(name) > 1:
+            raise TesseraError(
+                f"{names.count(name)} callbacks keep state in the checkpoint under the name {name}",
+                where="callbacks",
+                fix="give one of them another `name` (a property of its class)",
+                code="run.callback-name-twice",
+            )
+
+
+def restore_callbacks(callbacks: Sequence[Callback], states: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Restore the states of callbacks by their names; return a sentence for each state that no callback takes up."""
+    for callback in callbacks:
+        callback.load_state_dict(states.get(callback.name, {}))
+    here = {callback.name for callback in callbacks}
+    sentences = []
+    for name in [name for name, state in states.items() if state and name not in here]:
+        near = nearest(name, here)
+        renamed = f"; did it get another name? This run has {near}" if near else ""
+        sentences.append(
+            f"the checkpoint has state of a callback {name}, which this run does not have: it is not restored{renamed}"
+        )
+    return sentences

@@ -12,13 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tessera.checkpoint.weights import check_config_numbers
-from tessera.config.pattern import ancestors
-from tessera.config.recipe_patterns import absent_notes
 from tessera.config.run_config import LoraSection, PrecisionSection, RunConfig
 from tessera.config.run_length import check_batch
 from tessera.core.outputs import REWARDS
 from tessera.core.spec import Component, ModelSpec, Training
-from tessera.core.task import Task, check_reads
+from tessera.core.task import Task
 from tessera.diffusion.family import GenerationSpec
 from tessera.errors import TesseraError
 from tessera.lora.export import check_forms
@@ -136,11 +134,9 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     """
     spec, model_config, task = _model_and_task(config, objects)
     module = build_on_meta(spec, model_config)
-    paths = {name for name, _ in module.named_modules() if name}
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     lora, adapters = _add_adapters(config, spec, model_config, module)
     names = {name for name, _ in module.named_parameters()}
-    paths |= {ancestor for name in names for ancestor in ancestors(name)}
     model_plan = spec.main.plan(model_config)
     plan = make_plan(
         config.parallel,
@@ -166,7 +162,6 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
             frozen={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
             encoded_ahead=_encoded_ahead(config, spec, model_config, task, plan),
         ),
-        notes=tuple(absent_notes(config, paths)),
     )
     return ModelSetup(spec, model_config, module, plan, lora, adapters, task, frozen)
 
@@ -341,3 +336,17 @@ def with_model_resolved(config: RunConfig, setup: ModelSetup) -> RunConfig:
     full["head"] = "reward" if setup.spec.gives(REWARDS) else "language"
     model = config.model.model_copy(update=full)
     return config.model_copy(update={"model": model, "precision": resolve_precision(config)})
+
+
+def check_reads(task: Task, spec: ModelSpec, where: str, fix: str | None = None) -> None:
+    """Raise unless the model family gives every output that the task reads. A family that declares no outputs is not
+    checked."""
+    for name in task.reads:
+        if spec.outputs is not None and not spec.gives(name):
+            raise TesseraError(
+                f"{type(task).__name__} reads the output {name!r}, which {spec.name} models do not give",
+                where=where,
+                allowed=spec.outputs,
+                fix=fix,
+                code="task.output-not-given",
+            )

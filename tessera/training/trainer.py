@@ -19,14 +19,7 @@ from tessera.config.run_config import RunConfig
 from tessera.config.run_length import Interval, RunLength
 from tessera.config.run_paths import kept_text
 from tessera.core.batch import Batch
-from tessera.core.callback import (
-    AsyncScalars,
-    Callback,
-    OptimizerStep,
-    StepResult,
-    check_callback_names,
-    restore_callbacks,
-)
+from tessera.core.callback import AsyncScalars, Callback, OptimizerStep, StepResult
 from tessera.core.engine import Engine
 from tessera.core.step_source import StepSource
 from tessera.core.task import LossTotals, Task
@@ -34,7 +27,7 @@ from tessera.optim.optimizer import lr_factor, set_learning_rate
 from tessera.runtime import log, rng
 from tessera.runtime.distributed import World, agree_on_step
 from tessera.training.out_of_memory import MemoryAdvice
-from tessera.training.saves import Saved, Saves, check_resumed
+from tessera.training.saves import Saved, Saves, check_callback_names, check_resumed, restore_callbacks
 from tessera.training.steps import DataWait, unequal_steps
 
 

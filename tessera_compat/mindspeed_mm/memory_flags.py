@@ -21,10 +21,10 @@ from tessera_compat.mindspeed_mm.report import JobReport
 def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
     """Set recomputation and activation offload in the section `parallel` of a recipe."""
     stages = section.get("layers", {})
-    whole = _whole_layers(section, args, model)
-    patterns = [one["modules"] if isinstance(one, dict) else one for one in whole]
+    recompute = _whole_layers(section, args, model)
+    patterns = [one["modules"] if isinstance(one, dict) else one for one in recompute]
     if "vision" in model.recompute:
-        whole += recompute_patterns(model.recompute["vision"], VISION, stages.get("vision"))
+        recompute += recompute_patterns(model.recompute["vision"], VISION, stages.get("vision"))
     offload = list(model.offload)
     every = range(_depth(args, model))
     stored = {layer for layer in every if not any(matches(pattern, f"{TEXT}.{layer}") for pattern in patterns)}
@@ -35,16 +35,16 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
         if args.swap_attention:
             report.change("--recompute-norm", "the outputs of norms wait in host memory with attention")
         elif norms:
-            section["recompute_norm"] = [_layers(norms, every)]
+            recompute.append({"modules": _layers(norms, every), "keep": "matmul"})
             stored -= norms  # which computes the function between the products again, too
     if args.recompute_activation_function:
         functions = stored & set(every[: args.recompute_activation_function_num_layers])
         if functions:
-            section["recompute_activation"] = [f"{_layers(functions, every)}.mlp"]
+            recompute.append({"modules": f"{_layers(functions, every)}.mlp", "keep": "matmul"})
         else:
             report.change("--recompute-activation-function", "other flags recompute it in these layers already")
-    if whole:
-        section["recompute"] = whole
+    if recompute:
+        section["recompute"] = recompute
     if offload:
         section["activation_offload"] = offload
 

@@ -321,12 +321,13 @@ def test_recompute_and_context_parallel_flags(here: Path) -> None:
         *("text.layers.0", "text.layers.{1-2}", "text.layers.{11-12}", "text.layers.{21-22}"),
     ]
     assert parallel["activation_offload"] == ["text.layers.{3-10,13-20,23-27}.attn"]
-    assert "recompute_norm" not in parallel
     both = job_of(
         MODEL, DATA, "--recompute-norm", "--recompute-norm-num-layers", "4", "--recompute-activation-function"
     )
-    assert both[0]["parallel"]["recompute_norm"] == ["text.layers.{0-3}"]
-    assert both[0]["parallel"]["recompute_activation"] == ["text.layers.{4-27}.mlp"]
+    assert both[0]["parallel"]["recompute"] == [
+        {"modules": "text.layers.{0-3}", "keep": "matmul"},
+        {"modules": "text.layers.{4-27}.mlp", "keep": "matmul"},
+    ]
     words = ["--lr", "1", "--train-iters", "1", "--mm-model", "examples/qwen2vl/model_7b_dpo.json", "--mm-data", DATA]
     ring = "--context-parallel-size 4 --context-parallel-algo megatron_cp_algo"
     assert recipe_of(parse_args([*words, *ring.split()], world_size=4))[0]["parallel"]["ulysses"] == 1

@@ -172,14 +172,14 @@ def test_anything_under_any_key_of_the_shell_and_of_a_file_is_taken_or_told(
     ("key", "value", "said"),
     [
         ("optim.lr", math.inf, "finite"),
-        ("optim.lr", 1e9, "up to 10000"),
+        ("optim.lr", 1e9, "at most 10000"),
         ("data.train.0.weight", math.inf, "finite"),
-        ("optim.clip_norm", math.inf, "null"),  # the way to turn it off
+        ("optim.clip_norm", math.inf, "finite"),
         ("train.steps", True, "a number is needed, not true"),
         ("train.steps", 10**30, "bits"),
-        ("train.steps", 10**15, "up to"),
+        ("train.steps", 10**15, "at most"),
         ("train.steps", 1e300, "train.steps"),
-        ("data.workers", 10**6, "up to 4096"),
+        ("data.workers", 10**6, "at most 4096"),
         ("data.workers", True, "not true"),
         ("data.workers", "atuo", "did you mean: auto"),
         ("optim.betas", [0.9, 1.5], "optim.betas.1"),
@@ -195,14 +195,14 @@ def test_anything_under_any_key_of_the_shell_and_of_a_file_is_taken_or_told(
         ("parallel.tp", True, "not true"),
         ("parallel.layers", {"text": [True]}, "not true"),
         ("parallel.timeout_s", math.inf, "finite"),
-        ("parallel.timeout_s", 1e300, "up to"),
+        ("parallel.timeout_s", 1e300, "at most"),
         ("parallel.reshard_after_forward", -3, "parallel.reshard_after_forward"),
         ("profile.ranks", [True], "not true"),
         ("train.seed", 2**64, "bits"),
         ("train.ema.decay", math.nan, "finite"),
         ("optim.schedule.final", math.nan, "finite"),
-        ("data.length", 10**15, "up to"),
-        ("checkpoint.keep", 10**9, "up to"),
+        ("data.length", 10**15, "at most"),
+        ("checkpoint.keep", 10**9, "at most"),
         ("parallel.fsdp2_config", 3, "path"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_number_of_5000_digits_is_told_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(TesseraError) as raised:
         load_config(tmp_path / "recipe.yaml")
     assert "recipe.yaml:2:16" in str(raised.value)
-    with raises("recipe.number-too-large", "train.steps"):
+    with raises("recipe.unusable-value", "train.steps"):
         load_config(BASE, {"train.steps": 10**5000})
 
 

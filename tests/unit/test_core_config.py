@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -8,6 +9,7 @@ import pytest
 
 from tessera.config.reader import Section, build, dump_yaml, parse_overrides, parse_yaml, read_mapping, schema
 from tessera.config.run_config import RunConfig, load_config
+from tessera.config.saved_recipe import read_saved
 from tessera.errors import TesseraError
 from tests.errors import raises
 
@@ -135,22 +137,20 @@ def test_a_renamed_key_names_the_new_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "meant"),
+    ("settings", "error", "allowed"),
     [
-        ({"train.ema": 0.9}, "recipe.not-a-section train.ema", "train.ema.decay=0.9"),
-        ({"train.ema": True}, "recipe.not-a-section", "train.ema={}"),
-        ({"model.lora": "nf4"}, "recipe.not-a-section model.lora", "model.lora.quantize=nf4"),
-        ({"data.urls": "example.org"}, "recipe.not-a-section data.urls", None),
-        ({"optim": [1]}, "recipe.not-a-section", None),
+        ({"train.ema": 0.9}, "recipe.not-a-section train.ema", "decay"),
+        ({"train.ema": True}, "recipe.not-a-section train.ema={}", "decay"),
+        ({"model.lora": "nf4"}, "recipe.not-a-section model.lora", "quantize"),
+        ({"optim": [1]}, "recipe.not-a-section", "lr"),
     ],
 )
-def test_a_value_in_place_of_a_section_names_the_key_that_was_meant(
-    settings: dict[str, object], error: str, meant: str | None
+def test_a_value_in_place_of_a_section_lists_the_keys_of_the_section(
+    settings: dict[str, object], error: str, allowed: str
 ) -> None:
     with raises(error) as caught:
         load_config({"model": {"family": "qwen2_vl"}, "train": {"steps": 1}}, settings)
-    assert caught.value.nearest == meant
-    assert caught.value.allowed
+    assert allowed in (caught.value.allowed or [])
 
 
 def test_a_word_that_is_no_choice_is_told_all_of_them_once() -> None:
@@ -158,3 +158,12 @@ def test_a_word_that_is_no_choice_is_told_all_of_them_once() -> None:
         load_config(BASE, {"precision.compute": "bf16"})
     assert caught.value.what == "precision.compute: must be 'float32', 'bfloat16', 'float16' or 'auto', got 'bf16'"
     assert caught.value.nearest == "bfloat16"
+
+
+def test_patterns_of_a_removed_key_of_a_saved_run_are_read_in_the_key_of_today(tmp_path: Path) -> None:
+    with pytest.raises(TesseraError) as caught:
+        load_config(BASE, {"parallel.recompute_norm": ["text.layers.{*}"]})
+    assert caught.value.code == "recipe.renamed-key"
+    saved = tmp_path / "config.yaml"
+    saved.write_text(json.dumps({**BASE, "parallel": {"recompute": ["a"], "recompute_norm": ["b"]}}))
+    assert read_saved(saved)["parallel"] == {"recompute": ["a", {"modules": "b", "keep": "matmul"}]}

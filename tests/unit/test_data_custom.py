@@ -130,7 +130,7 @@ def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
         ({"dataset": f"{TOYS}:Digits", "arguments": {"cuont": 3}}, "unexpected keyword argument 'cuont'"),
         ({"dataset": f"{TOYS}:DIGITS", "arguments": {"count": 3}}, "takes no arguments"),
         ({"dataset": f"{TOYS}:Digits", "arguments": {"count": 0}}, "is empty"),
-        ({"dataset": f"{TOYS}:TOYS"}, "is not there"),
+        ({"dataset": f"{TOYS}:TOYS"}, "has no attribute"),
         ({"dataset": "math:pi"}, "part of Python itself"),
         ({"dataset": f"{TOYS}:WIDTH"}, "a int, which is no dataset"),
         ({"dataset": f"{TOYS}:Digits", "fields": "pixels"}, "fields: "),

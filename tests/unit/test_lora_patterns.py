@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from test_lora_peft import compare_weights, foreign, ours, weights_of
 
 from tessera.checkpoint.state import model_tensors
-from tessera.config.pattern import first_matches
 from tessera.config.run_config import LoraSection, ModelSection
-from tessera.errors import TesseraError
+from tessera.lora.expressions import first_matches
 from tessera.lora.load import fill_adapters, read_adapters, settled
 from tessera.lora.modules import adapters_of
 from tessera.lora.peft import _by_pattern
@@ -81,21 +80,21 @@ def test_an_adapter_with_patterns_computes_what_peft_computes(tmp_path: Path) ->
 @pytest.mark.parametrize("bomb", [r"((\w|\.)+)+!", "(.|.|.|.)" * 20 + "!", r"(\w+\.?)*!"])
 def test_a_pattern_cannot_hold_a_run_up(bomb: str) -> None:
     began = time.monotonic()
-    with raises("recipe.expression-too-slow"):
+    with raises("adapter.expression-too-slow"):
         first_matches([bomb], NAMES, within=r"(.*\.)?({})$", where="adapter_config.json", seconds=0.5)
     assert time.monotonic() - began < 60  # for ever, if nobody stopped it
 
 
-@pytest.mark.parametrize("bad", ["(", "a{2,1}", "x" * 2000, "*"])
+@pytest.mark.parametrize("bad", ["(", "a{2,1}", "*"])
 def test_what_is_no_regular_expression_is_refused(bad: str) -> None:
-    with pytest.raises(TesseraError, match="regular expression"):
+    with raises("adapter.not-an-expression"):
         first_matches([bad], NAMES, where="adapter_config.json")
 
 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"alpha_pattern": {"(": 3}}, "recipe.not-an-expression"),
+        ({"alpha_pattern": {"(": 3}}, "adapter.not-an-expression"),
         ({"alpha_pattern": {"q_proj": "8"}}, "adapter.bad-config-value"),
         ({"alpha_pattern": ["q_proj"]}, "adapter.bad-config-value"),
         ({"lora_alpha": float("nan")}, "adapter.bad-config-value"),

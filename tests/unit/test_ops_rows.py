@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.core.batch import IGNORE, trained_positions
+from tessera.core.batch import IGNORE
+from tessera.models.processing.conversation import trained_positions
 from tessera.ops.loss import in_chunks
 from tessera.ops.rows import take_rows
 

@@ -9,10 +9,9 @@ import torch
 
 from tessera.config.run_config import load_config
 from tessera.core.outputs import HIDDEN, LOGITS, Projection, hidden_of, projection
-from tessera.core.task import check_reads
 from tessera.errors import TesseraError
 from tessera.tasks.language import LanguageTask
-from tessera.training.setup import build_meta_model
+from tessera.training.setup import build_meta_model, check_reads
 from tests.errors import raises
 from tests.toys import moe_decoder, two_encoders
 from tests.toys.two_head_task import TwoHeadTask

@@ -223,7 +223,7 @@ def test_a_plan_for_a_thousand_ranks_takes_no_time() -> None:
         ({"pp": 2, "schedule": "1f1b", "virtual": 2}, "layout.schedule-virtual 1f1b"),
         ({"pp": 2, "schedule": "gpipe", "virtual": 2}, "layout.schedule-virtual"),
         ({"pp": 2, "schedule": "zbv", "recompute": ["text.layers.{*}"]}, "layout.schedule-recompute"),
-        ({"pp": 2, "schedule": "interleaved-zb", "recompute_norm": ["text.layers.{*}"]}, "layout.schedule-recompute"),
+        ({"pp": 2, "schedule": "interleaved-zb", "recompute": ["text.layers.{*}"]}, "layout.schedule-recompute"),
         ({"pp": 2, "schedule": "zbv", "reshard_after_forward": True}, "layout.schedule-reshard"),
         ({"pp": 2, "accumulate": "reduce"}, "layout.pipeline-grad-sync"),
     ],

@@ -17,7 +17,6 @@ import yaml
 import tessera
 from tessera.checkpoint.files import FileRecord, RecordedFile
 from tessera.config.run_config import CheckpointSection, load_config
-from tessera.config.saved_recipe import in_keys_of_today
 from tessera.core.callback import Callback
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import find_file, run_exists
@@ -403,51 +402,6 @@ def test_a_changed_schedule_is_said(folder: Path, capsys: pytest.CaptureFixture[
     tessera.resume(folder, {"train.steps": 4, "optim.schedule": {"kind": "cosine", "warmup": 2}})
     said = capsys.readouterr().err
     assert "the schedule has changed since step 3 was saved (kind constant -> cosine, warmup 0 -> 2" in said
-
-
-def test_a_run_that_kept_minutes_between_checkpoints_goes_on_and_says_so(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = folder / "config.yaml"
-    saved = yaml.safe_load(file.read_text(encoding="utf-8"))
-    saved["checkpoint"] |= {"every": 0, "minutes": 7.5}
-    file.write_text(yaml.safe_dump(saved), encoding="utf-8")
-    tessera.resume(folder, {"train.steps": 4})
-    assert capsys.readouterr().err.count("checkpoint.minutes: 7.5") == 1
-    assert "every: 7.5min" in file.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("saved", "every", "said"),
-    [
-        ({"every": 0, "minutes": None}, None, ""),
-        ({"every": 50, "minutes": None}, 50, ""),
-        ({"every": 0, "minutes": 0}, 0, "left out"),
-        ({"every": 0, "minutes": 30}, "30min", "every: 30min"),
-        ({"minutes": 0.5}, "0.5min", "every: 0.5min"),
-        ({"every": 50, "minutes": 30}, 50, "because checkpoint.every: 50"),
-    ],
-)
-def test_minutes_of_saved_configurations_are_read_as_they_were_meant(
-    saved: dict[str, Any], every: object, said: str
-) -> None:
-    recipe, notes = in_keys_of_today({"checkpoint": saved, "train": {"steps": 1}, "model": {"family": "qwen2_vl"}})
-    assert load_config(recipe).checkpoint.every == every
-    assert len(notes) == bool(said)
-    assert said in "".join(notes)
-
-
-@pytest.mark.parametrize(
-    ("saved", "share"),
-    [
-        ({"kind": "chat"}, 1.0),
-        ({"kind": "chat", "max_bad_share": 0.2}, 0.2),
-        ({"kind": "chat", "on_bad_sample": "fail", "stream": False, "stream_cache_gib": 7.0}, 0.05),
-    ],
-)
-def test_runs_saved_without_a_limit_of_bad_samples_go_on_without_one(saved: dict[str, Any], share: float) -> None:
-    recipe, _ = in_keys_of_today({"data": saved, "train": {"steps": 1}, "model": {"family": "qwen2_vl"}})
-    assert load_config(recipe).data.max_bad_share == share
 
 
 # ---------------------------------------------------------------------------------------------- links in a run folder

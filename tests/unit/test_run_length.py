@@ -100,12 +100,6 @@ def test_a_length_that_says_nothing_or_two_things_is_refused(train: dict[str, An
         load_config({"model": {"family": "qwen2_vl"}, "train": train})
 
 
-def test_the_minutes_of_old_recipes_are_told_their_new_key() -> None:
-    recipe = {"model": {"family": "qwen2_vl"}, "train": {"steps": 1}, "checkpoint": {"minutes": 10}}
-    with raises("recipe.renamed-key", "checkpoint.minutes", "checkpoint.every", "10min"):
-        load_config(recipe)
-
-
 def test_rows_that_are_not_packed_are_not_called_so() -> None:
     length = RunLength.of(2_000, None, 4, 8)
     assert "8 packed sequences = 2 steps" in length.describe()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tessera.config.run_config import load_config
-from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, Segments, trained_positions
+from tessera.core.batch import EMBEDDING_NOISE, IGNORE, Batch, Segments
 from tessera.core.outputs import LOGITS, Projection
+from tessera.models.processing.conversation import trained_positions
 from tessera.tasks.answers import answer_log_probs
 from tessera.tasks.language import LanguageTask, embedding_noise
 from tessera.training.setup import build_meta_model

@@ -165,11 +165,9 @@ def test_wrong_trackers_are_told(tracker: Any, error: str, tmp_path: Path) -> No
         recipe(tmp_path, tracker)
 
 
-def test_a_tracker_named_twice_and_the_old_key_are_told(tmp_path: Path) -> None:
+def test_a_tracker_named_twice_is_told(tmp_path: Path) -> None:
     with raises("recipe.wrong-value"):
         recipe(tmp_path, "wandb", {"name": "wandb"})
-    with raises("recipe.renamed-key", "log.trackers"):
-        load_config({**RECIPE, "log": {"tensorboard": True}})
 
 
 def test_ids_of_a_strange_file_are_passed_over(tmp_path: Path) -> None:

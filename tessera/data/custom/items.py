@@ -32,7 +32,6 @@ DATA = Maker(
     "data set or loader",
     bases=(Dataset, DataLoader),
     methods=(("__getitem__", "__len__"), ("__iter__",)),
-    telling=False,
 )
 
 

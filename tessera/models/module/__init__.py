@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ConfigDict, Field, model_serializer
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from tessera.config.reader import Section
 from tessera.config.registry import check_arguments
 from tessera.core.model_plan import ModelPlan
-from tessera.core.spec import AdjustsAfterInit, Component, DeclaresPlan, InitializesByName, InitializesItself, ModelSpec
+from tessera.core.spec import AdjustsAfterInit, Component, InitializesByName, InitializesItself, ModelSpec
 from tessera.errors import TesseraError
 from tessera.models.foreign import Arguments, accept_batches, import_class, takes_batch
 from tessera.runtime.modules import without_weights
@@ -26,6 +26,15 @@ from tessera.weights.map import WeightMap
 
 WHERE = "model.config"
 MODEL_TYPE = "tessera_module"
+
+
+@runtime_checkable
+class DeclaresPlan(Protocol):
+    """Mark a user's module that declares how it may be split over devices."""
+
+    def model_plan(self) -> ModelPlan:
+        """Return the plan in the paths of this module."""
+        ...
 
 
 class ModuleConfig(Section):

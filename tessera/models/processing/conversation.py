@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 
 from tessera.config.reader import Section
-from tessera.core.batch import IGNORE, Batch, Segments, trained_positions
+from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.core.sample import Encoded, EncodedStream, MediaSize, Part, PartKind, Sample
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
@@ -373,3 +373,8 @@ def warn_of_another_template(processor: Any, folder: Path | None) -> None:
         f"({processor.template.header('user').strip()!r}); if the model was tuned with its own, "
         "a recipe with model.family: transformers follows it"
     )
+
+
+def trained_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Return the positions that have a label."""
+    return (labels != IGNORE).nonzero().squeeze(1)
