@@ -23,7 +23,8 @@ from tessera.checkpoint.weights import TensorSource, check_copies, check_stored_
 from tessera.errors import TesseraError
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.layouts import ROOT
-from tessera.weights.map import WeightMap, native_rows
+from tessera.weights.map import WeightMap
+from tessera.weights.operations import native_rows
 from tessera.weights.rows import TensorRows
 
 

@@ -19,7 +19,8 @@ from tessera.checkpoint.files import DTYPES, box_slices
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.errors import TesseraError, nearest
 from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
-from tessera.weights.map import ByBox, Operation, WeightMap, can_read_boxes, shape_of
+from tessera.weights.map import WeightMap
+from tessera.weights.operations import ByBox, Operation, can_read_boxes, shape_of
 
 Shape = tuple[int, ...]
 ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (foreign name, offsets, sizes) -> that part of it

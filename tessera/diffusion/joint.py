@@ -20,7 +20,8 @@ from tessera.diffusion.plan import generation_plan
 from tessera.diffusion.spec import generation_family
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, TransformerShape
-from tessera.weights.map import ColumnsByHead, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import ColumnsByHead
 
 # The task makes latents and text on the device, from whole samples; the indices have those of a rank.
 JOINT_STREAM = Stream(

@@ -31,7 +31,8 @@ from tessera.lora.select import (
     weight_names,
 )
 from tessera.runtime.modules import whole_tensor
-from tessera.weights.map import (
+from tessera.weights.map import WeightMap
+from tessera.weights.operations import (
     ColumnsByHead,
     Concat,
     GroupedRows,
@@ -40,7 +41,6 @@ from tessera.weights.map import (
     RowOrder,
     Stack,
     TensorChunk,
-    WeightMap,
 )
 
 _WEIGHT = ".weight"

@@ -29,7 +29,8 @@ from tessera.lora.factors import (
 )
 from tessera.lora.peft import CONFIG, is_adapter_folder
 from tessera.lora.select import Adapters, expert_paths, factor_names, magnitude_name, spelled_out, tensor_names
-from tessera.weights.map import Identity, WeightMap
+from tessera.weights.map import WeightMap
+from tessera.weights.operations import Identity
 
 
 def part_of(model: Path | None) -> str:
@@ -102,7 +103,7 @@ def fill_adapters(
         if (path / MANIFEST).is_file():
             CheckpointManager(path.parent, keep=1).load(path, named)
         elif CheckpointManager(path / "checkpoints", keep=1).load_newest(named) is None:
-            raise TesseraError("this run has no checkpoint yet", where=str(path), code="run.no-checkpoint")
+            raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
         return
     paths, experts = layer_paths(parameters), expert_paths(parameters)
     Ranks.current().on_all(

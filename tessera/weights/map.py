@@ -3,8 +3,7 @@
     Rule("text.layers.{i}.attn.q.weight", "model.layers.{i}.self_attn.q_proj.weight")
 
 `{i}` stands for one dotted segment and must appear on both sides. An operation makes one native tensor from one or
-more foreign ones, and back (`weights.operations`, offered here). `checkpoint.weights` reads and
-writes files by such a map.
+more foreign ones, and back (`weights.operations`). `checkpoint.weights` reads and writes files by such a map.
 
 "Native" are names and tensors of this library's modules, "foreign" those of a folder (transformers, diffusers, ...).
 """
@@ -20,58 +19,15 @@ from torch import Tensor
 
 from tessera.errors import TesseraError
 from tessera.weights.operations import (
-    Box,
-    ByBox,
-    ColumnsByHead,
-    Concat,
-    ConvToLinear,
-    GroupByHead,
     GroupedRows,
     Identity,
-    InterleavedToHalfRope,
     Operation,
-    Reshape,
-    RowOrder,
-    Shapes,
-    Stack,
     StoredTwice,
-    SwappedHalves,
     TensorChunk,
     TransposeIfNeeded,
-    can_read_boxes,
     foreign_rows,
-    native_rows,
-    shape_of,
 )
 from tessera.weights.rows import TensorRows
-
-__all__ = [
-    "Box",
-    "ByBox",
-    "ColumnsByHead",
-    "Concat",
-    "ConvToLinear",
-    "GroupByHead",
-    "GroupedRows",
-    "Identity",
-    "InterleavedToHalfRope",
-    "Operation",
-    "Reshape",
-    "RowOrder",
-    "Rule",
-    "Shapes",
-    "Stack",
-    "StoredTwice",
-    "SwappedHalves",
-    "TensorChunk",
-    "TransposeIfNeeded",
-    "WeightMap",
-    "can_read_boxes",
-    "foreign_rows",
-    "fused_rules",
-    "native_rows",
-    "shape_of",
-]
 
 
 @dataclass(frozen=True)

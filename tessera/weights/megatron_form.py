@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tessera.config.extensions import extension
-from tessera.weights.map import Box, Concat, Shapes, WeightMap
+from tessera.weights.map import WeightMap
+from tessera.weights.operations import Box, Concat, Shapes
 from tessera.weights.rows import Columns, TensorRows
 
 LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")

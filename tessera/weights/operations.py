@@ -1,7 +1,4 @@
-"""The operations of weight maps: how one native tensor is made from foreign ones, and how it goes back.
-
-`core.weightmap` offers all of them: families import them from there, beside the rules that use them.
-"""
+"""The operations of weight maps: how one native tensor is made from foreign ones, and how it goes back."""
 
 from __future__ import annotations
 

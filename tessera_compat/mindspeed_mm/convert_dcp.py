@@ -34,7 +34,8 @@ from tessera.models.files.exported_config import with_dtype
 from tessera.models.files.side_files import copy_side_files
 from tessera.tools.conversion import check_apart
 from tessera.weights.file_plan import FilePlan, PlannedTensor
-from tessera.weights.map import Identity, Operation, Reshape, Rule, WeightMap, shape_of
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import Identity, Operation, Reshape, shape_of
 
 JOB = "model."  # names of a job's model begin so, before every other prefix
 _MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")

@@ -12,8 +12,9 @@ from tessera.diffusion.hunyuan_video.weights import original as hunyuan_original
 from tessera.diffusion.joint import plain_rules
 from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.weights import original as wan_original
-from tessera.weights.map import ColumnsByHead, GroupedRows, Reshape, Rule, SwappedHalves, TensorChunk, WeightMap
+from tessera.weights.map import Rule, WeightMap
 from tessera.weights.megatron_form import COLUMNS, QUERIES_KEYS_VALUES, ROWS, JoinedColumns, MegatronForm, PipelinePart
+from tessera.weights.operations import ColumnsByHead, GroupedRows, Reshape, SwappedHalves, TensorChunk
 
 # Names of the original checkpoints, and what MindSpeed-MM writes in their place.
 _WAN_NAMES = (

@@ -13,7 +13,7 @@ from tessera.models.qwen2_vl.config import Qwen2VLConfig
 from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.text.decoder import TextConfig
 from tessera.models.vision.config import GridVisionConfig
-from tessera.weights.map import GroupByHead, GroupedRows, Reshape, Rule, Stack, TensorChunk, WeightMap
+from tessera.weights.map import Rule, WeightMap
 from tessera.weights.megatron_form import (
     COLUMNS,
     GATE_AND_UP,
@@ -23,6 +23,7 @@ from tessera.weights.megatron_form import (
     PipelinePart,
     TensorSplit,
 )
+from tessera.weights.operations import GroupByHead, GroupedRows, Reshape, Stack, TensorChunk
 
 _TEXT = "text_decoder.decoder.layers.{i}."
 _BLOCK = "image_encoder.encoder.blocks.layers.{i}."

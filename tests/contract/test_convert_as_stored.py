@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models
 
 import tessera
 from tessera.errors import TesseraError
-from tessera.weights.map import Rule, TransposeIfNeeded, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import TransposeIfNeeded
 from tests.errors import raises
 
 

@@ -9,7 +9,7 @@ from parity import relative
 
 from tessera.models.glm4v.model import bicubic_positions
 from tessera.models.vision.patches import block_positions
-from tessera.weights.map import ConvToLinear, InterleavedToHalfRope
+from tessera.weights.operations import ConvToLinear, InterleavedToHalfRope
 
 
 @pytest.mark.parametrize(("height", "width", "side"), [(24, 24, 24), (2, 2, 24), (6, 40, 5), (50, 34, 24), (4, 2, 1)])

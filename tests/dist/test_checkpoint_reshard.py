@@ -25,7 +25,8 @@ from tessera.checkpoint.state import model_tensors, tied_names, training_tensors
 from tessera.checkpoint.storage import read_table
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.errors import TesseraError
-from tessera.weights.map import Concat, Identity, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import Concat, Identity
 from tests.dist.spawn import RankError, run_ranks
 from tests.toys.save_folder import save_folder
 

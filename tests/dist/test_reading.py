@@ -22,8 +22,9 @@ from tessera.parallel.apply import parallelize
 from tessera.parallel.mesh import Mesh
 from tessera.training.init_weights import initial_weights
 from tessera.training.setup import ModelSetup, build_meta_model
-from tessera.weights.map import WeightMap, can_read_boxes
+from tessera.weights.map import WeightMap
 from tessera.weights.megatron_form import megatron_form_of
+from tessera.weights.operations import can_read_boxes
 from tests.dist.spawn import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {

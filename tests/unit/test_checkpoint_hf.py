@@ -16,7 +16,8 @@ from torch import Tensor
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.publish import made_from
 from tessera.errors import TesseraError
-from tessera.weights.map import Concat, Reshape, Rule, TransposeIfNeeded, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import Concat, Reshape, TransposeIfNeeded
 from tests.errors import raises
 from tests.toys.save_folder import save_folder
 

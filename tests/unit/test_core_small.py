@@ -20,7 +20,8 @@ from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, fake_world, free_port, port_is_free
 from tessera.runtime.rng import derive, generator
-from tessera.weights.map import Concat, Reshape, Rule, TensorChunk, TransposeIfNeeded, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import Concat, Reshape, TensorChunk, TransposeIfNeeded
 from tests.errors import raises
 
 

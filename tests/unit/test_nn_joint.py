@@ -22,7 +22,8 @@ from tessera.lora.select import Adapter
 from tessera.models import resolve
 from tessera.nn.joint_attention import JointShape, segments_by_kind
 from tessera.nn.joint_transformer import JointTransformer, TransformerShape
-from tessera.weights.map import ColumnsByHead, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import ColumnsByHead
 from tests.close import rounding
 from tests.errors import raises
 

@@ -12,7 +12,7 @@ import torch
 from tessera.runtime.crc32 import crc32
 from tessera.runtime.libc import begin_write_back, same_bytes
 from tessera.weights import rows as tensor_rows
-from tessera.weights.map import (
+from tessera.weights.operations import (
     Concat,
     GroupedRows,
     Identity,

@@ -20,7 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tessera.checkpoint import hf
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.weights import TensorSource, fill
-from tessera.weights.map import (
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.megatron_form import EvenSplit
+from tessera.weights.operations import (
     ByBox,
     Concat,
     GroupByHead,
@@ -29,15 +31,12 @@ from tessera.weights.map import (
     InterleavedToHalfRope,
     Operation,
     Reshape,
-    Rule,
     Stack,
     TensorChunk,
     TransposeIfNeeded,
-    WeightMap,
     can_read_boxes,
     shape_of,
 )
-from tessera.weights.megatron_form import EvenSplit
 from tessera.weights.rows import TensorRows
 
 OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {

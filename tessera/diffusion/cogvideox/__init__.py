@@ -17,7 +17,8 @@ from tessera.diffusion.cogvideox.model import CogVideoXModel
 from tessera.diffusion.joint import JOINT_STREAM, joint_example, joint_family
 from tessera.diffusion.plan import BOTH, generation_plan
 from tessera.models.text.costs import Measures
-from tessera.weights.map import Reshape, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import Reshape
 
 _LARGE = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
 _IMAGE = {"in_channels": 32}

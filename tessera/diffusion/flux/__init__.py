@@ -7,7 +7,8 @@ from typing import Any
 
 from tessera.diffusion.flux.config import FluxConfig
 from tessera.diffusion.joint import CONDITIONS, double_rules, idle_layers, joint_family, plain_rules, single_rules
-from tessera.weights.map import ColumnsByHead, Rule, SwappedHalves, WeightMap, fused_rules
+from tessera.weights.map import Rule, WeightMap, fused_rules
+from tessera.weights.operations import ColumnsByHead, SwappedHalves
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {

@@ -11,7 +11,8 @@ from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoCo
 from tessera.diffusion.joint import CONDITIONS, double_rules, joint_work, plain_rules, single_rules
 from tessera.models.text.costs import Measures
 from tessera.nn.joint_transformer import TIME_FEATURES
-from tessera.weights.map import ColumnsByHead, Reshape, Rule, SwappedHalves, WeightMap, fused_rules
+from tessera.weights.map import Rule, WeightMap, fused_rules
+from tessera.weights.operations import ColumnsByHead, Reshape, SwappedHalves
 
 _BLOCK = ("embed.text.blocks.{i}.", "context_embedder.token_refiner.refiner_blocks.{i}.")
 _BLOCK_PAIRS = (

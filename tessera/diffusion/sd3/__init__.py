@@ -7,7 +7,8 @@ from typing import Any
 
 from tessera.diffusion.joint import CONDITIONS, double_rules, joint_family, plain_rules
 from tessera.diffusion.sd3.config import SD3Config
-from tessera.weights.map import GroupByHead, Reshape, Rule, SwappedHalves, WeightMap, fused_rules
+from tessera.weights.map import Rule, WeightMap, fused_rules
+from tessera.weights.operations import GroupByHead, Reshape, SwappedHalves
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {

@@ -13,7 +13,8 @@ from tessera.diffusion.wan.config import WanConfig
 from tessera.errors import TesseraError
 from tessera.models.text.hf import check_supported
 from tessera.weights.layouts import folder_layout
-from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import GroupByHead, Reshape
 
 MODEL_TYPES = ("t2v", "i2v", "flf2v", "ti2v")
 _IMAGE_WIDTH = 1280  # of CLIP's embeddings, two images of 257 with positions where there is a last frame

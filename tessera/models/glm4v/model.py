@@ -15,7 +15,8 @@ from tessera.models.glm4v.config import Glm4vConfig
 from tessera.models.vision.family import GridFamily
 from tessera.nn.projector import DownsampleMerger
 from tessera.nn.vit import VisionShape
-from tessera.weights.map import ConvToLinear, InterleavedToHalfRope, Rule, TensorChunk
+from tessera.weights.map import Rule
+from tessera.weights.operations import ConvToLinear, InterleavedToHalfRope, TensorChunk
 
 _TEXT = "model.language_model."
 _LAYER = _TEXT + "layers.{i}."

@@ -20,7 +20,8 @@ from tessera.models.vision.costs import example_with_media
 from tessera.models.vision.family import VisionFamily
 from tessera.nn.projector import PatchMerger
 from tessera.nn.vit import VisionShape
-from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import GroupByHead, Reshape
 
 PROJECTOR_EPS = 1e-5
 EVEN = 8  # a common tensor-parallel degree

@@ -17,7 +17,8 @@ from tessera.models.text.decoder import language_weights
 from tessera.models.text.hf import check_supported
 from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CONFIG_FILE
-from tessera.weights.map import GroupByHead, GroupedRows, Reshape, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import GroupByHead, GroupedRows, Reshape
 
 MODEL_TYPE = "internvl_chat"
 CONTEXT = "<IMG_CONTEXT>"

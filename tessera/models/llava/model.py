@@ -15,7 +15,8 @@ from tessera.models.vision.costs import EXAMPLE_IMAGES, example_with_media
 from tessera.models.vision.family import VisionFamily
 from tessera.nn.projector import MLPProjector
 from tessera.nn.vit import VisionShape
-from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import GroupByHead, Reshape
 
 _PATCHES_OF_TILES = 2  # per visual token: an image is encoded as one and in tiles, and video features are pooled
 # The rules use the hub's names (`vision_tower.vision_model.*`, `language_model.model.*`), which transformers reads. The

@@ -14,7 +14,8 @@ from tessera.nn.decoder import DecoderShape, TextDecoder
 from tessera.nn.layers import TiedHead
 from tessera.nn.moe import MoE, MoEShape
 from tessera.ops.pointwise import FrequencyScaling, LinearScaling, Rope, Scaling, YarnScaling, yarn_attention
-from tessera.weights.map import Rule, Stack, TensorChunk, TransposeIfNeeded, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import Stack, TensorChunk, TransposeIfNeeded
 
 
 class ExpertsConfig(Section):

@@ -40,7 +40,8 @@ from tessera.models.vision.costs import VisionCosts, example_with_images, vision
 from tessera.models.vision.processor import PATCHES, VISION, VISION_STREAMS
 from tessera.nn.multimodal import Encoder, MultimodalModel
 from tessera.nn.vit import VisionEncoder, VisionShape, blank_image
-from tessera.weights.map import GroupByHead, Reshape, Rule, WeightMap
+from tessera.weights.map import Rule, WeightMap
+from tessera.weights.operations import GroupByHead, Reshape
 
 VISION_BLOCKS = "vision.blocks.{*}"
 WEIGHT_AND_BIAS = "{weight,bias}"
