@@ -1,7 +1,7 @@
-"""Run work on one rank or on all, and give its result or its failure to every rank.
+"""Run a function on one rank or on all ranks, and return its result or raise its error on every rank.
 
-A failure on one rank must never leave the others waiting in a collective. So work that can fail runs inside `on_rank0`
-or `on_all`, which gather outcomes first and then raise the same error everywhere.
+A failure on one rank must never leave the other ranks waiting in a collective. So functions that can fail run inside
+`on_rank0` or `on_all`, which gather all outcomes first and then raise the same error on every rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tessera.runtime.progress import human_bytes
 
 T = TypeVar("T")
 U = TypeVar("U")
-_THREAD_TIMEOUT = datetime.timedelta(hours=2)  # ranks wait for each other while the slowest one writes
+_THREAD_TIMEOUT = datetime.timedelta(hours=2)  # the fastest rank waits so long for the slowest
 
 
 def space_report(folder: Path, needed: int) -> str:
-    """Return the advice to free disk space, with the bytes that are needed and those that are free."""
+    """Return the advice to free disk space, with the needed bytes and the free bytes."""
     free = free_bytes(folder)
     sizes = f"{human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} ({free} bytes) are free"
     return f"free some space: {sizes}"
@@ -33,7 +33,7 @@ def space_report(folder: Path, needed: int) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """Carry an error between ranks: itself if it can be pickled safely, otherwise its traceback as text."""
+    """Carry an error to other ranks: the exception if it can be pickled safely, otherwise its traceback as text."""
 
     rank: int
     error: TesseraError | OSError | None
@@ -46,15 +46,15 @@ class Failure:
 
 
 class CollectiveError(RuntimeError):
-    """Say on every rank that some ranks failed for a reason that is not the user's."""
+    """Report on every rank that some ranks failed by an error that the user did not cause."""
 
     def __init__(self, failures: list[Failure]) -> None:
         self.failures = failures
         super().__init__("\n".join(f"[rank {f.rank}] {f.text}" for f in failures))
 
     def about_writing(self, ranks: Ranks, what: str, folder: Path, needed: int) -> TesseraError | None:
-        """Return the user's view of files that could not be written; None when it was no write that failed."""
-        causes = [(one.rank, one.error) for one in self.failures if isinstance(one.error, OSError)]
+        """Return a `TesseraError` about files that could not be written; None if no write failed."""
+        causes = [(part.rank, part.error) for part in self.failures if isinstance(part.error, OSError)]
         if not causes:
             return None
         reasons = "; ".join(f"rank {rank}: {cause.strerror or cause}" for rank, cause in causes)
@@ -65,7 +65,7 @@ class CollectiveError(RuntimeError):
 
 
 def raise_together(failures: list[Failure]) -> None:
-    """Raise the user's own mistake as it is, and anything else with the rank it came from."""
+    """Raise a `TesseraError` unchanged, and any other error with the rank that it came from."""
     if not failures:
         return
     for failure in failures:
@@ -76,7 +76,7 @@ def raise_together(failures: list[Failure]) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Run work on the ranks of a process group: the default group, or one that a thread has for itself."""
+    """Run functions on the ranks of a process group: the default group, or a separate group for a thread."""
 
     rank: int
     world: int
@@ -117,7 +117,7 @@ class Ranks:
         return cast(list[T], outcomes)
 
     def through_rank0(self, work: Callable[[], T], answer: Callable[[list[T]], list[U]]) -> U:
-        """Run `work` on every rank; rank 0 makes from all results one answer for each. Any error is raised on all."""
+        """Run `work` on every rank; rank 0 turns all results into one answer per rank. Every rank raises any error."""
         outcomes: list[Any] = [_attempt(work, self.rank)]
         if self.world > 1:
             mine, outcomes = outcomes[0], [None] * self.world

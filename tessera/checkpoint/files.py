@@ -1,8 +1,8 @@
 """Write files that survive a power cut, list them in a manifest with their hashes, and read and write safetensors.
 
-Files are written, hashed and synced, with a hook before and after each step that can fail: a test passes a `Fault` that
-kills the process or raises at a named point; in a real run the hook does nothing. Safetensors are written as a stream
-(one tensor in host memory at a time) and read by slices. Nothing that a file states about itself is trusted.
+Files are written, hashed and synced. A hook is called before and after each step that can fail: a test passes a `Fault`
+that kills the process or raises at a named point; in a real run the hook does nothing. Safetensors are written as a
+stream (one tensor in host memory at a time) and read by slices. Sizes and offsets in headers are checked before use.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MANIFEST = "manifest.json"
 FORMAT = "tessera-checkpoint"
 VERSION = 1
 MAX_MANIFEST_BYTES = 256 << 20
-_MOST_ELEMENTS = 1 << 58  # of a tensor: times 16 bytes, and their number still fits into 63 bits
+_MOST_ELEMENTS = 1 << 58  # of a tensor: at 16 bytes each, the number of bytes still fits into 63 bits
 
 
 def no_fault(point: str) -> None:
-    """Do nothing: the hook of every real run."""
+    """Do nothing: the hook of a run that is not a test."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """State the size and the hash of a file, as a manifest lists them."""
+    """Hold the name, size and hash of a file, as a manifest lists them."""
 
     name: str
     size: int
@@ -52,7 +52,7 @@ class FileRecord:
 
 
 class DurableFile:
-    """Write a new file inside a `with` block: it is hashed on the way and synced at the end. Then `record` is set."""
+    """Write a new file inside a `with` block. It hashes all bytes, syncs the file at the end and sets `record`."""
 
     record: FileRecord
 
@@ -76,7 +76,7 @@ class DurableFile:
         self._size += len(view)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # what cannot be flushed is lost, and the first error is the one to raise
+        if kind is not None:  # the block failed: an error of closing the file must not replace the first error
             with contextlib.suppress(OSError):
                 self._file.close()
             return
@@ -99,7 +99,7 @@ def write_file(path: Path, data: bytes, fault: Fault = no_fault) -> FileRecord:
 
 
 def sync_folder(folder: Path, fault: Fault = no_fault) -> None:
-    """Make the names in a folder durable; syncing a file alone does not."""
+    """Sync a folder, so that new file names in it survive a power cut. Syncing a file does not sync its name."""
     fault(f"fsync folder {_plain(folder)}")
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -117,13 +117,13 @@ def rename(source: Path, target: Path, fault: Fault = no_fault) -> None:
 
 
 class DamagedFileError(Exception):
-    """Report that a file is not as its record states. The message names the file and what is wrong with it."""
+    """Report that a file differs from its record. The message names the file and the difference."""
 
 
 class RecordedFile:
-    """Read a file that a manifest lists from the first to the last byte, and hash it on the way. Use it as a context.
+    """Read a file from the first to the last byte and compare its hash with the manifest. Use it as a context.
 
-    Raise `DamagedFileError` where size or hash differ from the record.
+    Raise `DamagedFileError` if size or hash differ from the record.
     """
 
     def __init__(self, path: Path, record: FileRecord) -> None:
@@ -138,7 +138,7 @@ class RecordedFile:
             size = self._path.stat().st_size
             if size != expected:
                 raise DamagedFileError(f"{name} has {size} bytes instead of {expected}")
-            if not self._path.is_file():  # opening a pipe would wait for ever
+            if not self._path.is_file():  # opening a pipe would wait for a writer
                 raise DamagedFileError(f"{name} is not a regular file")
             self._file = self._path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -151,7 +151,7 @@ class RecordedFile:
         self._file.close()
 
     def read(self, count: int) -> memoryview:
-        """Return the next bytes, as many as are asked for. They are valid until the next call."""
+        """Return the next `count` bytes. They are valid until the next call."""
         if len(self._buffer) < count:
             self._buffer = bytearray(count)
         data = memoryview(self._buffer)[:count]
@@ -162,20 +162,20 @@ class RecordedFile:
             except OSError as error:
                 raise DamagedFileError(f"{self._record.name} cannot be read: {error.strerror}") from None
             if not length:
-                raise DamagedFileError(f"{self._record.name} has become shorter")
+                raise DamagedFileError(f"{self._record.name} has become shorter while it was read")
             done += length
         self._hash.update(data)
         self.position += count
         return data
 
     def skip(self, count: int) -> None:
-        """Hash the next bytes without using them."""
+        """Hash the next `count` bytes without returning them."""
         assert count >= 0, "a file is read in order"
         for start in range(0, count, CHUNK_BYTES):
             self.read(min(CHUNK_BYTES, count - start))
 
     def finish(self) -> None:
-        """Hash the rest, and raise unless the hash is that of the record."""
+        """Hash the rest of the file, and raise if the hash differs from the record."""
         self.skip(self._record.size - self.position)
         if self._hash.hexdigest() != self._record.sha256:
             raise DamagedFileError(f"{self._record.name} has been altered")
@@ -189,30 +189,31 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, a file or a link as far as possible; the next start removes the rest."""
+    """Remove a folder, a file or a link. Errors are ignored: the next start of a run tries again."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
-    else:  # rmtree would wait for the writer of a pipe
+    else:  # rmtree opens the path, and opening a pipe would wait for a writer
         with contextlib.suppress(OSError):
             folder.unlink()
 
 
 def free_bytes(folder: Path) -> int:
-    while not os.path.exists(folder) and folder != folder.parent:  # unlike Path.exists, no name is too long for it
+    while not os.path.exists(folder) and folder != folder.parent:  # Path.exists would raise if a name is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def _plain(path: Path) -> str:
-    """Return a name without its random part, so that fault points have the same names in every run."""
+    """Return a file name without its random suffix, so that tests can name the points of a `Fault`."""
     return path.name.split("~")[0]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """List the files of a checkpoint with size and hash, as `manifest.json` does. A folder without is no checkpoint.
+    """Hold the content of `manifest.json`: the files of a checkpoint with size and hash.
 
-    `serial` counts the saves of a run, so that the newest is known even after training went back to an older step.
+    A folder without a manifest is no checkpoint. `serial` counts the saves of a run: it orders checkpoints even after
+    training went back to an earlier step.
     """
 
     step: int
@@ -237,15 +238,15 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ValueError("far too large")
-        if not path.is_file():  # opening a pipe would wait for ever
-            raise ValueError("this is not a regular file")
+        if not path.is_file():  # opening a pipe would wait for a writer
+            raise ValueError("not a regular file")
         content = json.loads(path.read_bytes())
         claimed = content.pop("checksum")
         if claimed != _checksum(content):
-            raise ValueError("its own checksum does not fit")
+            raise ValueError("its checksum differs from its content")
         if content["format"] != FORMAT or content["version"] > VERSION:
             raise TesseraError(
-                f"a checkpoint of format {content['format']} version {content['version']}",
+                f"the checkpoint has format {content['format']}, version {content['version']}",
                 where=str(path),
                 allowed=[f"{FORMAT} up to version {VERSION}"],
                 fix="use the version of Tessera that wrote it, or a newer one",
@@ -257,7 +258,7 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(int(content["step"]), int(content["serial"]), files)
     except FileNotFoundError:
         raise TesseraError(
-            "no manifest: this is not a complete checkpoint", where=str(folder), code="checkpoint.no-manifest"
+            f"no complete checkpoint: there is no {MANIFEST}", where=str(folder), code="checkpoint.no-manifest"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise TesseraError(
@@ -266,7 +267,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def problems_in(folder: Path, files: Iterable[FileRecord]) -> list[str]:
-    """Return what is wrong with these files, in words; empty when all are as they were written."""
+    """Return a description of each file that differs from its record."""
     problems = []
     for record in files:
         try:
@@ -307,7 +308,7 @@ DTYPES: Mapping[str, torch.dtype] = {code: dtype for dtype, code in CODES.items(
 
 @dataclass(frozen=True)
 class Entry:
-    """Describe a tensor that a file will hold, before its data exists in host memory."""
+    """Describe a tensor of a file that will be written: its key, type and shape."""
 
     key: str
     dtype: torch.dtype
@@ -319,9 +320,9 @@ class Entry:
 
 
 def storage_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Return entries with the widest elements first, unless all are aligned to their element size as they are.
+    """Return entries in an order that aligns every tensor to its element size, as readers of safetensors require.
 
-    Readers require that.
+    The order is unchanged if it is aligned; otherwise the largest element sizes come first.
     """
     at = 0
     for entry in entries:
@@ -332,12 +333,12 @@ def storage_order(entries: Sequence[Entry]) -> list[Entry]:
 
 
 class SafetensorsFile(DurableFile):
-    """Write a safetensors file whose entries are known ahead; `put` takes their tensors one after another, in order."""
+    """Write a safetensors file. Its entries are known in advance; `put` writes their tensors in the same order."""
 
     def __init__(
         self, path: Path, entries: Sequence[Entry], fault: Fault = no_fault, metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Make the file. `metadata`: notes of the header, beside that tensors are those of torch."""
+        """Plan the file. `metadata`: further strings for the header."""
         assert sys.byteorder == "little", "safetensors is a little-endian format"
         super().__init__(path, fault)
         self._waiting = list(reversed(storage_order(entries)))
@@ -367,12 +368,12 @@ class SafetensorsFile(DurableFile):
 
 
 def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the beginning of a file that holds these tensors in this order. `metadata`: notes beside the format."""
+    """Return the header of a file with these tensors in this order. `metadata`: further strings for the header."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for entry in entries:
         if entry.key in table:
-            raise TesseraError(f"two tensors with the name {entry.key!r} in one file", code="weights.duplicate-tensor")
+            raise TesseraError(f"two tensors of one file have the name {entry.key!r}", code="weights.duplicate-tensor")
         table[entry.key] = {
             "dtype": code_of(entry.dtype, entry.key),
             "shape": list(entry.shape),
@@ -385,18 +386,18 @@ def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str] | N
 
 
 def code_of(dtype: torch.dtype, name: str) -> str:
-    """Return how safetensors names a type. `name`: of the tensor, for the error."""
+    """Return the name of a dtype in safetensors. `name`: of the tensor, for the error message."""
     if dtype not in CODES:
         allowed = [str(allowed).removeprefix("torch.") for allowed in CODES]
         raise TesseraError(
-            f"{name}: safetensors cannot hold {dtype}", allowed=allowed, code="weights.unsupported-dtype"
+            f"safetensors cannot store {name} as {dtype}", allowed=allowed, code="weights.unsupported-dtype"
         )
     return CODES[dtype]
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, and raise errors of the library, which checks header and size, as `TesseraError`."""
+    """Open a safetensors file. Raise a `TesseraError` if the library refuses its header or size."""
     refuse_pickle(path)
     check_regular(path)
     try:
@@ -406,7 +407,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise TesseraError(
             f"not a readable safetensors file: {error}",
             where=str(path),
-            fix="fetch or convert the file again; it is damaged or something else",
+            fix="download or convert the file again: it is damaged, or has another format",
             code="weights.unreadable-file",
         ) from error
 
@@ -414,16 +415,16 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 def stored_shape(file: Any, key: str) -> tuple[int, ...]:
     """Return the shape of a tensor in an open file."""
     shape = tuple(file.get_slice(key).get_shape())
-    # The library counts bytes: one size of 0 makes them none, whatever the others are.
+    # safetensors checks the number of bytes only: with one size of 0, the other sizes are not limited.
     if prod(max(size, 1) for size in shape) >= _MOST_ELEMENTS:
         raise TesseraError(
-            f"{key[:200]} claims a shape beyond all sense: {str(shape)[:100]}", code="weights.absurd-shape"
+            f"{key[:200]} has an impossibly large shape: {str(shape)[:100]}", code="weights.absurd-shape"
         )
     return shape
 
 
 def data_positions(path: Path) -> dict[str, int]:
-    """Return where the bytes of each tensor begin in a safetensors file, which `open_safetensors` has accepted."""
+    """Return the position of each tensor's first byte in a safetensors file that `open_safetensors` accepted."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -431,7 +432,7 @@ def data_positions(path: Path) -> dict[str, int]:
 
 
 def read_box(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return a box of a tensor, reading no more than that."""
+    """Return a box of a stored tensor. Only the bytes of the box are read."""
     complete = stored_shape(file, key) == tuple(sizes)
     tensor: Tensor = file.get_tensor(key) if complete else file.get_slice(key)[box_slices(offsets, sizes)]
     return tensor

@@ -1,7 +1,7 @@
-"""The tensors of a published folder: names, shapes and types from headers, and any box of any tensor.
+"""Read tensors of a published model's folder: names, shapes and types from headers, and boxes of tensors.
 
 Quantized weights (`checkpoint.quantized`) appear under their usual names in the type that config.json names. Each is
-dequantized when it is read, and the last one is cached for the next box of it.
+dequantized when it is read. The last dequantized tensor is cached, for further boxes of the same tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _STATE_BYTES = 1 << 16
 
 
 class FolderTensors:
-    """Read the tensors of one component of a folder. Use it as a context: files stay open inside."""
+    """Read the tensors of one component of a folder. Use it as a context: it keeps the files open."""
 
     def __init__(self, folder: Path, component: str = ROOT) -> None:
         layout = folder_layout(folder)
         self.where = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.kinds: dict[str, str] = {}  # types as safetensors spell them
-        self.files: dict[str, str] = {}  # names of files
+        self.kinds: dict[str, str] = {}  # dtypes by tensor, as safetensors names them
+        self.files: dict[str, str] = {}  # file names by tensor
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._places: dict[str, tuple[Path, int, str, tuple[int, ...]]] = {}  # file, position, type, shape
@@ -53,9 +53,9 @@ class FolderTensors:
                     self._places[name] = path, positions[name], self.kinds[name], self.shapes[name]
             if lost := [name for name in layout.indexed_tensors(component) if name not in self._files]:
                 raise TesseraError(
-                    f"the index lists {few_names(lost)}, which no file has",
+                    f"the index lists tensors that no file contains: {few_names(lost)}",
                     where=str(layout.component_folder(component) / layout.index_file(component)),
-                    fix="download or copy the folder again; where the tensors are meant to be gone, remove the index",
+                    fix="download or copy the folder again; if the tensors were removed on purpose, delete the index",
                     code="weights.index-mismatch",
                 )
             config = layout.config(component) if (layout.component_folder(component) / CONFIG_FILE).is_file() else {}
@@ -69,19 +69,19 @@ class FolderTensors:
         self._stack.close()
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor, or a box of it, reading no more than that where it is stored as it is."""
+        """Return a tensor, or a box of it. Only the bytes of the box are read, unless the tensor is quantized."""
         shape, all_soon = self.shapes[name], sizes is None
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
         weight, last = self._quantized.get(name), self._last
         if weight is None:
             return self._mapped(name, all_soon)[box_slices(offsets, sizes)]
-        if last is None or last[0] != name:  # several threads may read: each uses the tensor that it has dequantized
+        if last is None or last[0] != name:  # `last` is local: another thread may replace the cache
             last = name, weight.dequantize([self._mapped(part) for part in weight.parts]).to(self._dtype)
             self._last = last
         return last[1][box_slices(offsets, sizes)]
 
     def _mapped(self, name: str, all_soon: bool = False) -> Tensor:
-        """Return a stored tensor as mapped pages, which are freed with it: pages of a mapped file would stay."""
+        """Return a stored tensor over its own memory map. The pages are freed with the tensor."""
         path, position, kind, shape = self._places[name]
         if kind not in DTYPES:
             tensor: Tensor = self._files[name].get_tensor(name)

@@ -1,8 +1,8 @@
-"""Native tensors of a model, one at a time, from any form in which weights are stored.
+"""Read the native tensors of a model, one at a time, from weights in any format.
 
-`NativeTensors` joins a `StoredForm` (names, types, shapes, and a way to read a tensor) with the weight map that makes
-native tensors of it. Converting (`checkpoint.writer`) is then writing another form from native tensors, with no more
-than a few of them in memory.
+A `StoredForm` reads tensors of one format by their stored names. `NativeTensors` translates them to native tensors by a
+weight map. A conversion (`checkpoint.writer`) reads native tensors and writes them in another format, with a few
+tensors in memory at a time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tessera.weights.rows import TensorRows
 
 
 class StoredForm(ABC):
-    """Read weights in the form in which they are stored. Use it as a context: files stay open inside."""
+    """Read weights of one format, by the names in their files. Use it as a context: it keeps the files open."""
 
     where: str
     weight_map: WeightMap | None = None
-    """That of the form, if it is another than that of Hugging Face folders."""
+    """The weight map of this format; None: that of Hugging Face folders."""
     in_order = False
-    """Whether one thread reads the tensors in a fixed order: a model over several ranks is gathered."""
+    """Whether tensors must be read in a fixed order by one thread, because ranks gather them."""
 
     def __enter__(self) -> StoredForm:
         return self
@@ -44,28 +44,28 @@ class StoredForm(ABC):
         return None
 
     def gathering(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which rank 0 reads these tensors in their order. Every rank enters it."""
+        """Return a context in which rank 0 reads the tensors `names` in this order. Every rank enters it."""
         return nullcontext()
 
     @abstractmethod
     def tensors(self) -> Mapping[str, PlannedTensor]:
-        """Return types and shapes by the names of the form."""
+        """Return dtypes and shapes by stored names."""
 
     @abstractmethod
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return one tensor, or a box of it, reading no more than that. It may be a view of mapped pages of its file.
+        """Return a tensor, or a box of it. It may be a view of a memory map of its file.
 
-        Several threads may read at a time.
+        Several threads may read at the same time.
         """
 
     def read_rows(self, name: str) -> TensorRows:
-        """Return one tensor as parts that are not joined before they are used."""
+        """Return a tensor as a list of row blocks, which are not concatenated."""
         return TensorRows.of(self.read(name))
 
     def check_copies(self, weight_map: WeightMap) -> None:
-        """Raise if config.json ties two tables and the folder stores both with different numbers.
+        """Raise if config.json ties the head to the embeddings, and the folder stores both with different values.
 
-        `weight_map`: of forms that have none of their own.
+        `weight_map`: used if the format has no weight map.
         """
         shapes = {name: plan.shape for name, plan in self.tensors().items()}
         used = (self.weight_map or weight_map).for_names(shapes)
@@ -81,7 +81,7 @@ class SafetensorsForm(StoredForm):
         odd = [name for name, kind in self._folder.kinds.items() if kind not in DTYPES]
         if odd:
             raise TesseraError(
-                f"{odd[0]} is stored as {self._folder.kinds[odd[0]]}, which is not read",
+                f"{odd[0]} is stored as {self._folder.kinds[odd[0]]}, which is not supported",
                 where=self.where,
                 code="weights.unsupported-dtype",
             )
@@ -99,14 +99,14 @@ class SafetensorsForm(StoredForm):
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Name native tensors that are read and written together, and the tensors of the target form that they become."""
+    """Name native tensors that are converted together, and describe the tensors of the target format they become."""
 
     names: tuple[str, ...]
     foreign: Mapping[str, PlannedTensor]
 
 
 class NativeTensors:
-    """Make the native tensors of a model from a stored form. Use it as a context: it closes the form."""
+    """Translate stored tensors to the native tensors of a model. Use it as a context: it closes the files."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class NativeTensors:
         tied: Mapping[str, str],
         types: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Check that names and shapes fit.
+        """Check that names and shapes fit the model.
 
-        `weight_map`: of forms that have none of their own. `shapes`: of all native tensors; `tied`: further names of
-        shared ones. `types`: of native tensors that are not to be as they are stored.
+        `weight_map`: used if the format has no weight map. `shapes`: of all native tensors. `tied`: second names of
+        shared tensors. `types`: dtypes of native tensors that are converted; the others keep the stored dtype.
         """
         self._stored, self.where, self._types = stored, stored.where, types or {}
         self.in_order = stored.in_order
@@ -140,15 +140,15 @@ class NativeTensors:
         self._stored.__exit__()
 
     def gathering(self, names: Sequence[str]) -> AbstractContextManager[None]:
-        """Return a context in which rank 0 reads these native tensors in their order. Every rank enters it."""
+        """Return a context in which rank 0 reads the native tensors `names` in this order. Every rank enters it."""
         return self._stored.gathering([foreign for name in names for foreign in self._sources[name].foreign])
 
     def blanks(self) -> dict[str, Tensor]:
-        """Return tensors without data, by native names."""
+        """Return tensors on the meta device, by native names."""
         return {name: torch.empty(plan.shape, dtype=plan.dtype, device="meta") for name, plan in self.plans.items()}
 
     def fill(self, name: str, target: Tensor) -> None:
-        """Fill a model's tensor in place. Where it is sharded, a rank reads its shard."""
+        """Fill a tensor of the model in place. If it is sharded, a rank reads its shard only."""
         fill(target, self._sources[name], self._shapes, self._stored.read, self._stored.where)
 
     def read(self, name: str) -> Tensor:
@@ -156,7 +156,7 @@ class NativeTensors:
         return self.read_group([name])[name].whole()
 
     def read_group(self, names: Sequence[str]) -> dict[str, TensorRows]:
-        """Return native tensors, mostly as views of files; a source that several of them share is read once."""
+        """Return native tensors, as views of files where possible. A stored tensor is read once for all of them."""
         sources = [self._sources[name] for name in names]
         stored_names = dict.fromkeys(name for source in sources for name in source.foreign)
         stored = {name: self._stored.read_rows(name) for name in stored_names}
@@ -167,13 +167,13 @@ class NativeTensors:
         return tensors
 
     def check_kinds(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise if a weight is stored as integers or a counter as floats. `tensors`: those of the model."""
+        """Raise if a weight is stored as integers, or a counter as floats. `tensors`: of the model."""
         for name, plan in self.plans.items():
             stored = self._sources[name].foreign[0]
             check_stored_kind(stored, CODES.get(plan.dtype, str(plan.dtype)), tensors[name].dtype, self.where)
 
     def groups(self, weight_map: WeightMap) -> list[TensorGroup]:
-        """Return the groups in which another form is written: tensors that share anything stored, here or there."""
+        """Return groups of native tensors for writing: members of a group share a source tensor or a target tensor."""
         blanks, joined = self.blanks(), dict[str, list[str]]()
         by_stored: dict[str, list[str]] = {}
         for name in blanks:
@@ -194,13 +194,13 @@ class NativeTensors:
     def _planned(self, foreign: str, rows: TensorRows) -> PlannedTensor:
         if rows.dtype is None:
             raise TesseraError(
-                f"the sources of {foreign} are stored in different types", where=self.where, code="weights.mixed-dtypes"
+                f"tensors of different dtypes become {foreign}", where=self.where, code="weights.mixed-dtypes"
             )
         return PlannedTensor(rows.dtype, rows.shape)
 
 
 def _join(joined: dict[str, list[str]], group: list[str], other: list[str]) -> list[str]:
-    """Make one group of two."""
+    """Merge two groups into `group`."""
     if group is not other:
         group.extend(other)
         joined.update(dict.fromkeys(other, group))

@@ -1,4 +1,4 @@
-"""Write folders with quantized projections (fp8), in the two forms that vLLM serves.
+"""Write folders with fp8 projections, in the two formats that vLLM serves.
 
 `fp8`: one scale for each output, as compressed-tensors stores them (`weight_scale`). `fp8-block`: one scale for each
 block of 128 x 128, as DeepSeek and Qwen publish them (`weight_scale_inv`). Activations are scaled when a model is
@@ -22,30 +22,30 @@ from tessera.weights.rows import TensorRows
 
 Quantization = Literal["fp8", "fp8-block"]
 BLOCK = 128
-_UNITS = {"fp8": 16, "fp8-block": BLOCK}  # of both sides of a projection: products of fp8 are made of 16 x 16
-_LARGEST = 448.0  # of float8_e4m3fn
-_HEAD = "lm_head"  # named even where it is tied and not stored: readers would convert the module all the same
+_UNITS = {"fp8": 16, "fp8-block": BLOCK}  # rows and columns of a projection must be multiples
+_LARGEST = 448.0  # largest value of float8_e4m3fn
+_HEAD = "lm_head"  # always listed as unquantized: readers would convert a tied head, which no file stores
 _log = logging.getLogger("tessera")
 
 
 @dataclass(frozen=True)
 class Fp8Map(WeightMap):
-    """Write the projections of a text decoder as fp8 and their scales, and everything else as it is.
+    """Write the projections of a text decoder as fp8 with scales, and all other tensors unquantized.
 
-    Embeddings, head, norms, biases and routers decide a lot with few bytes, and encoders of images are small: published
-    folders leave them as they are, and so do we.
+    Embeddings, head, norms, biases, routers and image encoders stay unquantized, as in published fp8 folders: they are
+    small, and quantizing them costs quality.
     """
 
     kind: Quantization = "fp8"
     quantized: frozenset[str] = frozenset()  # native names
     unquantized: tuple[str, ...] = ()  # foreign modules whose matrix is not quantized
-    dtype: torch.dtype = torch.bfloat16  # that the projections had, and are computed in
+    dtype: torch.dtype = torch.bfloat16  # of the projections before they were quantized
 
     @classmethod
     def of(
         cls, weights: WeightMap, kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str], where: str
     ) -> Fp8Map:
-        """Return the map for a model. `tensors`: all native ones, maybe without data. `projections`: patterns."""
+        """Return the map for a model. `tensors`: all native tensors. `projections`: name patterns."""
         if kind not in get_args(Quantization):
             allowed = get_args(Quantization)
             raise TesseraError(
@@ -58,9 +58,9 @@ class Fp8Map(WeightMap):
         chosen = [name for name in tensors if any(matches(pattern, name) for pattern in projections)]
         if not chosen:
             raise TesseraError(
-                "this family has no text decoder whose projections are known by name",
+                "this family has no text decoder with projections to quantize",
                 where=where,
-                fix="no --quantize",
+                fix="leave out --quantize",
                 code="weights.no-quantizable-projection",
             )
         if kind == "fp8":
@@ -83,17 +83,17 @@ class Fp8Map(WeightMap):
         foreign = super().to_foreign_rows(native)
         if self.quantized.isdisjoint(native):
             return foreign
-        # Scales come before their weights: in a file, wide numbers must not follow an odd number of bytes.
+        # Scales come before their weights, so that float32 scales are aligned in the file.
         quantize = _quantize_rows if self.kind == "fp8" else _quantize_blocks
         parts = [part for name, rows in foreign.items() for part in quantize(name, rows.whole()).items()]
         return {name: TensorRows.of(tensor) for name, tensor in parts}
 
     def scales_of(self, foreign: str) -> tuple[str, ...]:
-        """Return the names that the scales of a weight have, if it has any."""
+        """Return the names of a weight's scales."""
         return (f"{foreign}_scale" if self.kind == "fp8" else f"{foreign}_scale_inv",)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config.json with the settings that readers need."""
+        """Return config.json with the quantization settings that readers need."""
         named = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
         settings = _rows_settings(self.unquantized) if self.kind == "fp8" else _blocks_settings(self.unquantized)
         return {**config, named: str(self.dtype).removeprefix("torch."), "quantization_config": settings}
@@ -104,7 +104,7 @@ def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], projections
         for foreign, blank in _foreign(weights, tensors, name).items():
             if blank.dim() != 2:
                 raise TesseraError(
-                    f"{foreign} holds all experts of a layer, for which there is no form with a scale for each output",
+                    f"{foreign} stacks all experts: these have no format with one scale per output",
                     where="--quantize fp8",
                     fix="--quantize fp8-block",
                     code="weights.stacked-experts-quantization",
@@ -112,21 +112,23 @@ def _check_single(weights: WeightMap, tensors: Mapping[str, Tensor], projections
 
 
 def _divisible(kind: str, tensors: Mapping[str, Tensor], projections: Sequence[str]) -> frozenset[str]:
-    """Return the projections whose sides are multiples of a unit: all of a module or none, since vLLM joins them."""
+    """Return the projections whose sizes are multiples of the unit.
+
+    A module keeps all its projections unquantized if one does not fit: vLLM fuses them."""
     unit = _UNITS[kind]
     odd = {_parent(name): name for name in projections if any(size % unit for size in tensors[name].shape[-2:])}
     chosen = frozenset(name for name in projections if _parent(name) not in odd)
     example = next((f"{name} {list(tensors[name].shape)}" for name in odd.values()), "")
     if not chosen:
         raise TesseraError(
-            f"no projection has sides that are multiples of {unit}: {example}",
+            f"no projection has sizes that are multiples of {unit}: {example}",
             where=f"--quantize {kind}",
-            fix="--quantize fp8" if kind != "fp8" else "keep the model as it is: this one is too small to gain by it",
+            fix="--quantize fp8" if kind != "fp8" else "leave out --quantize: this model is too small to gain from it",
             code="weights.quantization-block-size",
         )
     if odd:
         _log.warning(
-            "%d modules are left as they are: their sides are not multiples of %d, as in %s", len(odd), unit, example
+            "%d modules stay unquantized: their sizes are not multiples of %d, for example %s", len(odd), unit, example
         )
     return chosen
 
@@ -148,18 +150,18 @@ def _quantize_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def _quantize(name: str, weight: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the nearest fp8 numbers and the scale of each group, along `dims`, whose largest number becomes 448.
+    """Return a weight as fp8 and its scales. Values along `dims` share a scale, which maps the largest to 448.
 
-    A number is off by half of the last of three bits (1/16 of itself), or by 2^-10 scales if it is smaller than 2^-6.
+    The rounding error of a value is at most 1/16 of the value, or 2^-10 of the scale for tiny values.
     """
     largest = weight.abs().amax(dim=dims, keepdim=True)
     if not weight.is_meta and not bool(torch.isfinite(largest).all()):
         raise TesseraError(
-            f"{name} has numbers that are NaN or infinite, which have no scale",
-            fix="these weights are damaged: fetch them again, or take an earlier checkpoint",
+            f"{name} contains NaN or infinite values, which cannot be quantized",
+            fix="the weights are damaged: download them again, or use an earlier checkpoint",
             code="weights.not-finite",
         )
-    # A group of zeros has any scale but zero, and the scales of tiny ones stay numbers that hardware multiplies by.
+    # No scale is 0 (division) or denormal (GPUs may treat it as 0). A group of zeros gets the scale 1.
     scale = (largest / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest > 0, scale, torch.ones_like(scale))
     return (weight / scale).to(torch.float8_e4m3fn), scale
@@ -194,12 +196,12 @@ def _blocks_settings(unquantized: Sequence[str]) -> dict[str, Any]:
 
 
 def _foreign(weights: WeightMap, tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the foreign tensors that a native one becomes a part of, without data."""
+    """Return the foreign tensors, on the meta device, that contain a native tensor."""
     group = {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in weights.group_of(name)}
     return weights.to_foreign(group)
 
 
 def _module(foreign: str) -> str:
-    """Return the module that a matrix belongs to; none for tables that are no layers of their own."""
+    """Return the module of a weight matrix; an empty name for parameters that are no layer's weight."""
     module, _, kind = foreign.rpartition(".")
     return module if kind == "weight" or module.endswith(".experts") else ""

@@ -1,4 +1,4 @@
-"""Leave frozen parameters out of checkpoints: name the folder that they came from, with hashes, and read them there.
+"""Leave frozen parameters out of checkpoints: record their folder with file hashes, and load them from there.
 
 A frozen parameter that was filled from the folder of a published model never changes, so a checkpoint need not store it
 again. Its `state.json` names the folder, the weight files with size and sha256, and the parameters. Loading checks the
@@ -20,15 +20,15 @@ from tessera.checkpoint.state import MODEL
 from tessera.errors import TesseraError
 from tessera.weights.layouts import folder_layout
 
-STATE_KEY = "frozen"  # in the state of a checkpoint
+STATE_KEY = "frozen"  # key in `state.json`
 
 
 @dataclass(frozen=True)
 class FrozenSource:
     """Locate the frozen weights of a run.
 
-    `folder`: where they are now; None: where they were when the run began. `read` fills tensors, by the names of the
-    model, from a folder. `names`: the parameters that this run keeps frozen and filled from the folder.
+    `folder`: the folder now; None: the folder at the start of the run. `read` fills tensors of the model from a folder.
+    `names`: the parameters that this run freezes and has filled from the folder.
     """
 
     folder: Path | None
@@ -38,15 +38,15 @@ class FrozenSource:
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Name parameters that a checkpoint does not store, and the files of the folder that they came from."""
+    """Name the parameters that a checkpoint does not store, and the folder and files that contain them."""
 
     folder: Path
     files: tuple[FileRecord, ...]  # names are relative to the folder
-    names: frozenset[str]  # as the checkpoint names tensors
+    names: frozenset[str]  # tensor names as in the checkpoint
 
     @staticmethod
     def of_source(ranks: Ranks, source: FrozenSource) -> FrozenWeights | None:
-        """Return the weights that checkpoints of a new run leave out. Ranks share the hashing of files."""
+        """Return the weights that checkpoints of a new run leave out. Each rank hashes some of the files."""
         folder = source.folder
         if folder is None or not source.names:
             return None
@@ -76,22 +76,22 @@ class FrozenWeights:
             ) from None
 
     def dump(self) -> dict[str, Any]:
-        """Return plain JSON for the state of a checkpoint."""
+        """Return the entry of `state.json`."""
         files = {record.name: {"size": record.size, "sha256": record.sha256} for record in self.files}
         return {"folder": str(self.folder), "files": files, "names": sorted(self.names)}
 
     def still_frozen(self, names: frozenset[str]) -> FrozenWeights | None:
-        """Return the same with those parameters alone that are frozen now, too: others will be stored."""
+        """Return the entry without parameters that are not frozen any more: later checkpoints store those."""
         frozen = self.names & {f"{MODEL}{name}" for name in names}
         return replace(self, names=frozen) if frozen else None
 
     def fill(self, ranks: Ranks, source: FrozenSource, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
-        """Fill tensors that the checkpoint does not store, after checking the files. Every rank calls this."""
+        """Check the hashes of the files, then fill the frozen tensors. Every rank calls this."""
         folder = self.checked_folder(ranks, source.folder, checkpoint)
         source.read(folder, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
 
     def checked_folder(self, ranks: Ranks, folder: Path | None, checkpoint: Path) -> Path:
-        """Return the folder of the weights after checking its files; `folder`: where it is now, if it was moved."""
+        """Return the folder of the weights after checking its files. `folder`: its new path, if it was moved."""
         folder = folder or self.folder
         by_rank = ranks.on_all(lambda: problems_in(folder, self.files[ranks.rank :: ranks.world]))
         problems = [problem for of_rank in by_rank for problem in of_rank]
@@ -99,11 +99,10 @@ class FrozenWeights:
             what = f"{folder} does not exist" if not folder.is_dir() else f"in {folder} " + "; ".join(problems[:5])
             more = f" and {len(problems) - 5} more" if folder.is_dir() and len(problems) > 5 else ""
             raise TesseraError(
-                f"the frozen weights are not in the checkpoint but in the folder that the run began from: {what}{more}",
+                f"the checkpoint does not store frozen weights, and their folder has changed: {what}{more}",
                 where=str(checkpoint),
-                fix=f"put the weights of {self.folder} back, or name their folder: `tessera resume RUN "
-                "model.path=FOLDER`, or model.path in RUN/config.yaml for everything else "
-                "(checkpoint.store_frozen=true stores them in every checkpoint)",
+                fix=f"restore {self.folder}, or name the new folder: `tessera resume RUN model.path=FOLDER`, or "
+                "model.path in RUN/config.yaml for other commands",
                 code="checkpoint.frozen-weights-moved",
             )
         return folder

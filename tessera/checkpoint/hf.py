@@ -1,6 +1,6 @@
-"""Read and write folders of published models, directly into and from any parallel layout.
+"""Load weights from folders of published models into any parallel layout, and plan folders to write.
 
-Safetensors are the only format here; a pickle is never read or written.
+Only safetensors files are read and written, never pickles.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def load_folder(
 ) -> None:
     """Fill `tensors` (plain or sharded, of any float type) in place from the safetensors of a folder's component.
 
-    `tied`: further names of shared tensors -> the name in `tensors`. `expected`: all names of the model, when `tensors`
-    is only a part of it. Each rank reads for itself; a failure of one is raised on all. `ranks`: those that call this,
-    where they are not all.
+    `tied`: second names of shared tensors -> their names in `tensors`. `expected`: all names of the model, if `tensors`
+    is a part of it. Each rank reads its own shards; every rank raises the error of any rank. `ranks`: the ranks that
+    call this; default: all.
     """
 
     def work() -> None:
@@ -75,7 +75,7 @@ def load_folder(
 
 
 def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:
-    """Return the floating point type that most weights of a component are stored in."""
+    """Return the floating point dtype of most weights of a component."""
     counts: dict[torch.dtype, int] = {}
     with FolderTensors(folder, component) as stored:
         for name, kind in stored.kinds.items():
@@ -89,7 +89,7 @@ def stored_dtype(folder: Path, component: str = ROOT) -> torch.dtype:
 
 
 def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shard_bytes: int) -> list[list[Entry]]:
-    """Return the contents of the files. The foreign tensors of one native tensor stay together."""
+    """Divide tensors into files of at most `shard_bytes`. Foreign tensors of one native tensor stay in one file."""
     files: list[list[list[Entry]]] = [[]]
     space = shard_bytes
     for names in dict.fromkeys(weight_map.group_of(name) for name in tensors):
@@ -101,7 +101,7 @@ def _split_into_files(tensors: Mapping[str, Tensor], weight_map: WeightMap, shar
             space = shard_bytes
         files[-1].append(group)
         space -= size
-    # Widest first, so that all are aligned; a weight in eight bits stands behind its wide scales.
+    # Largest element sizes first, for alignment; an fp8 weight follows its float32 scales.
     ordered = (sorted(groups, key=lambda group: -group[0].dtype.itemsize) for groups in files)
     return [[entry for group in groups for entry in group] for groups in ordered]
 
@@ -113,9 +113,9 @@ def plan_folder(
     shard_bytes: int = SHARD_BYTES,
     like: Mapping[str, str] | None = None,
 ) -> FolderPlan:
-    """Plan a Hugging Face folder of native tensors, of which only types and shapes are used.
+    """Plan a Hugging Face folder from the dtypes and shapes of native tensors.
 
-    `like`: the files of a folder by the names of tensors. If it has all of them, they are divided as they are there.
+    `like`: file names of another folder by tensor. If it lists all tensors, they get the same files.
     """
     contents = _split_into_files(tensors, weight_map, shard_bytes)
     names, index = new_weight_files(config, len(contents))
@@ -140,16 +140,16 @@ def plan_folder(
 
 
 class GatheredForm(StoredForm):
-    """Read the tensors of a model that is spread over ranks. Each is gathered on rank 0 when it is read.
+    """Read the tensors of a model that is sharded over ranks. Reading a tensor gathers it on rank 0.
 
-    Gathering is collective. Rank 0 reads tensors in the order that `gathering` is given; the other ranks take part.
+    Gathering is collective: rank 0 reads tensors in the order of `gathering`, and the other ranks send in this order.
     """
 
     weight_map = WeightMap((), same_names=True)
     in_order = True
 
     def __init__(self, tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Tensor] | None = None) -> None:
-        """Open the tensors that this rank has. `prepare` returns the tensor that is read in place of a tensor."""
+        """Take the tensors of this rank. `prepare` may replace a tensor before it is gathered."""
         self.where = "the model"
         self._ranks, self._tensors, self._prepare = Ranks.current(), tensors, prepare
         self._holders = _holders(self._ranks, tensors)
@@ -165,10 +165,10 @@ class GatheredForm(StoredForm):
 
     @contextmanager
     def gathering(self, names: Sequence[str]) -> Iterator[None]:
-        """Gather these tensors in their order: rank 0 by reading them inside the block, the others when it ends."""
+        """Gather tensors in the order of `names`: rank 0 by reading them inside the block, other ranks at its end."""
         self._waiting = list(reversed(names))
         yield
-        while self._waiting:  # also on rank 0, where a write has failed: the others would wait
+        while self._waiting:  # on rank 0 only after a failed write: the other ranks still send all tensors
             self._gather(self._waiting[-1])
 
     @torch.no_grad()
@@ -183,13 +183,13 @@ class GatheredForm(StoredForm):
 
 
 def gathered(tensors: Mapping[str, Tensor], prepare: Callable[[str, Tensor], Tensor] | None = None) -> NativeTensors:
-    """Return the native tensors of a model that is spread over ranks; see `GatheredForm`."""
+    """Return the native tensors of a model that is sharded over ranks; see `GatheredForm`."""
     form = GatheredForm(tensors, prepare)
     return NativeTensors(form, form.weight_map, {name: plan.shape for name, plan in form.tensors().items()}, {})
 
 
 def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, PlannedTensor]]:
-    """Return the first rank that has a tensor, and its shape and type. The stages of a pipeline have different ones."""
+    """Return for each tensor the first rank that has it, and its shape and dtype. Pipeline stages differ."""
     here = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     holders: dict[str, tuple[int, PlannedTensor]] = {}
     for rank, plans in enumerate(ranks.on_all(lambda: here)):
@@ -200,12 +200,12 @@ def _holders(ranks: Ranks, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int
 
 @torch.no_grad()
 def _gather(ranks: Ranks, tensor: Tensor | None, holder: int, plan: PlannedTensor) -> Tensor | None:
-    """Return the unsharded tensor on rank 0. Ranks that hold it gather it; one sends it if rank 0 has none of it."""
+    """Return the unsharded tensor on rank 0. If rank 0 has no shard, the rank `holder` sends the tensor."""
     full = None if tensor is None else whole_tensor(tensor)
     if holder == 0:
         return full
     if ranks.rank == holder and full is not None:
-        dist.send(full.cpu().contiguous(), dst=0)  # by the host, where it is written
+        dist.send(full.cpu().contiguous(), dst=0)  # in host memory, from which rank 0 writes it
     if ranks.rank == 0:
         full = torch.empty(plan.shape, dtype=plan.dtype)
         dist.recv(full, src=holder)
@@ -213,7 +213,7 @@ def _gather(ranks: Ranks, tensor: Tensor | None, holder: int, plan: PlannedTenso
 
 
 def gather_on_rank0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return on rank 0 the unsharded tensors of all ranks together, and nothing on the others. For small ones."""
+    """Return the unsharded tensors of all ranks on rank 0, and an empty mapping elsewhere. For small tensors."""
     ranks = Ranks.current()
     full = {name: _gather(ranks, tensors.get(name), *holder) for name, holder in _holders(ranks, tensors).items()}
     return {name: tensor for name, tensor in full.items() if tensor is not None and ranks.rank == 0}

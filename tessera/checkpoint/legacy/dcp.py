@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tessera.checkpoint.files import CODES
 from tessera.checkpoint.legacy.pickles import LARGEST_PICKLE, Described, Name, describe
 from tessera.checkpoint.legacy.torch_files import MOST_AXES, StoredTensor, open_regular, read_torch_archive
 from tessera.checkpoint.legacy.torch_plan import ALIGNMENT, PickleWriter, plan_torch_file
@@ -35,13 +36,7 @@ _NAMES = frozenset(
         *("torch.Size", "pathlib.PosixPath", "pathlib.WindowsPath", "collections.OrderedDict"),
     )
 )
-_DTYPES = {
-    f"torch.{name}": getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        *("int64", "int32", "int16", "int8", "uint8", "bool"),
-    )
-}
+_DTYPES = {str(dtype): dtype for dtype in CODES}
 
 
 @dataclass(frozen=True)
