@@ -28,7 +28,7 @@ from tessera.core.row_source import RowSource
 from tessera.core.step_source import StepSource
 from tessera.data.media.images import to_rgb
 from tessera.errors import TesseraError, few_names, first_line, nearest
-from tessera.runtime.files import check_regular, replace_file
+from tessera.runtime.files import replace_file
 
 FOLDER = "data"
 KINDS = ("chat", "preference", "unpaired_preference")  # of data whose rows can be kept as JSON
@@ -159,34 +159,23 @@ class GivenRows:
             replace_file(path, b"".join(_lines(rows, split, media)))
             log.info("rows          %d of %s are kept in %s, with %d images", len(rows), split, path, media.written)
 
-    def check_kept(self, folder: Path) -> None:
-        """Raise if these are not the rows that a run was begun with."""
-        for split, rows in self.splits.items():
-            path = _file(folder, split)
-            if not path.is_file():
-                raise TesseraError(
-                    f"the run did not begin with rows in memory for {split}",
-                    where=str(folder),
-                    fix="leave the rows out: the run knows its data",
-                    code="data.rows-not-in-run",
-                )
-            media = _Media(path.parent, _are_outside(rows), write=False)
-            check_regular(path)
-            if b"".join(_lines(rows, split, media)) != path.read_bytes():
-                raise TesseraError(
-                    "these are not the rows that the run began with, and its place among them would mean nothing",
-                    where=str(path),
-                    fix="leave the rows out: the run folder keeps its own. For other rows, begin another run with "
-                    "model.path set to this one",
-                    code="data.rows-differ-from-run",
-                )
+    def check_resumed(self, folder: Path) -> None:
+        """Raise if rows are given to a run that is resumed: its folder contains its rows."""
+        if self.splits:
+            raise TesseraError(
+                f"rows for {', '.join(self.splits)} are given to a run that has begun",
+                where=str(folder),
+                fix="leave the rows out: the run folder contains them. To train on other rows, begin another run with "
+                "model.path set to this one",
+                code="data.rows-at-resume",
+            )
 
 
 class _Media:
     """Write images into the folder of the rows, each once, named by its content."""
 
-    def __init__(self, folder: Path, whole_paths: bool, write: bool = True) -> None:
-        self._folder, self._whole, self._write = folder.absolute(), whole_paths, write
+    def __init__(self, folder: Path, whole_paths: bool) -> None:
+        self._folder, self._whole = folder.absolute(), whole_paths
         self.written = 0
 
     def image(self, image: Image.Image, where: str) -> str:
@@ -208,7 +197,7 @@ class _Media:
     def _keep(self, identity: bytes, suffix: str, content: Callable[[], bytes]) -> str:
         name = f"media/{hashlib.sha256(identity).hexdigest()[:32]}{suffix}"
         path = self._folder / name
-        if self._write and not path.exists():
+        if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, content())
             self.written += 1

@@ -138,7 +138,7 @@ def resume(
     import paths trusts these. A run that was given objects (see `train`) has to be given them again, except for
     a list of rows, which the run folder keeps."""
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
-    rows.check_kept(Path(run))
+    rows.check_resumed(Path(run))
     config = resume_config(run, overrides, trust)
     if eval_dataset is None and "train.eval_every" in (overrides or {}):  # a saved recipe of an older run may have it
         check_evaluated(config)
