@@ -242,13 +242,12 @@ def evaluate(
 def compare(
     folder: Annotated[Path, typer.Argument(help="Hugging Face folder")],
     data: Annotated[Path | None, typer.Option("--data", help="chat samples that both sides answer")] = None,
-    base: Annotated[Path | None, typer.Option("--base", help="folder that the weights came from")] = None,
     prove: ProveOption = "auto",
     root: Annotated[Path | None, typer.Option("--root", help="folder that media paths are under")] = None,
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
 ) -> None:
-    """Check a folder: is it what was written, has it what its base has, does plain `transformers` compute the same?
+    """Check a folder: is it what was written, and does plain `transformers` compute the same?
 
     Exit code 1 if anything is wrong.
     """
@@ -260,7 +259,6 @@ def compare(
         agreement = run(
             folder,
             data,
-            base=base,
             prove=prove,  # type: ignore[arg-type]  # it is checked there
             root=root,
             max_samples=max_samples,

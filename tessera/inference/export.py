@@ -161,7 +161,7 @@ def _seal(staging: Path, spec: ModelSpec, config: Any, base: Path | None, prove:
         )
     for warning in (*proof.warnings, *filter(None, [proof.obstacle])):
         _log.warning("%s", warning)
-    _log.info("%s; %s", write_record(staging, base).summary(), proof.line)
+    _log.info("%d files; %s", len(write_record(staging, base).files), proof.line)
 
 
 def _as_in_base(weight_map: WeightMap, spec: ModelSpec, base: Path | None) -> WeightMap:

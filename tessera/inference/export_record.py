@@ -1,8 +1,7 @@
 """The record of an export: the SHA-256 of each file.
 
-It is `tessera_export.json` in the exported folder; readers of other libraries ignore it. A folder can be checked
-against its record, and against the folder that its weights came from. Somebody who changes a folder on purpose can
-change the record as well.
+The file `tessera_export.json` in an exported folder; other libraries ignore it. It shows later whether the folder was
+changed. Somebody who changes a folder on purpose can change the record as well.
 """
 
 from __future__ import annotations
@@ -15,37 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tessera.checkpoint.files import hash_file, package_version, write_file
-from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.publish import MARK
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping
-from tessera.weights.map import WeightMap
 
 FORMAT = "tessera-export"
 VERSION = 5
 _READABLE = (4, VERSION)  # earlier records have no checksums of weight files
 _MAX_BYTES = 256 << 20
 _THREADS = 4  # hashing and reading release the interpreter
-_WEIGHTS = ".safetensors"
-# Files that readers of a folder use, so that one which was added later is reported.
-_READ_BY_OTHERS = (".json", ".jinja", ".model", _WEIGHTS, ".tiktoken")
-SAME_NAMES = WeightMap((), same_names=True)
-
-
-@dataclass(frozen=True)
-class ExportedTensor:
-    """State the type (as safetensors spell it) and the shape of a stored tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ExportedFile:
-    """State the hash of a file, and of a file beside the weights how it relates to the base: same, changed or new."""
-
-    sha256: str
-    base: str | None = None
+# Files that readers of a folder use: a new one is reported.
+_READ_BY_OTHERS = (".json", ".jinja", ".model", ".safetensors", ".tiktoken")
 
 
 @dataclass(frozen=True)
@@ -53,23 +32,16 @@ class ExportRecord:
     """Hold the content of `tessera_export.json`. `base`: the name of the folder that the weights came from."""
 
     base: str | None
-    files: Mapping[str, ExportedFile]
-
-    def summary(self) -> str:
-        """Return the number of files."""
-        return f"{len(self.files)} files"
+    files: Mapping[str, str]  # name -> SHA-256
 
 
 def write_record(folder: Path, base: Path | None = None) -> ExportRecord:
     """Write the record of a finished folder, and return it. `base`: the folder that the weights came from."""
-    base = base if base is not None and base.is_dir() else None
     names = _files_in(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
         hashes = pool.map(lambda name: hash_file(folder / name).sha256, names)
-        files = {
-            name: ExportedFile(sha256, _word(name, sha256, base)) for name, sha256 in zip(names, hashes, strict=True)
-        }
-    record = ExportRecord(None if base is None else _name_of(base), files)
+        files = dict(zip(names, hashes, strict=True))
+    record = ExportRecord(None if base is None or not base.is_dir() else _name_of(base), files)
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -81,17 +53,8 @@ def write_record(folder: Path, base: Path | None = None) -> ExportRecord:
     return record
 
 
-def _word(name: str, sha256: str, base: Path | None) -> str | None:
-    """Return how a file relates to that of the base: same, changed or new. Weights are not compared."""
-    if base is None or name.endswith(_WEIGHTS):
-        return None
-    if not (base / name).is_file():
-        return "new"
-    return "same" if hash_file(base / name).sha256 == sha256 else "changed"
-
-
 def _name_of(base: Path) -> str:
-    """Return the name of a folder without its path on this machine; of a cache of downloads, the model's."""
+    """Return the name of a folder without its path on this machine; of a download cache, the name of the model."""
     path = base.absolute()
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/") + f"@{path.name}"
@@ -99,12 +62,9 @@ def _name_of(base: Path) -> str:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """Return the names of all files but the record itself and hidden ones."""
+    """Return the names of all files except the record and hidden files."""
     names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     return [name for name in names if not name.startswith(".") and name != MARK]
-
-
-# ---------------------------------------------------------------------------------------------- checking
 
 
 def read_record(folder: Path) -> ExportRecord | None:
@@ -118,7 +78,7 @@ def read_record(folder: Path) -> ExportRecord | None:
     try:
         if content["format"] != FORMAT or content["version"] not in _READABLE:
             raise ValueError(f"format {content['format']} version {content['version']}")
-        files = {name: ExportedFile(entry["sha256"], entry.get("base")) for name, entry in content["files"].items()}
+        files = {name: hash if isinstance(hash, str) else hash["sha256"] for name, hash in content["files"].items()}
         return ExportRecord(content["base"], files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TesseraError(
@@ -129,41 +89,10 @@ def read_record(folder: Path) -> ExportRecord | None:
 def changes_since(folder: Path, record: ExportRecord) -> list[str]:
     """Return all differences of a folder from its record, in words."""
     problems, present = [], _files_in(folder)
-    for name, entry in record.files.items():
+    for name, sha256 in record.files.items():
         if name not in present:
             problems.append(f"{name} is missing")
-        elif hash_file(folder / name).sha256 != entry.sha256:
+        elif hash_file(folder / name).sha256 != sha256:
             problems.append(f"{name} has been changed")
     added = [name for name in present if name not in record.files and name.endswith(_READ_BY_OTHERS)]
     return problems + [f"{name} was not there when the folder was written" for name in added]
-
-
-def differences_from(folder: Path, base: Path, weight_map: WeightMap, types: bool = True) -> list[str]:
-    """Return the differences in names, shapes and types of tensors from another folder of the same model, in words.
-
-    Tensors that the model has no use for, or has under another name, are no difference; nor are stacked experts in the
-    transposed order that transformers 5 saves: their shape shows which one it is.
-    """
-    expected, verb = _stored(base, weight_map), f"is in {_name_of(base)}"
-    try:
-        tensors = _stored(folder, weight_map)
-    except TesseraError as error:
-        return [f"{Path(error.where or folder).name}: {error.what}"]
-    problems = [f"{name} is missing" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        wanted = expected.get(name)
-        if wanted is None:
-            problems.append(f"{name} is not a tensor that {verb}")
-        elif tensor.shape != wanted.shape:
-            problems.append(f"{name} has the shape {list(tensor.shape)}, {verb} as {list(wanted.shape)}")
-        elif tensor.dtype != wanted.dtype and types:
-            problems.append(f"{name} is stored as {tensor.dtype}, {verb} as {wanted.dtype}")
-    return problems
-
-
-def _stored(folder: Path, weight_map: WeightMap) -> dict[str, ExportedTensor]:
-    with FolderTensors(folder) as stored:
-        names = {weight_map.canonical(name): name for name in stored.shapes}
-        used = {name: key for name, key in names.items() if not weight_map.skips(name)}
-        shapes = {name: weight_map.shape_written(name, stored.shapes[key]) for name, key in used.items()}
-        return {name: ExportedTensor(stored.kinds[key], shapes[name]) for name, key in used.items()}

@@ -1,4 +1,4 @@
-"""Check a Hugging Face folder: against its record, against the folder it came from, and against plain `transformers`.
+"""Check a Hugging Face folder: against its record, and against plain `transformers`.
 
 Transformers loads the same folder with its own processor, and computes logits and, where there is data, answers.
 """
@@ -18,16 +18,14 @@ from tessera.data.sources.source import Question, questions
 from tessera.errors import TesseraError
 from tessera.evaluation.evaluate import answer_all, held_out_sources
 from tessera.hub.config import local_model
-from tessera.inference.export_record import SAME_NAMES, ExportRecord, changes_since, differences_from, read_record
+from tessera.inference.export_record import changes_since, read_record
 from tessera.inference.load import load
 from tessera.inference.proof import Proof, Prove, check_choice, prove_folder
 from tessera.inference.reference import TransformersReference
 from tessera.lora.exchange import is_adapters
 from tessera.models import resolve
-from tessera.models.files.exported_config import config_differences
-from tessera.models.files.side_files import side_file_differences
 from tessera.runtime.progress import WorkProgress
-from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, folder_layout, no_such_folder
+from tessera.weights.layouts import CONFIG_FILE, detect_layout, no_such_folder
 
 _MOST = 20  # problems in a report
 
@@ -64,7 +62,6 @@ def compare(
     folder: str | Path,
     data: str | Path | None = None,
     *,
-    base: str | Path | None = None,
     prove: Prove = "auto",
     root: str | Path | None = None,
     max_samples: int | None = None,
@@ -73,19 +70,17 @@ def compare(
 ) -> Agreement:
     """Check everything that can be checked about a folder, and return the result.
 
-    Its files are compared with its record, if it is an export of Tessera. `base`: the folder that its weights came
-    from, which has the same names, shapes, types and side files. `prove`: whether logits are compared with those of
-    transformers, see `prove_folder`. `data`: chat samples, which both sides answer greedily.
+    Its files are compared with its record, if it is an export of Tessera. `prove`: whether logits are compared with
+    those of transformers, see `prove_folder`. `data`: chat samples, which both sides answer greedily.
     """
     folder = local_model(folder)
-    base = None if base is None else local_model(base, "--base")
     check_choice(prove)
     if detect_layout(folder) is None and is_adapters(folder):
         raise TesseraError(
             "these are adapters, and only models are compared with other libraries",
             where=str(folder),
             fix=f"merge them and compare the result: tessera convert {folder} MERGED, and tessera compare MERGED "
-            "--base MODEL (adapters that do not name their model: convert with --like MODEL)",
+            "(adapters that do not name their model: convert with --like MODEL)",
             code="adapter.compare-unmerged",
         )
     if not folder.is_dir():
@@ -105,46 +100,16 @@ def compare(
             code="weights.no-config-file",
         )
     record = read_record(folder)
-    compared, problems = _files(folder, record, None if base is None else Path(base))
-    if problems:  # a damaged folder may be unreadable
-        return Agreement([], tuple(problems), tuple(compared))
+    if record is None:
+        compared = "no record of an export here: bytes are not checked"
+    elif problems := changes_since(folder, record):  # a damaged folder may be unreadable
+        meant = f"compared with its record; if the changes are meant, remove {folder / MARK}"
+        return Agreement([], tuple(problems), (meant,))
+    else:
+        compared = f"as it was written: {len(record.files)} files"
     proof = _proof(folder, prove, exported=record is not None)
     answers = [] if data is None else _answers(folder, data, root, max_samples, max_new_tokens, batch)
-    return Agreement(answers, proof.problems + proof.warnings, (*compared, proof.line))
-
-
-def _files(folder: Path, record: ExportRecord | None, base: Path | None) -> tuple[list[str], list[str]]:
-    """Return lines about the comparisons, and the problems of tensors and files."""
-    compared, problems = ["no record of an export here: bytes are not checked"], []
-    if record is not None:
-        problems = changes_since(folder, record)
-        meant = f"compared with its record; if the changes are meant, remove {folder / MARK}"
-        compared = [meant] if problems else [f"as it was written: {record.summary()}"]
-    if base is not None and not problems:
-        spec, config = resolve(ModelSection(path=base))
-        # The record lists what the export changed on purpose: other types of all weights, and some files.
-        problems = differences_from(folder, base, spec.main.weight_map(config) or SAME_NAMES, types=record is None)
-        changed = [] if record is None else [name for name, one in record.files.items() if one.base == "changed"]
-        problems += _config_differences(folder, base) if record is None else []
-        problems += [
-            difference for name, difference in side_file_differences(folder, base).items() if name not in changed
-        ]
-        alike = "names, shapes, types, config.json" if record is None else "names, shapes"
-        compared += [] if problems else [f"{alike} and side files are those of {base}"]
-    return compared, problems
-
-
-def _config_differences(folder: Path, base: Path) -> list[str]:
-    """Return the fields of config.json that differ from the base's, as the family reads and writes them, and those that
-    no family reads but both files have."""
-    (_, config), (_, other) = (resolve(ModelSection(path=one)) for one in (folder, base))
-    if type(config) is not type(other):
-        return [f"config.json: it is a {type(config).__name__}, and {base} has a {type(other).__name__}"]
-    fields = config_differences(config.to_hf(), other.to_hf(), base.name)  # type: ignore[attr-defined]
-    here, there = (folder_layout(one).config() for one in (folder, base))
-    same = all(here.get(name) == there.get(name) for name in ("model_type", CLASS_NAME))  # else keys mean other things
-    more = config_differences(here, there, base.name, shared=True) if same and not fields else []
-    return [f"config.json: {one}" for one in dict.fromkeys([*fields, *more])]
+    return Agreement(answers, proof.problems + proof.warnings, (compared, proof.line))
 
 
 def _proof(folder: Path, prove: Prove, exported: bool) -> Proof:

@@ -178,16 +178,6 @@ class WeightMap:
         ]
         return min(spellings, key=len, default=foreign)
 
-    def shape_written(self, foreign: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in which a foreign tensor would be written. It is another one if both orders are read."""
-        for rule in self.rules:
-            op = rule.op.op if isinstance(rule.op, TensorChunk) else rule.op
-            if isinstance(op, TransposeIfNeeded) and any(
-                _template(name).fullmatch(foreign) for name in rule.foreign_names()
-            ):
-                return op.shape_written(shape)
-        return tuple(shape)
-
     def skips(self, foreign: str) -> bool:
         return any(_template(pattern).fullmatch(foreign) for pattern in self.skip)
 

@@ -272,10 +272,6 @@ class TransposeIfNeeded:
     def to_foreign(self, native: Tensor) -> list[Tensor]:
         return [native if self.as_native or self.rows == self.columns else native.transpose(-1, -2).contiguous()]
 
-    def shape_written(self, foreign: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in which a foreign tensor would be written, in whichever order it is stored."""
-        return _swapped(foreign) if self._is_native(foreign) else tuple(foreign)
-
 
 @dataclass(frozen=True)
 class StoredTwice:

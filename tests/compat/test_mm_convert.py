@@ -136,9 +136,9 @@ def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, expected = hub_weights(Path("back")), hub_weights(folder)
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)
-    checked = tessera.compare("back", base=folder, prove="never")
+    checked = tessera.compare("back", prove="never")
     assert checked.complete, checked.problems
-    assert f"{len(expected)} tensors" in checked.compared[0]  # its record was written
+    assert checked.compared[0].startswith("as it was written")  # its record was written
 
 
 def test_options_come_from_files_and_variables(

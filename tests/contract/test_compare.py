@@ -127,4 +127,4 @@ def test_a_folder_without_a_file_for_videos_normalises_them_as_images(tmp_path: 
 
 def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
     with raises("weights.folder-missing"):
-        tessera.compare(tmp_path / "nowhere", base=tmp_path)
+        tessera.compare(tmp_path / "nowhere")

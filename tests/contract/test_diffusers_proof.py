@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +49,7 @@ def test_every_family_is_compared_with_diffusers(name: str, tmp_path: Path) -> N
 
 def test_a_folder_and_its_conversion_are_compared(wan: Path, tmp_path: Path) -> None:
     out = tessera.convert(wan, tmp_path / "out", prove="always")
-    agreement = tessera.compare(out, base=wan)
+    agreement = tessera.compare(out)
     assert agreement.complete, agreement.lines()
     assert "diffusers computes the same latents" in agreement.compared[-1]
 
@@ -60,16 +58,6 @@ FAULTS: dict[str, dict[str, Any]] = {
     "eps": {"eps": 1e-3},
     "num_attention_heads": {"num_attention_heads": 12, "attention_head_dim": 2},
 }
-
-
-@pytest.mark.parametrize("field", FAULTS)
-def test_another_number_in_config_json_than_in_the_base_is_told(field: str, wan: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(wan, tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text()) | FAULTS[field]
-    (folder / "config.json").write_text(json.dumps(config))
-    problems = tessera.compare(folder, base=wan, prove="never").problems
-    assert len(problems) == len(FAULTS[field])
-    assert field in problems[0]
 
 
 @pytest.mark.parametrize("field", FAULTS)

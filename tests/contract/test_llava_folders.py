@@ -149,4 +149,4 @@ def test_names_of_a_fresh_folder_of_transformers_come_back(tmp_path: Path) -> No
         loaded.save(tmp_path / "saved", prove="never"),
     ):
         assert load_file(out / "model.safetensors").keys() == names
-        assert tessera.compare(out, base=folder, prove="never").complete
+        assert tessera.compare(out, prove="never").complete

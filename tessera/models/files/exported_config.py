@@ -72,18 +72,12 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {key: value for key, value in {**config, **parts, **said}.items() if key not in _UNTRUE}
 
 
-def config_differences(
-    config: Mapping[str, Any], other: Mapping[str, Any], other_name: str, *, shared: bool = False
-) -> list[str]:
-    """Return the fields of two configurations that differ and may change numbers, in words.
-
-    `shared`: compare only the fields that both have, where a field that one of them leaves out has a default.
-    """
+def config_differences(config: Mapping[str, Any], other: Mapping[str, Any], other_name: str) -> list[str]:
+    """Return the fields of two configurations that differ and may change numbers, in words."""
     here, there = dict(_fields(config)), dict(_fields(other))
-    names = [name for name in here | there if not shared or (name in here and name in there)]
     return [
         f"{name} is {_value(here, name)}, and {_value(there, name)} in {other_name}"
-        for name in names
+        for name in here | there
         if here.get(name) != there.get(name)
     ]
 

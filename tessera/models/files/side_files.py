@@ -107,18 +107,6 @@ def copy_side_files(
     return [name for name, _ in copied]
 
 
-def side_file_differences(folder: Path, base: Path) -> dict[str, str]:
-    """Return, by name, what is wrong with each side file of `base` in a folder that should have it, in words."""
-    wrong = {}
-    for name, path in side_files(base).items():
-        copy = folder / name
-        if not copy.is_file():
-            wrong[name] = f"{name} is missing"
-        elif _sha256(copy) != _sha256(path):
-            wrong[name] = f"{name} is not that of {base.name}"
-    return wrong
-
-
 def seal_side_files(folder: Path) -> None:
     """Note the hash of every file in `folder`, so that a resume knows whether they are still what was trained with."""
     hashes = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != SEAL}
