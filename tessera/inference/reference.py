@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,21 +26,34 @@ class UnreadableError(TesseraError):
     """Say that a folder cannot be loaded or computed with, and that no missing package is the reason."""
 
 
-class StockModel:
-    """Load the model of a folder by the class of transformers that its config.json names, in float32."""
+class _Loaded:
+    """Load the model of a folder in float32 by the class that its config.json names."""
 
-    def __init__(self, folder: Path) -> None:
-        import transformers
+    library = ""
 
+    def __init__(self, folder: Path, kind: Any, **options: Any) -> None:
         self._folder = folder
-        with _their_errors(folder, "load this folder"), without_bars(transformers):
-            kind = self.class_of(folder) or transformers.AutoModelForCausalLM
+        with self._errors("load this folder"), without_bars(importlib.import_module(self.library)):
             self._model, report = kind.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, local_files_only=True
+                folder, output_loading_info=True, trust_remote_code=False, local_files_only=True, **options
             )
         self._model.eval()
         self.missing = sorted(report["missing_keys"])
         self.unexpected = sorted(report["unexpected_keys"])
+
+    def _errors(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return _their_errors(self._folder, what, self.library)
+
+
+class StockModel(_Loaded):
+    """Load the model of a folder by its class of transformers."""
+
+    library = "transformers"
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        super().__init__(folder, self.class_of(folder) or transformers.AutoModelForCausalLM, dtype=torch.float32)
 
     @staticmethod
     def class_of(folder: Path) -> Any:
@@ -47,56 +61,45 @@ class StockModel:
         import transformers
 
         named = folder_layout(folder).config().get("architectures")
-        model_class = getattr(transformers, str(named[0]) if isinstance(named, list) and named else "", None)
-        return (
-            model_class
-            if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-            else None
-        )
+        name = str(named[0]) if isinstance(named, list) and named else ""
+        return _class_named(transformers, name, transformers.PreTrainedModel)
 
     @torch.no_grad()
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the logits of one prompt, [tokens, vocabulary]."""
-        with _their_errors(self._folder, "compute with this folder"):
+        with self._errors("compute with this folder"):
             logits: Tensor = self._model(**_in_float32(inputs)).logits[0]
         return logits
 
 
-class DiffusersModel:
-    """Load the transformer of a folder by the class of diffusers that its config.json names, in float32."""
+class DiffusersModel(_Loaded):
+    """Load the transformer of a folder by its class of diffusers."""
+
+    library = "diffusers"
 
     def __init__(self, folder: Path) -> None:
-        import diffusers
-
-        self._folder = folder_layout(folder).component_folder(ROOT)
-        kind = self.class_of(folder)
-        with _their_errors(folder, "load this folder", "diffusers"), without_bars(diffusers):
-            self._model, report = kind.from_pretrained(
-                self._folder,
-                torch_dtype=torch.float32,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-        self._model.eval()
-        self.missing = sorted(report["missing_keys"])
-        self.unexpected = sorted(report["unexpected_keys"])
+        inner = folder_layout(folder).component_folder(ROOT)
+        super().__init__(inner, self.class_of(folder), torch_dtype=torch.float32, use_safetensors=True)
 
     @staticmethod
     def class_of(folder: Path) -> Any:
         """Return the class; None if diffusers has none of that name."""
         import diffusers
 
-        model_class = getattr(diffusers, str(folder_layout(folder).config().get(CLASS_NAME)), None)
-        return model_class if isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin) else None
+        return _class_named(diffusers, str(folder_layout(folder).config().get(CLASS_NAME)), diffusers.ModelMixin)
 
     @torch.no_grad()
     def predict(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the prediction for one sample: tokens [n, values], or an image or a video with channels."""
-        with _their_errors(self._folder, "compute with this folder", "diffusers"):
+        with self._errors("compute with this folder"):
             latents: Tensor = self._model(**inputs, return_dict=False)[0][0]
         return latents
+
+
+def _class_named(library: Any, name: str, base: type) -> Any:
+    """Return the class of a library with this name and base; None if there is none."""
+    named = getattr(library, name, None)
+    return named if isinstance(named, type) and issubclass(named, base) else None
 
 
 class TransformersReference(StockModel):

@@ -6,20 +6,15 @@ them as well. `SOURCES.md` says where the images come from, and under which lice
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.checkpoint.publish import publish, written_in
 from tessera.errors import TesseraError
-from tessera.models.processing.tokenizer import train_tokenizer
 
 _SHIPPED = Path(__file__).parent / "demo_set"
 _SETS = ("train.jsonl", "held_out.jsonl", "pairs.jsonl")
-# In the order of the token ids of the `quickstart` preset of qwen2_vl, at the end of its vocabulary.
-_SPECIAL = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad", "vision_pad")
-_VOCABULARY = 512
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
 
         def write(staging: Path) -> None:
             with written_in(target):
-                _write(staging)
+                shutil.copytree(_SHIPPED, staging, dirs_exist_ok=True)
 
         publish(target, write, overwrite=overwrite)
     rows = {name: len((target / name).read_text(encoding="utf-8").splitlines()) for name in _SETS}
@@ -67,25 +62,3 @@ def _is_demo(folder: Path) -> bool:
     """Return whether the demo set is in a folder; its rows may have been changed since."""
     whole = all((folder / name).is_file() for name in (*_SETS, "tokenizer/tokenizer.json", "SOURCES.md"))
     return whole and (folder / "SOURCES.md").read_bytes() == (_SHIPPED / "SOURCES.md").read_bytes()
-
-
-def _write(folder: Path) -> None:
-    shutil.copytree(_SHIPPED, folder, dirs_exist_ok=True)
-    texts = [text for name in _SETS for text in _texts(folder / name)]
-    tokenizer = train_tokenizer(
-        [*texts, "system\nuser\nassistant\n"], _VOCABULARY, [f"<|{word}|>" for word in _SPECIAL]
-    )
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-
-
-def _texts(file: Path) -> list[str]:
-    """Return what is said in the rows of a file."""
-    texts: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        texts += [row[key] for key in ("chosen", "rejected") if key in row]
-        for message in row["messages"]:
-            content = message["content"]
-            texts += [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-    return texts
