@@ -74,12 +74,8 @@ def convert(
         unused = {"--layout": layout, "--recipe": recipe, "--prefix": prefix or None, "--quantize": quantize}
         for option, value in {**unused, "--jobs": jobs}.items():
             if value is not None:
-                raise TesseraError(
-                    "means nothing for adapters alone",
-                    where=option,
-                    fix="leave it out",
-                    code="adapter.option-not-for-adapters",
-                )
+                why = "adapters are written alone"
+                raise TesseraError(why, where=option, fix="leave it out", code="output.option-without-effect")
         return _write_adapters(source, target, _adapter_form(to), like, dtype, overwrite, trust)
     if to == "peft" or to == "diffusers" or to == "comfyui" or to == "kohya":
         raise TesseraError(
@@ -109,12 +105,8 @@ def convert(
     form = _form_of(source)
     _check_used(form, to, None if like is None else Path(like), prefix, prove, jobs)
     if dtype is not None and form is not None and (form, to) != ("hf", "hf"):
-        raise TesseraError(
-            f"from {form} to {to} every tensor keeps its type",
-            where="--dtype",
-            fix="leave it out",
-            code="output.dtype-without-effect",
-        )
+        why = f"from {form} to {to} every tensor keeps its type"
+        raise TesseraError(why, where="--dtype", fix="leave it out", code="output.option-without-effect")
     pattern = None if like is None else Path(like)
     job = ConversionJob(source, form, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
     job.layout = parse_layout({} if layout is None else layout)
@@ -172,24 +164,14 @@ def _check_used(form: Form | None, to: Form, like: Path | None, prefix: str, pro
             fix="name a Hugging Face folder",
             code="weights.no-config-file",
         )
-    if like is not None and form == "hf" and to != "original":
-        raise TesseraError(
-            "a Hugging Face folder names its model itself",
-            where="--like",
-            fix="leave it out",
-            code="weights.like-without-effect",
-        )
-    if prefix and "dcp" not in (form, to):
-        raise TesseraError(
-            "no DCP folder is read or written", where="--prefix", fix="leave it out", code="output.option-only-for-dcp"
-        )
-    if prove == "always" and to not in ("hf", "original"):
-        raise TesseraError(
-            f"transformers does not read {to}, so logits cannot be compared",
-            where="--prove",
-            fix="leave it out",
-            code="output.logits-not-comparable",
-        )
+    named_twice = like is not None and form == "hf" and to != "original"
+    for option, is_unused, why in (
+        ("--like", named_twice, "a Hugging Face folder names its model itself"),
+        ("--prefix", prefix and not {form, to} & {"dcp"}, "no DCP folder is read or written"),
+        ("--prove", prove == "always" and to not in ("hf", "original"), f"transformers does not read {to}"),
+    ):
+        if is_unused:
+            raise TesseraError(why, where=option, fix="leave it out", code="output.option-without-effect")
 
 
 def _described(source: Path, form: Form, like: Path | None) -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -127,38 +125,3 @@ def _versions() -> str:
 def _plain(text: str) -> str:
     """Return a text that ends neither its code span nor its row of a table."""
     return "".join(letter if letter.isprintable() and letter not in "`|" else " " for letter in str(text))[:300]
-
-
-def fold_paths(paths: Sequence[str]) -> list[str]:
-    """Return as few patterns as are easily found that match these paths and no others: `layers.{0-7}.attn.{q,k}`."""
-    numbered: dict[tuple[str, str], list[int]] = {}
-    for path in paths:
-        parts = path.split(".")
-        at = next((place for place, part in enumerate(parts) if part.isdigit() and str(int(part)) == part), None)
-        key = (path, "") if at is None else (".".join(parts[:at]), ".".join(parts[at + 1 :]))
-        numbered.setdefault(key, []).extend([] if at is None else [int(parts[at])])
-    folded: dict[str, list[str]] = {}
-    for (before, after), numbers in numbered.items():
-        spans = _ranges([str(number) for number in sorted(set(numbers))])
-        group = [spans[0] if len(spans) == 1 and "-" not in spans[0] else f"{{{','.join(spans)}}}"] if spans else []
-        owner, _, name = ".".join([*([before] if before else []), *group, *([after] if after else [])]).rpartition(".")
-        folded.setdefault(owner, []).append(name)
-    patterns: list[str] = []
-    for owner, names in folded.items():
-        plain = list(dict.fromkeys(name for name in names if re.fullmatch(r"[\w\-]+", name)))
-        ends = [f"{{{','.join(plain)}}}"] if len(plain) > 1 and owner else plain
-        ends += [name for name in dict.fromkeys(names) if name not in plain]
-        patterns += [f"{owner}.{end}" if owner else end for end in ends]
-    return patterns
-
-
-def _ranges(members: Sequence[str]) -> list[str]:
-    """Return names as they are, and numbers that follow each other as a range."""
-    ranges: list[str] = []
-    for member in members:
-        first, _, last = ranges[-1].partition("-") if ranges else ("", "", "")
-        if member.isdigit() and (last or first).isdigit() and int(member) == int(last or first) + 1:
-            ranges[-1] = f"{first}-{member}"
-        else:
-            ranges.append(member)
-    return ranges

@@ -324,7 +324,7 @@ def test_more_files_than_a_shell_allows_are_written(folder: Path, tmp_path: Path
     [
         ({"to": "mm", "layout": {1: 2}}, "layout.unknown-key"),
         ({"jobs": -1}, "output.too-few-threads -1"),
-        ({"prefix": "model."}, "output.option-only-for-dcp"),
+        ({"prefix": "model."}, "output.option-without-effect"),
     ],
 )
 def test_options_that_mean_nothing_here_are_refused(

@@ -186,7 +186,7 @@ def test_what_cannot_be_written_in_eight_bits_is_refused_by_name(tmp_path: Path)
     for options, said in (
         ({"quantize": "fp9"}, "weights.unknown-quantization"),
         ({"quantize": "fp8", "to": "dcp"}, "output.quantized-form"),
-        ({"quantize": "fp8", "adapters": True}, "adapter.option-not-for-adapters"),
+        ({"quantize": "fp8", "adapters": True}, "output.option-without-effect"),
     ):
         with raises(said):
             tessera.convert(tmp_path / "hf", tmp_path / "out", **options)  # type: ignore[arg-type]
