@@ -89,7 +89,6 @@ def generate(
     parts: Annotated[
         Path | None, typer.Option("--parts", help="media: diffusers folder with VAE and text encoders, for a run")
     ] = None,
-    again: Annotated[Path | None, typer.Option("--again", help="media: metadata file of what to make again")] = None,
 ) -> None:
     """Ask a model; the answer streams to the terminal. A model of images or videos writes them to --out."""
     options = {name: value for name, value in locals().items() if name != "ctx"}
@@ -100,15 +99,6 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
     """Answer or sample as the model does. `options`: those that were set, by the names of their arguments."""
     device, trust = options["device"], options.get("trust", False)
     nproc, layout = options.get("nproc"), {name: options[name] for name in LAYOUT if name in options}
-    if "again" in options:
-        allowed = ("again", "out", "device", "trust", "seed", *LAYOUT)
-        _refuse(options, "--again repeats the request of its file", allowed, instead=["--out"])
-        if options["seed"]:
-            raise _without_effect("seed", "--again repeats the request of its file", ["--out"])
-        if not _started(ctx, nproc):
-            with _ranks(layout, device) as parallel:
-                _make_again(options["again"], options.get("out"), device, parallel, trust)
-        return
     if "model" not in options:
         raise TesseraError(
             "no model is named", where="tessera generate", fix="tessera generate MODEL ...", code="generation.no-model"
@@ -244,22 +234,17 @@ def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where
     return dict(zip(paths, [*values, *[1.0] * (len(paths) - len(values))], strict=True))
 
 
-def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str], instead: Sequence[str] | None = None) -> None:
+def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str]) -> None:
     """Raise if an option is set that has no effect here."""
     name = next((name for name in options if name not in allowed), None)
     if name is not None:
-        raise _without_effect(name, why, instead or [_option(other) for other in allowed if other not in POSITIONAL])
-
-
-def _without_effect(name: str, why: str, allowed: Sequence[str]) -> TesseraError:
-    option = _option(name)
-    return TesseraError(
-        f"{why}: {option} has no effect",
-        where=option,
-        allowed=allowed,
-        fix=f"leave {option} out",
-        code="generation.option-without-effect",
-    )
+        raise TesseraError(
+            f"{why}: {_option(name)} has no effect",
+            where=_option(name),
+            allowed=[_option(other) for other in allowed if other not in POSITIONAL],
+            fix=f"leave {_option(name)} out",
+            code="generation.option-without-effect",
+        )
 
 
 def _option(name: str) -> str:
@@ -299,7 +284,7 @@ def _make(model: Path, out: Path, request: Request, loaded: Mapping[str, Any]) -
         return
     for path in samples.files:
         typer.echo(f"wrote {path}")
-    typer.echo(f"next: `tessera generate --again {samples.metadata}` makes the same once more", err=True)
+    typer.echo(f"settings and versions: {samples.metadata}", err=True)
 
 
 def _is_main() -> bool:
@@ -312,19 +297,3 @@ def _progress_of_main() -> Callable[[int, int, int, int], None] | None:
     from tessera.diffusion.sampling.progress import progress
 
     return progress() if _is_main() else None
-
-
-def _make_again(metadata: Path, out: Path | None, device: str, parallel: dict[str, int] | None, trust: bool) -> None:
-    from tessera.inference.load_pipeline import generate_again
-
-    samples, same = generate_again(
-        metadata, out, device=device, parallel=parallel, trust=trust, on_step=_progress_of_main()
-    )
-    if not _is_main():
-        return
-    for path in samples.files:
-        typer.echo(f"wrote {path}")
-    if same:
-        typer.echo("every pixel is the same as before")
-    else:
-        typer.echo("the pixels are not the same as before: weights, libraries, ranks or the device have changed")

@@ -6,6 +6,7 @@ Features hold the same tensors. Padding, and samples that could not be read, hav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -125,16 +126,16 @@ class Encoders:
             channels = family.images.channels(vae, video, values.shape, self.given_frames, noise)
             if channels is not None:
                 conditions[number] = [patchify(channels, family.patch)]
-        if not conditions:
+        width = math.prod(family.patch) * family.images.count(family.channels, vae.form.time_stride)
+        if not width:
             return batch.with_tensors(clean=clean)
-        width = next(iter(conditions.values()))[0].shape[1]
         return batch.with_tensors(clean=clean, condition=_joined_rows(conditions, lengths, width, clean.device))
 
     def _with_image_embeds(self, batch: Batch, encoder: FrameEncoder) -> Batch:
         places = (0,) if self.given_frames == "first" else (0, -1)
-        embeds = encoder.encode([video[at] for video in _videos(batch) for at in places])
-        if not embeds:
-            return batch
+        frames = [video[at] for video in _videos(batch) for at in places]
+        black = batch["frames"].new_zeros(1, 1, 3)  # of a batch without a readable sample: no embeddings, of this width
+        embeds = encoder.encode(frames or [black])
         count = len(embeds[0])
         lengths = [len(places) * count if shape[0] else 0 for shape in batch.shapes["frames"]]
         if IMAGE_EMBEDS in batch.segments and list(batch.segments[IMAGE_EMBEDS].lengths) != lengths:
@@ -144,7 +145,8 @@ class Encoders:
                 code="generation.image-embedding-mismatch",
             )
         segments = {**batch.segments, IMAGE_EMBEDS: Segments.of(lengths).to(batch["frames"].device)}
-        return replace(batch.with_tensors(**{IMAGE_EMBEDS: torch.cat(embeds)}), segments=segments)
+        rows = torch.cat(embeds)[: sum(lengths)]
+        return replace(batch.with_tensors(**{IMAGE_EMBEDS: rows}), segments=segments)
 
     # ------------------------------------------------------------------------------------------ captions of batches
 

@@ -113,21 +113,17 @@ def publish(file: Path, content: bytes) -> None:
     """Write a file under a temporary name, and rename it when it is on the disk."""
     # A process id is not unique: ranks on several machines may share it, and all of them write the plan.
     beside = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
-    for last in (False, False, True):
-        try:
-            with beside.open("wb") as opened:
-                opened.write(content)
-                opened.flush()
-                os.fsync(opened.fileno())
-            os.replace(beside, file)
-            return
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            # A second process with the same command may have removed the temporary file as a leftover.
-            if last or not isinstance(error, FileNotFoundError):
-                raise TesseraError(
-                    f"features cannot be written: {error.strerror}", where=str(file), code="output.not-writable"
-                ) from None
+    try:
+        with beside.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(beside, file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise TesseraError(
+            f"features cannot be written: {error.strerror}", where=str(file), code="output.not-writable"
+        ) from None
 
 
 def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -157,8 +153,6 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
 
 def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]] | None:
     """Return samples and problems of a complete shard; None if it is to be written."""
-    for leftover in file.parent.glob(f"{file.name}.*.part"):  # of an earlier process: one rank writes a shard
-        leftover.unlink(missing_ok=True)
     try:
         return shard_content(file, key) if file.is_file() else None
     except TesseraError:
@@ -176,5 +170,6 @@ def finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
     listed = tuple((file.name, file.stat().st_size, len(entries)) for file, entries in samples.items())
     checksums = all(CHECKSUM in entry for entries in samples.values() for entry in entries)  # not in earlier releases
     publish(folder / MANIFEST, FeatureManifest(key, facts, listed, checksums).text().encode())
-    (folder / PLAN).unlink(missing_ok=True)
+    for leftover in (folder / PLAN, *folder.glob("*.part")):  # of killed processes
+        leftover.unlink(missing_ok=True)
     return 0

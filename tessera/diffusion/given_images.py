@@ -55,9 +55,13 @@ class GivenImages:
         """Return the number of tokens at the beginning of a sample that are given in place of noise."""
         return 0
 
-    def blank_channels(self, channels: int) -> int:
-        """Return the channels beside the latents of a sample without an image, which are zeros."""
+    def count(self, channels: int, time_stride: int) -> int:
+        """Return the number of channels beside the latents, which have `channels`. `time_stride`: of the VAE."""
         return 0
+
+    def blank_channels(self, channels: int) -> int:
+        """Return the number of channels, all zero, beside the latents of a sample without an image."""
+        return 0 if self.required else self.count(channels, 1)
 
     def channels(
         self, vae: Autoencoder, video: Tensor, shape: Sequence[int], frames: Given, disturb: Disturb | None = None
@@ -86,6 +90,9 @@ class FirstFrameChannels(GivenImages):
     reads_first = True
     takes_noise = True
 
+    def count(self, channels: int, time_stride: int) -> int:
+        return channels
+
     def channels(
         self, vae: Autoencoder, video: Tensor, shape: Sequence[int], frames: Given, disturb: Disturb | None = None
     ) -> Tensor | None:
@@ -105,7 +112,7 @@ class MarkedFrameChannels(FirstFrameChannels):
 
     takes_noise = False
 
-    def blank_channels(self, channels: int) -> int:
+    def count(self, channels: int, time_stride: int) -> int:
         return channels + 1
 
     def _marked(self, latents: Tensor) -> Tensor:
@@ -117,6 +124,9 @@ class MaskedVideoChannels(GivenImages):
 
     reads_first = True
     reads_last = True
+
+    def count(self, channels: int, time_stride: int) -> int:
+        return channels + time_stride
 
     def channels(
         self, vae: Autoencoder, video: Tensor, shape: Sequence[int], frames: Given, disturb: Disturb | None = None

@@ -17,7 +17,6 @@ from tessera.diffusion.sampling.files import (
     Record,
     check_out,
     metadata_path,
-    read_record,
     sample_paths,
     write_samples,
 )
@@ -123,7 +122,6 @@ class Written:
 
     files: tuple[Path, ...]
     metadata: Path
-    digests: tuple[str, ...]  # of the pixels of each sample
 
 
 def generate_files(
@@ -147,33 +145,10 @@ def generate_files(
     check_out(target, full.frames or 1)
     samples: Sequence[Generated] = pipeline.run(full, on_step=on_step)
     kind = str(pipeline.dtype).removeprefix("torch.")
-    digests = tuple(sample.digest for sample in samples)
-    record = Record(Path(model), pipeline.parts.folder, kind, full, digests, adapters=merged, adapters_2=merged_2)
+    record = Record(Path(model), pipeline.parts.folder, kind, full, merged, merged_2)
     made_with = {"device": str(pipeline.device)}
     if parallel is not None:
         made_with["ranks"] = str(dist.get_world_size())
     if parallel is None or dist.get_rank() == 0:
         write_samples(target, record, samples, made_with)
-    return Written(tuple(sample_paths(target, len(samples))), metadata_path(target), record.digests)
-
-
-def generate_again(metadata: str | Path, out: str | Path | None = None, **how: Any) -> tuple[Written, bool]:
-    """Make the samples of a metadata file once more; return also whether all pixels are the same as before.
-
-    `out`: where they go; None: beside the first ones, as NAME-again. `how`: device, parallel, trust and on_step of
-    `generate_files`.
-    """
-    path = Path(metadata)
-    record = read_record(path)
-    target = path.with_name(f"{path.stem}-again{record.suffix}") if out is None else Path(out)
-    written = generate_files(
-        record.model,
-        target,
-        record.request,
-        dtype=record.dtype,
-        adapters=record.adapters,
-        adapters_2=record.adapters_2,
-        parts=record.parts,
-        **how,
-    )
-    return written, written.digests == record.digests
+    return Written(tuple(sample_paths(target, len(samples))), metadata_path(target))

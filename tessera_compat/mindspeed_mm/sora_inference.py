@@ -255,7 +255,7 @@ def write_videos(
         request = pipeline.resolved(build(Request, fields, source))
         samples = pipeline.run(request, on_step=on_step)
         kind = str(pipeline.dtype).removeprefix("torch.")
-        record = Record(Path(model), pipeline.parts.folder, kind, request, tuple(one.digest for one in samples))
+        record = Record(Path(model), pipeline.parts.folder, kind, request)
         target = videos.folder / f"video_{number}{'.mp4' if (request.frames or 1) > 1 else '.png'}"
         if args.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)

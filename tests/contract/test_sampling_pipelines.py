@@ -243,7 +243,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 def test_a_sample_does_not_depend_on_its_batch(wan: Pipeline) -> None:
     options = {"frames": 5, "steps": 2, "seed": SEED, "count": 2, **SIZE}
     alone = wan.generate(PROMPTS, **options)
-    together = wan.generate(PROMPTS, batch=4, batched_guidance=True, **options)
+    together = wan.generate(PROMPTS, batch=4, **options)
     assert [(single.prompt, single.seed) for single in alone] == [
         (text, SEED + n) for n, text in enumerate(np.repeat(PROMPTS, 2))
     ]

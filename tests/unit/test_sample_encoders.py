@@ -15,6 +15,7 @@ import torch
 from tessera.config.run_config import load_config
 from tessera.core.batch import Batch, Segments
 from tessera.core.task import FrozenModule
+from tessera.diffusion.batches import pack
 from tessera.diffusion.captions import Captions, ZeroPaddedCaptions
 from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.given_images import (
@@ -27,6 +28,7 @@ from tessera.diffusion.given_images import (
 )
 from tessera.diffusion.objectives.diffusion import DiffusionTask
 from tessera.diffusion.pipeline_folder import PipelineFolder
+from tessera.diffusion.samples import EncodedMedia
 from tests.errors import raises
 from tests.toys.pipeline_folder import write_pipeline_folder
 from tests.unit.test_task_diffusion import spec_of
@@ -207,9 +209,13 @@ def test_given_frames_are_embedded_as_clip_does(folder: Path, tmp_path: Path) ->
     model = write_image_encoder(pipeline)
     family = replace(FAMILY, images=MaskedVideoChannels(required=True), image_embeds=True)
     batch, videos, _ = media_batch(family)
-    inputs = encoded_inputs(online_task(pipeline, family, given="first_last"), batch)
+    task = online_task(pipeline, family, given="first_last")
+    inputs = encoded_inputs(task, batch)
     assert inputs.segments["image_embeds"].lengths == (10, 0, 10, 0)
     assert inputs["latents"].shape[1] == family.patch_values + 4 * 8
+    nothing_readable = encoded_inputs(task, replace(pack(family, [EncodedMedia("", 6)]), seeds=(7,)))
+    assert nothing_readable["latents"].shape == (6, family.patch_values + 4 * 8)
+    assert nothing_readable["image_embeds"].shape == (0, 8)
     prepare = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     images = [Image.fromarray(video[at].numpy()) for video in videos for at in (0, -1)]
     with torch.no_grad():

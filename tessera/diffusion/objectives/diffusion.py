@@ -370,19 +370,7 @@ class DiffusionTask(Task):
                 fix="write features with the VAE that belongs to this model",
                 code="generation.latent-channels-mismatch",
             )
-        if "condition" in batch:
-            batch = batch.with_tensors(condition=self._spread(batch, "condition"))
         return without_captions(batch, dropped) if dropped else batch
-
-    def _spread(self, batch: Batch, name: str) -> Tensor:
-        """Return features of samples as features of all latent tokens: padding has zeros."""
-        rows, lengths = batch[name], latent_lengths(batch, self.family)
-        if name not in batch.segments or len(rows) == sum(lengths):
-            return rows
-        spread, parts = rows.new_zeros(sum(lengths), rows.shape[1]), torch.split(rows, [*batch.segments[name].lengths])
-        for into, part in zip(torch.split(spread, lengths), parts, strict=True):
-            into[: len(part)] = part
-        return spread
 
     def _noise(self, batch: Batch) -> Tensor:
         """Return noise for all latent tokens of all samples: a sample's noise depends on no other."""

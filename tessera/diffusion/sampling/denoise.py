@@ -42,8 +42,7 @@ class Inputs:
     """Hold the inputs of the model at every step, packed for one forward pass, without noisy latents and times.
 
     `batch["latents"]` has the tokens of given images (references, first frames), and zeros for `generated` ones.
-    Where the batch has a `time_index`, given frames have the last time, which is zero. A pass may hold every sample
-    twice, with and without the prompt, one half after the other.
+    Where the batch has a `time_index`, given frames have the last time, which is zero.
     """
 
     batch: Batch
@@ -103,18 +102,16 @@ def denoise(
 ) -> list[Tensor]:
     """Return the latents of each sample, [tokens, values].
 
-    `experts`: from the one for most noise to the one for least. `passes`: one or two, which together hold every sample
-    once (without guidance) or twice. `guide`: combines predictions with and without the prompt by a scale. `dynamic`:
-    the scale grows from 1. `ranks`: those that compute the passes. `on_step(n, steps)` is called after each step.
+    `experts`: from the one for most noise to the one for least. `passes`: with the prompt, and for guidance without it.
+    `guide`: combines predictions with and without the prompt by a scale. `dynamic`: the scale grows from 1. `ranks`:
+    those that compute the passes. `on_step(n, steps)` is called after each step.
     """
     latents = list(noise)
     times = solvers[0].timesteps  # samples of one batch have one size, and so one schedule
     for number, time in enumerate(times.tolist()):
         expert = next(expert for expert in experts if time >= expert.since)
         flat = torch.cat(latents)
-        predictions: list[Tensor] = []
-        for predicted in ranks.predict(passes, partial(_predict, expert.model, flat=flat, time=time)):
-            predictions += torch.split(predicted, len(flat))
+        predictions = ranks.predict(passes, partial(_predict, expert.model, flat=flat, time=time))
         scale = dynamic_scale(expert.scale, time, len(times)) if dynamic else expert.scale
         guided = predictions[0] if len(predictions) == 1 else guide(predictions[0], predictions[1], scale)
         parts = torch.split(guided, [len(tokens) for tokens in latents])
@@ -135,8 +132,7 @@ def dynamic_scale(scale: float, timestep: float, steps: int) -> float:
 def _predict(model: Callable[[Batch], Any], inputs: Inputs, flat: Tensor, time: float) -> Tensor:
     """Return the prediction for the generated tokens of a pass."""
     batch, index = inputs.batch, inputs.generated
-    noisy = flat.repeat(len(index) // len(flat), 1)
-    tokens = batch["latents"].index_copy(0, index, noisy.to(batch["latents"].dtype))
+    tokens = batch["latents"].index_copy(0, index, flat.to(batch["latents"].dtype))
     if inputs.condition is not None:
         tokens = torch.cat([tokens, inputs.condition], dim=1)
     samples = batch.segments["latents"].bounds.numel() - 1

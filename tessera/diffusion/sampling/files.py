@@ -1,4 +1,4 @@
-"""Write generated images and videos, and beside them a JSON file from which the same command makes them again."""
+"""Write generated images and videos, and beside them a JSON file with the model, the settings and a hash of pixels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tessera.config.reader import build
 from tessera.diffusion.sampling.request import Request
-from tessera.errors import TesseraError, first_line, foreign_values, nearest
-from tessera.runtime.files import read_json_mapping, replace_file
+from tessera.errors import TesseraError, first_line, nearest
+from tessera.runtime.files import replace_file
 
 SUFFIXES = (".png", ".gif", ".mp4")
 FPS = 16.0  # of a request without a frame rate
@@ -44,14 +43,12 @@ class Generated:
 
 @dataclass(frozen=True)
 class Record:
-    """Hold the content of a metadata file: the model, the resolved request, and a hash of the pixels of each sample."""
+    """Hold what a metadata file records beside its samples: the model and the resolved request."""
 
     model: Path
     parts: Path  # the diffusers folder of VAE and text encoders
     dtype: str
     request: Request
-    digests: tuple[str, ...]
-    suffix: str = ".png"  # of the files
     adapters: Mapping[Path, float] = field(default_factory=dict)  # merged into the model, with their strengths
     adapters_2: Mapping[Path, float] = field(default_factory=dict)  # into its second expert
 
@@ -126,31 +123,6 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
             f"{out} cannot be written: {first_line(error)}", where="--out", code="output.not-writable"
         ) from None
     return metadata_path(out)
-
-
-def read_record(path: Path) -> Record:
-    """Read a metadata file. Every value is checked: anybody may have written the file."""
-    data = read_json_mapping(path, 16 << 20)
-    samples, request = data.get("samples"), data.get("request")
-    words = [data.get(key) for key in ("model", "parts", "dtype")]
-    valid = data.get("version") == _VERSION and all(isinstance(word, str) for word in words)
-    if not valid or not isinstance(request, dict) or not isinstance(samples, list) or not samples:
-        raise TesseraError(
-            "this is not the metadata file of a generation",
-            where=str(path),
-            fix="name the .json file that `tessera generate MODEL --prompt ... --out FILE` wrote beside FILE",
-            code="generation.not-a-metadata-file",
-        )
-    model, parts, dtype = map(str, words)
-    with foreign_values(str(path)):
-        suffix = Path(samples[0]["file"]).suffix
-        digests = tuple(str(one["pixels"]) for one in samples)
-        first, second = (
-            {Path(name): float(strength) for name, strength in data.get(key, {}).items()}
-            for key in ("adapters", "adapters_2")
-        )
-    checked = build(Request, request, f"{path}: request")
-    return Record(Path(model), Path(parts), dtype, checked, digests, suffix, first, second)
 
 
 def encoded(frames: np.ndarray, suffix: str, fps: float) -> bytes:

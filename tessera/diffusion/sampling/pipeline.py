@@ -300,8 +300,6 @@ class Pipeline:
         guided = [described]
         if prepared.negative is not None:
             guided.append([_joined(prepared.negative, common)] * len(samples))
-        if request.batched_guidance:
-            guided = [[sample for part in guided for sample in part]]
         assert request.guidance is not None, "the request is resolved"
         first = 0 if common.first is None else len(common.first)
         image = common.first if common.first is not None else common.condition

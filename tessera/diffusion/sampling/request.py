@@ -41,7 +41,6 @@ class Request(Section):
     batch: int = Field(1, ge=1, le=1024, description="samples that are computed together")
     vae_tiling: bool = Field(False, description="decode large frames in overlapping tiles: less memory")
     vae_slicing: bool = Field(False, description="decode the samples of a batch one after another: less memory")
-    batched_guidance: bool = Field(False, description="with and without the prompt in one forward pass")
 
     @property
     def texts(self) -> list[str]:
