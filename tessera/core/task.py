@@ -81,6 +81,8 @@ class FrozenModule:
         if residence == "offloaded":
             pin = devices.supports(device, "pinned_memory")
             self._host = {p: p.data.pin_memory() if pin else p.data for p in module.parameters()}
+            for buffer in module.buffers():  # small: they stay on the device
+                buffer.data = buffer.data.to(device)
 
     @contextmanager
     def use(self) -> Iterator[nn.Module]:

@@ -139,12 +139,7 @@ class ImageVae(Autoencoder):
         return VaeForm(_channels(config), 1, _halvings(config), shift, _scale(config), images_only=True)
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        if pixels.shape[2] != 1:
-            raise TesseraError(
-                f"this VAE encodes images, and was given {pixels.shape[2]} frames",
-                where=VAE,
-                code="generation.vae-encodes-images",
-            )
+        assert pixels.shape[2] == 1, "the processor refuses videos for this VAE"
         return super().to_latents(pixels.squeeze(2)).unsqueeze(2)
 
     def to_pixels(self, latents: Tensor) -> Tensor:

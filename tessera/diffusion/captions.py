@@ -398,20 +398,13 @@ class CaptionTokenizer:
 def _converted(folder: Path) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
-    except ImportError:
-        raise TesseraError(
-            f"{folder} has no tokenizer.json",
-            where=str(folder),
-            fix="pip install tessera-mm[hf], which converts it",
-            code="tokenizer.missing-file",
-        ) from None
-    try:
+
         slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return Tokenizer.from_str(slow.backend_tokenizer.to_str())
     except Exception as error:  # errors of tokenizers in foreign folders have no common class
         raise TesseraError(
             f"cannot read a tokenizer from {folder}: {first_line(error)}",
             where=str(folder),
-            fix="put a tokenizer.json there",
+            fix="put a tokenizer.json there; transformers (pip install tessera-mm[hf]) converts other files",
             code="tokenizer.unreadable",
         ) from None

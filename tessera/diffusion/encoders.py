@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tessera.core.batch import Batch, Segments
+from tessera.core.task import FrozenModule
 from tessera.diffusion.autoencoders import VAE, Autoencoder
 from tessera.diffusion.batches import EMPTY_STARTS, EMPTY_TEXT, IMAGE_EMBEDS, latent_lengths
 from tessera.diffusion.captions import CaptionTokenizer, TextEmbedding, TextEncoder, cut_or_padded, joined
@@ -37,12 +38,6 @@ _OTHER_FOLDER = {
     "fix": "leave it out, or name the folder that model.path names",
 }
 Encoder = TypeVar("Encoder", bound=nn.Module)
-
-
-class EncoderModule(Protocol):
-    """Hold a frozen module that is on the device while it is used."""
-
-    def use(self) -> AbstractContextManager[nn.Module]: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Encoders:
     """
 
     family: GenerationFamily
-    components: Mapping[str, EncoderModule]
+    components: Mapping[str, FrozenModule]
     parts: PipelineFolder
     given_frames: Given = "none"
     stores_empty: bool = False

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -93,6 +93,26 @@ def key_of(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
+def damaged(file: Path, reason: str) -> TesseraError:
+    """Return the error of a file of features that cannot be used."""
+    return TesseraError(
+        f"damaged features: {file.name} ({reason})",
+        where=str(file.parent),
+        fix="remove this file and write it again: tessera data features",
+        code="data.damaged-features",
+    )
+
+
+def of_other_features(file: Path) -> TesseraError:
+    """Return the error of a file that does not belong to the other files of its folder."""
+    return TesseraError(
+        f"{file.name} was made with another model, other options or other data than the rest",
+        where=str(file.parent),
+        fix="make the features again: tessera data features",
+        code="data.features-of-another-make",
+    )
+
+
 def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """Return the descriptions of the samples of a shard, and the samples that were left out. Raise if the shard is
     damaged, or of another set of features."""
@@ -104,16 +124,9 @@ def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tupl
         if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
             raise ValueError("it has no description of its samples")
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise TesseraError(
-            f"damaged features: {file.name} ({first_line(error)})", code="data.damaged-features"
-        ) from None
+        raise damaged(file, first_line(error)) from None
     if about.get(KEY) != key:
-        raise TesseraError(
-            f"the shard {file.name} was made with another model, other options or other data than the rest",
-            where=str(file.parent),
-            fix="make the features again: tessera data features",
-            code="data.features-of-another-make",
-        )
+        raise of_other_features(file)
     return samples, problems
 
 
@@ -124,20 +137,14 @@ def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
             about = shard_about(opened)
-            if about.get(KEY) == key:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-                if about.get(CHECKSUM, actual := checksum(tensors)) != actual:
-                    raise ValueError("its bytes have changed")
-                return tensors
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise TesseraError(
-            f"damaged features: {EMPTY} ({first_line(error)})", where=str(folder), code="data.damaged-features"
-        ) from None
-    raise TesseraError(
-        f"{EMPTY} was made with another model or other options than the rest",
-        where=str(folder),
-        code="data.features-of-another-make",
-    )
+        raise damaged(file, first_line(error)) from None
+    if about.get(KEY) != key:
+        raise of_other_features(file)
+    if about.get(CHECKSUM, actual := checksum(tensors)) != actual:
+        raise damaged(file, "its bytes have changed")
+    return tensors
 
 
 def shard_about(shard: Any) -> dict[str, Any]:
@@ -184,26 +191,15 @@ class StoredSample(StoredTensors):
             with safe_open(self.file, framework="pt") as shard:
                 # Not parsed: the description of all samples can be larger than this sample.
                 if self.key not in (shard.metadata() or {}).get(ABOUT, ""):
-                    raise TesseraError(
-                        f"the shard {self.file.name} was made with another model, other options or other data",
-                        where=str(self.file.parent),
-                        fix="make the features again: tessera data features",
-                        code="data.features-of-another-make",
-                    )
+                    raise of_other_features(self.file)
                 tensors = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
-            raise TesseraError(f"damaged features: {self.file.name} ({error})", code="data.damaged-features") from None
+            raise damaged(self.file, first_line(error)) from None
         for name, shape in self.shapes:
             if tuple(tensors[name].shape) != shape:
-                raise TesseraError(
-                    f"damaged features: {name} in {self.file.name} is {tuple(tensors[name].shape)}",
-                    code="data.damaged-features",
-                )
+                raise damaged(self.file, f"{name} has the shape {tuple(tensors[name].shape)}, not {shape}")
         if self.checksum is not None and checksum(tensors, sample_facts(self.id, self.grids)) != self.checksum:
-            raise TesseraError(
-                f"damaged features: {self.file.name} (the bytes of this sample have changed)",
-                code="data.damaged-features",
-            )
+            raise damaged(self.file, "the bytes of this sample have changed")
         return tensors
 
 
@@ -221,12 +217,7 @@ class FeatureFolder(Container):
         for name, size, _ in self.manifest.shards:
             actual = check_regular(folder / name).st_size
             if actual != size:
-                raise TesseraError(
-                    f"damaged features: {name} has {actual} bytes, and {MANIFEST} says {size}",
-                    where=str(folder),
-                    fix="remove the shard and make it again: tessera data features",
-                    code="data.damaged-features",
-                )
+                raise damaged(folder / name, f"it has {actual} bytes, and {MANIFEST} lists {size}")
         if not self.manifest.checksums:
             log.warning("%s has no checksums: damage of its features is not noticed. Made again, they have", folder)
         self.starts = [0, *accumulate(count for _, _, count in self.manifest.shards)]
@@ -241,27 +232,13 @@ class FeatureFolder(Container):
         shard = bisect_right(self.starts, number) - 1
         return self._record(self._samples(shard), shard, number)
 
-    def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
-        samples: list[dict[str, Any]] = []
-        read = -1
-        for number in numbers:
-            shard = bisect_right(self.starts, number) - 1
-            try:
-                samples, read = (self._samples(shard), shard) if shard != read else (samples, read)
-                yield number, self._record(samples, shard, number)
-            except RecordError as error:
-                yield number, error
-
     def _samples(self, shard: int) -> list[dict[str, Any]]:
         if shard in self._read:
             return self._read[shard]
         name, _, count = self.manifest.shards[shard]
         samples, _ = shard_content(self.folder / name, self.manifest.key)
         if len(samples) != count:
-            raise TesseraError(
-                f"damaged features: {name} has {len(samples)} samples, and {MANIFEST} says {count}",
-                code="data.damaged-features",
-            )
+            raise damaged(self.folder / name, f"it has {len(samples)} samples, and {MANIFEST} lists {count}")
         if sum(map(len, list(self._read.values()))) + count > KEPT:
             self._read.clear()
         self._read[shard] = samples

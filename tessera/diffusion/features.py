@@ -121,6 +121,9 @@ def publish(file: Path, content: bytes) -> None:
         os.replace(beside, file)
     except OSError as error:
         beside.unlink(missing_ok=True)
+        # A second process with the same command wrote the same file, and removed all temporary files when it finished.
+        if isinstance(error, FileNotFoundError) and file.is_file():
+            return
         raise TesseraError(
             f"features cannot be written: {error.strerror}", where=str(file), code="output.not-writable"
         ) from None

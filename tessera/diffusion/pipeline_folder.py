@@ -82,19 +82,15 @@ class PipelineFolder:
         folder = self.layout.component_folder(name)
         try:
             from transformers import AutoImageProcessor
-        except ImportError as error:
-            raise TesseraError(
-                f"images are prepared by transformers, which is not installed: {first_line(error)}",
-                where=str(folder),
-                fix="pip install tessera-mm[hf]",
-                code="environment.transformers-missing",
-            ) from None
-        try:
+
             with foreign_values(str(folder)):
                 return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except OSError as error:
+        except (ImportError, OSError) as error:
             raise TesseraError(
-                f"cannot read {name}: {first_line(error)}", where=str(folder), code="generation.unreadable-preprocessor"
+                f"transformers cannot read {name}: {first_line(error)}",
+                where=str(folder),
+                fix="pip install tessera-mm[hf], or download this folder again",
+                code="generation.unreadable-preprocessor",
             ) from None
 
     def _filled(self, module: nn.Module, meta: bool) -> nn.Module:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from tessera.config.reader import build
 from tessera.core.batch import Batch
+from tessera.core.task import FrozenModule
 from tessera.data.media.files import Limits
 from tessera.data.media.images import read_image, to_rgb
 from tessera.diffusion.autoencoders import VAE, Autoencoder, VaeForm
@@ -44,21 +44,6 @@ class Prepared:
     images: SampleConditions  # conditions of given images, for every sample
 
 
-@dataclass(frozen=True)
-class HostModule:
-    """Hold a frozen module in host memory; it is on the device while it is used."""
-
-    module: nn.Module
-    device: torch.device
-
-    @contextmanager
-    def use(self) -> Iterator[nn.Module]:
-        try:
-            yield self.module.to(self.device)
-        finally:
-            self.module.to("cpu")
-
-
 class Pipeline:
     """Sample with a generation model and the frozen components of a diffusers folder."""
 
@@ -79,7 +64,7 @@ class Pipeline:
         self.device, self.dtype = device, dtype
         self._experts = experts
         self._ranks = ranks
-        self._components: dict[str, HostModule] = {}
+        self._components: dict[str, FrozenModule] = {}
         self._encoders = Encoders(family, self._components, self.parts)
         self._vae_options = (False, False)
         self._scheduler = scheduler_config(folder) or {}
@@ -196,14 +181,17 @@ class Pipeline:
         options = (request.vae_tiling, request.vae_slicing)
         if VAE not in self._components or self._vae_options != options:
             vae = self.parts.autoencoder(tiling=options[0], slicing=options[1])
-            self._components[VAE], self._vae_options = HostModule(vae.eval(), self.device), options
+            self._components[VAE], self._vae_options = self._offloaded(vae), options
         for reader in self.family.captions:
             if reader.encoder not in self._components:
-                encoder = self.parts.text_encoder(reader, dtype=self.dtype).eval()
-                self._components[reader.encoder] = HostModule(encoder, self.device)
+                encoder = self.parts.text_encoder(reader, dtype=self.dtype)
+                self._components[reader.encoder] = self._offloaded(encoder)
         if self.family.image_embeds and IMAGE_ENCODER not in self._components:
-            frames = self.parts.frame_encoder(dtype=self.dtype).eval()
-            self._components[IMAGE_ENCODER] = HostModule(frames, self.device)
+            self._components[IMAGE_ENCODER] = self._offloaded(self.parts.frame_encoder(dtype=self.dtype))
+
+    def _offloaded(self, module: nn.Module) -> FrozenModule:
+        """Return a module that is on the device only while it is used."""
+        return FrozenModule(module, self.device, "offloaded")
 
     def _check_images(self, images: Sequence[Image.Image], last: Image.Image | None) -> None:
         reads, edit = self.family.images, self._encoders.edit_images
