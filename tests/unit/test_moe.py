@@ -17,9 +17,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 
 from tessera.core.batch import IGNORE, Batch, Segments
 from tessera.core.cache import CacheRow, CacheStep
-from tessera.core.outputs import ROUTER_AUX
 from tessera.models import FAMILIES
-from tessera.nn.causal_lm import LanguageModel
+from tessera.nn.causal_lm import ROUTER_AUX, LanguageModel
 from tessera.nn.moe import Balance, MoE, MoEShape, RowIds, TokenRows, balance_loss
 from tessera.ops.moe import ExpertOrder, collect_rows, expert_mlp, grouped_linear, spread_rows, weigh_choices
 from tessera.runtime.rng import generator
