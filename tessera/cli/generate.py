@@ -110,7 +110,7 @@ def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
     if not generates_media(options["model"], trust):
         _refuse(options, "this model answers in text", (*SHARED, *ANSWERS))
         if options["seed"] and not options.get("temperature"):
-            raise _without_effect("seed", "at temperature 0 the likeliest token is taken", ["--temperature"])
+            _refuse({"seed": options["seed"]}, "at temperature 0 the likeliest token is taken", ["temperature"])
         _answer(options, adapters)
         return
     _refuse(options, "this model makes images or videos", (*SHARED, *SAMPLING, *MEDIA, *LAYOUT))

@@ -20,7 +20,7 @@ from tessera.cli.data import data_app
 from tessera.cli.generate import generate
 from tessera.cli.hub import download, push
 from tessera.cli.run import Overrides, TrustFlag, check_output, check_path, write_output
-from tessera.config.extensions import extensions, find_hint
+from tessera.config.extensions import extension_names, extensions, find_hint
 from tessera.errors import TesseraError, reported
 from tessera.runtime.launcher import launcher_blamed
 from tessera.runtime.log import quiet_libraries
@@ -48,6 +48,7 @@ def _show_version(requested: bool) -> None:
 ProveOption = Annotated[
     str, typer.Option("--prove", help="auto, always or never: compare logits with those of transformers")
 ]
+_SHARDS = "".join(f"{name} (shards by rank), " for name in extension_names("tessera.weight_forms"))
 config_app = typer.Typer(help="Look at configuration.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
@@ -130,7 +131,7 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            help="run, checkpoint, adapters, LoRA file, or a folder: Hugging Face, Megatron-style, torch DCP"
+            help="run, checkpoint, adapters, LoRA file, or a folder: Hugging Face, torch DCP, shards by rank"
         ),
     ],
     target: Annotated[Path, typer.Argument(help="folder to write")],
@@ -138,18 +139,17 @@ def convert(
         str,
         typer.Option(
             "--to",
-            help="hf, original (its makers'), mm (Megatron-style shards) or dcp; with --adapters: "
-            "peft, diffusers, comfyui or kohya",
+            help=f"hf, original (its makers'), {_SHARDS}or dcp; with --adapters: peft, diffusers, comfyui or kohya",
         ),
     ] = "hf",
     layout: Annotated[
-        str | None, typer.Option("--layout", help='of mm, such as "{tp: 2, vit: [32, 0], llm: [10, 18]}"')
+        str | None, typer.Option("--layout", help='of shards by rank: "{tp: 2, vit: [32, 0], llm: [10, 18]}"')
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option("--recipe", help="of mm instead of --layout: as a run by this recipe is divided")
+        Path | None, typer.Option("--recipe", help="instead of --layout: as a run by this recipe is divided")
     ] = None,
     like: Annotated[
-        Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for mm, dcp and LoRA files")
+        Path | None, typer.Option("--like", help="Hugging Face folder with config.json, for shards, dcp and LoRA files")
     ] = None,
     prefix: Annotated[
         str, typer.Option("--prefix", help="what names in a DCP folder begin with, such as model.; others are left out")
@@ -183,7 +183,7 @@ def convert(
         written = run(
             source,
             target,
-            to=to,  # type: ignore[arg-type]  # it is checked there
+            to=to,
             layout=None if layout is None else parse_yaml(layout, "--layout"),
             recipe=recipe,
             like=like,

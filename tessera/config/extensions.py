@@ -8,7 +8,7 @@
 | `tessera.recipe_files` | recipe key | `(recipe) -> recipe`: replace the key by the settings of the file it names |
 | `tessera.key_hints` | any | `(key, value, allowed) -> KeyHint or None`: what to write instead of an unknown key |
 | `tessera.module_names` | any | `(model) -> {name: paths}`: other names of modules, for patterns that match no path |
-| `tessera.megatron_forms` | model family | `(config) -> MegatronForm`: its tensors in files of Megatron-style ranks |
+| `tessera.weight_forms` | word of `convert --to` | a `tessera.checkpoint.weight_forms.WeightForm` |
 
 A package declares them in its `pyproject.toml`, and an installer stores them as metadata. A source tree on the import
 path has no metadata: the `pyproject.toml` beside this package replaces it. Entry points of a package that cannot be
@@ -33,6 +33,11 @@ def extension(group: str, name: str) -> Any | None:
     """Import the object that a package adds under this name; None if no package does."""
     point = _entry_points(group).get(name)
     return None if point is None else _imported(point)
+
+
+def extension_names(group: str) -> list[str]:
+    """Return the names in a group. No package is imported."""
+    return list(_entry_points(group))
 
 
 def extensions(group: str) -> list[Any]:

@@ -109,7 +109,7 @@ class ModelSection(Section):
         "folder again if it is gone",
     )
     weights: Path | None = Field(
-        None, description="initial weights in another form than `path`: Megatron-style shards, or a torch DCP folder"
+        None, description="initial weights in another form than `path`: shards by rank, or a torch DCP folder"
     )
     tokenizer: Path | None = Field(None, description="folder with tokenizer.json, when `path` is not given")
     config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")

@@ -52,7 +52,6 @@ from tessera.runtime import device as devices
 from tessera.runtime.distributed import environment_ranks, rank_on_machine
 from tessera.weights.layouts import detect_layout, folder_layout, pipeline_folder
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import megatron_form_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RUN_CONFIG = "config.yaml"
@@ -131,8 +130,8 @@ def load(
 
     `base`: where `path` is one of adapters, the folder of the model that they belong to, if they do not name it.
 
-    `shards`: Megatron-style shards or a torch DCP folder, whose weights are read in place of those of the Hugging Face
-    folder `path`.
+    `shards`: a torch DCP folder, or shards by rank, whose weights are read in place of those of the Hugging Face folder
+    `path`.
 
     `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that one device does not hold. Every rank of a
     process group calls this, and then everything else, together and with the same prompts; all get the answers.
@@ -251,10 +250,9 @@ def _fill_weights(
                 "shards belong to a Hugging Face folder",
                 where=str(folder),
                 fix="name that folder",
-                code="megatron.shards-without-folder",
+                code="weights.shards-without-folder",
             )
-        megatron = megatron_form_of(meta.spec.name, meta.config)
-        fill_from_form(shards, tensors, meta.weights, megatron, meta.shapes, meta.tied)
+        fill_from_form(shards, tensors, meta.weights, meta.spec.name, meta.config, meta.shapes, meta.tied)
     else:
         fill_from(folder, tensors, meta.weights, meta.tied, expected, base=section.path)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +14,10 @@ from torch import nn
 from tessera.checkpoint.files import Fault, no_fault
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm, native_shapes
 from tessera.checkpoint.legacy.dcp import plan_dcp
-from tessera.checkpoint.legacy.forms import DcpFolder, MegatronFolder
-from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
+from tessera.checkpoint.legacy.forms import DcpFolder
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.state import model_tensors, tied_names
+from tessera.checkpoint.weight_forms import ModelForm, weight_form
 from tessera.checkpoint.weights import check_config_numbers
 from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.reader import Section
@@ -31,13 +31,12 @@ from tessera.inference.trained import open_trained
 from tessera.inference.weight_source import float32_names
 from tessera.models import build_on_meta, resolve
 from tessera.tools.folder_target import hf_target, original_target
-from tessera.tools.shard_layout import Recipe, layout_of_recipe
 from tessera.weights.file_plan import FolderPlan
 from tessera.weights.layouts import folder_layout
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 
-Form = Literal["hf", "original", "mm", "dcp"]
+Recipe = str | Path | Mapping[str, Any]
+FORMS = ("hf", "original", "dcp")  # and those that other packages add
 
 
 def check_apart(target: Path, *sources: str | Path | None) -> None:
@@ -57,9 +56,9 @@ class ConversionJob:
     """Describe one conversion between folders."""
 
     source: Path
-    form: Form | None  # of the source; None: a run, a checkpoint or adapters
+    form: str | None  # of the source; None: a run, a checkpoint or adapters
     target: Path
-    to: Form
+    to: str
     prefix: str = ""
     overwrite: bool = False
     prove: Prove = "auto"
@@ -69,8 +68,8 @@ class ConversionJob:
     jobs: int | None = None
     dtype: torch.dtype | None = None  # of a Hugging Face folder that is written anew; None: as stored
     trained: FoundModel | None = None
-    layout: MegatronLayout = field(default_factory=MegatronLayout)
-    source_layout: MegatronLayout | None = None
+    layout: Any = None  # of an added form, parsed by it
+    source_layout: Any = None  # the source is checked to have it
     fault: Fault = no_fault
 
 
@@ -106,15 +105,13 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
             where=str(job.source),
             code="model.no-hf-form",
         )
-    shards = (
-        megatron_form(spec, config, "--like" if job.form == "mm" else "--to mm") if "mm" in (job.form, job.to) else None
-    )
-    if shards is not None and job.recipe is not None:
-        job.layout = layout_of_recipe(job.recipe, model.section, shards)
+    stored_form, target_form = _model_form(job.form, model, "--like"), _model_form(job.to, model, f"--to {job.to}")
+    if target_form is not None and job.recipe is not None:
+        job.layout = target_form.layout_of(job.recipe, model.section)
     tensors = model_tensors(module)
     shapes, tied = native_shapes(tensors), tied_names(module)
     types = {} if job.dtype is None else _types(module, spec.main.plan(config).float32, job.dtype)
-    stored = _source(job, model, module, shards)
+    stored = _source(job, model, module, stored_form)
     stored.check_copies(hub)
     with NativeTensors(stored, hub, shapes, tied, types) as native:
         native.check_kinds(tensors)
@@ -124,24 +121,22 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
             target = replace(_folder_target(job, model, hub, native), tied=tied)
             write = folder_job(native, target, hub, spec, config, base=base, prove=job.prove)
         else:
-            table = shards.weights if shards is not None and job.to == "mm" else hub
-            plan = _plan_shards(job, shards, native, table)
+            table = hub if target_form is None else target_form.weights
+            plan = _plan(job, target_form, native, table)
 
             def reopen(folder: Path) -> NativeTensors:
-                return NativeTensors(_open(folder, job.to, job.prefix, shards, None), hub, shapes, tied)
+                return NativeTensors(_open(folder, job.to, job.prefix, target_form, None), hub, shapes, tied)
 
             write = WriteJob(native, table, plan, reopen)
         write = replace(write, origin=made_from(job.to, job.source), overwrite=job.overwrite)
         write_weights(job.target, replace(write, jobs=job.jobs, fault=job.fault))
 
 
-def _plan_shards(
-    job: ConversionJob, shards: MegatronForm | None, native: NativeTensors, table: WeightMap
-) -> FolderPlan:
-    """Plan Megatron-style shards, or a DCP folder."""
+def _plan(job: ConversionJob, form: ModelForm | None, native: NativeTensors, table: WeightMap) -> FolderPlan:
+    """Plan a folder of an added form, or a DCP folder."""
     tensors = {name: plan for group in native.groups(table) for name, plan in group.foreign.items()}
-    if shards is not None and job.to == "mm":
-        return plan_megatron(shards, job.layout, tensors, str(job.target))
+    if form is not None:
+        return form.plan(tensors, job.layout, str(job.target))
     return plan_dcp(tensors, job.prefix)
 
 
@@ -168,28 +163,32 @@ def _folder_target(job: ConversionJob, model: ConvertedModel, hub: WeightMap, na
     return target if job.quantize is None else quantized_target(target, hub, job.quantize, blanks, str(job.source))
 
 
-def _open(
-    folder: Path, form: Form, prefix: str, shards: MegatronForm | None, layout: MegatronLayout | None
-) -> StoredForm:
-    if shards is not None and form == "mm":
-        return MegatronFolder(folder, shards, layout)
-    return SafetensorsForm(folder) if form in ("hf", "original") else DcpFolder(folder, prefix)
+def _open(folder: Path, name: str, prefix: str, form: ModelForm | None, layout: Any) -> StoredForm:
+    if form is not None:
+        return form.open(folder, layout)
+    return SafetensorsForm(folder) if name in ("hf", "original") else DcpFolder(folder, prefix)
 
 
-def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, shards: MegatronForm | None) -> StoredForm:
+def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, form: ModelForm | None) -> StoredForm:
     """Open the source."""
     if job.form is not None:
-        return _open(job.source, job.form, job.prefix, shards, job.source_layout)
+        return _open(job.source, job.form, job.prefix, form, job.source_layout)
     assert job.trained is not None
     return open_trained(job.source, job.trained, model.spec, model.config, module)
 
 
-def megatron_form(spec: ModelSpec, config: Section, where: str = "--to mm") -> MegatronForm:
-    """Return how a family keeps Megatron-style shards, or raise if it does not."""
-    form = megatron_form_of(spec.name, config)
+def _model_form(name: str | None, model: ConvertedModel, where: str) -> ModelForm | None:
+    """Return how an added form stores a model; None for the forms of this package. Raise if it cannot store it."""
+    form = weight_form(name)
     if form is None:
+        return None
+    stored = form.of_model(model.spec.name, model.config)
+    if stored is None:
         fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
         raise TesseraError(
-            f"the family {spec.name} has no Megatron-style form", where=where, fix=fix, code="megatron.no-form"
+            f"the family {model.spec.name} has no form {name}",
+            where=where,
+            fix=fix,
+            code="weights.form-without-family",
         )
-    return form
+    return stored

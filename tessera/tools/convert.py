@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from tessera.checkpoint.legacy.dcp import METADATA
-from tessera.checkpoint.legacy.forms import weights_folder
-from tessera.checkpoint.legacy.megatron import FILE as SHARD_FILE
-from tessera.checkpoint.legacy.megatron import LATEST, is_megatron_folder
 from tessera.checkpoint.publish import made_from
+from tessera.checkpoint.weight_forms import GROUP, described_forms, detect_form, weight_form, weights_folder
+from tessera.config.extensions import extension_names
 from tessera.config.run_config import AdapterForm
 from tessera.config.trust import Trust
 from tessera.core.outputs import REWARDS
@@ -27,8 +26,7 @@ from tessera.inference.proof import Prove, check_choice
 from tessera.inference.weight_source import origin_of
 from tessera.lora.exchange import is_adapters
 from tessera.lora.export import save_adapters
-from tessera.tools.conversion import ConversionJob, ConvertedModel, Form, check_apart, convert_folder
-from tessera.tools.shard_layout import Recipe, parse_layout
+from tessera.tools.conversion import FORMS, ConversionJob, ConvertedModel, Recipe, check_apart, convert_folder
 from tessera.weights.layouts import CONFIG_FILE, detect_layout
 
 
@@ -36,7 +34,7 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
-    to: Form | AdapterForm = "hf",
+    to: str = "hf",
     layout: Mapping[str, Any] | None = None,
     recipe: Recipe | None = None,
     like: str | Path | None = None,
@@ -52,11 +50,11 @@ def convert(
 ) -> Path:
     """Write a model in another form and return the folder.
 
-    `to`: "hf", "original" (the form of `like`, or of the original checkpoint that it began from), "mm"
-    (Megatron-style shards, divided by `layout`: tp, ep, and lists of layers for vit and llm; or as a run by
-    `recipe` would divide the model), or "dcp" (torch.distributed.checkpoint). `like`: the folder with the configuration
-    and the side files, for forms that have none. `source_layout`: what the layout of shards to read must be, if it is
-    to be checked. `prefix`: stands before the names in a DCP folder.
+    `to`: "hf", "original" (the form of `like`, or of the original checkpoint that it began from), "dcp"
+    (torch.distributed.checkpoint), or a form that another package adds. Shards of an added form are divided by `layout`
+    (tp, ep, and lists of layers for vit and llm), or as a run by `recipe` would divide the model.
+    `like`: the folder with the configuration and the side files, for forms that have none. `source_layout`: what
+    the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
     `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
     decoder are written in eight bits, as vLLM serves them. `jobs`: threads that convert between folders; by default two
     more than processors, and at most 8.
@@ -81,19 +79,22 @@ def convert(
         raise TesseraError(
             f"{to} is a form of adapters", where="--to", fix=f"--adapters --to {to}", code="adapter.form-of-adapters"
         )
-    if to not in get_args(Form):
+    added = extension_names(GROUP)
+    forms = [*FORMS, *added]
+    if to not in forms:
         raise TesseraError(
             f"no such form: {to!r}",
             where="--to",
-            allowed=get_args(Form),
-            nearest=nearest(to, get_args(Form)),
+            allowed=forms,
+            nearest=nearest(to, forms),
+            fix=f"name one of these, or install the package that adds it (entry points of {GROUP})",
             code="output.unknown-form",
         )
     for option, value in (("--layout", layout), ("--recipe", recipe)):
-        if value is not None and to != "mm":
-            raise TesseraError(
-                "only Megatron-style shards have a layout", where=option, fix="--to mm", code="layout.not-for-this-form"
-            )
+        if value is not None and to not in added:
+            fix = " or ".join(f"--to {name}" for name in added) or "leave it out"
+            what = f"{to} is not divided over ranks"
+            raise TesseraError(what, where=option, fix=fix, code="layout.not-for-this-form")
     if layout is not None and recipe is not None:
         raise TesseraError(
             "a layout and a recipe both divide the model", where="--recipe", fix="give one", code="layout.given-twice"
@@ -109,8 +110,10 @@ def convert(
         raise TesseraError(why, where="--dtype", fix="leave it out", code="output.option-without-effect")
     pattern = None if like is None else Path(like)
     job = ConversionJob(source, form, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
-    job.layout = parse_layout({} if layout is None else layout)
-    job.source_layout = None if source_layout is None else parse_layout(source_layout)
+    if (written := weight_form(to)) is not None:
+        job.layout = written.parse_layout({} if layout is None else layout)
+    if (stored := weight_form(form)) is not None and source_layout is not None:
+        job.source_layout = stored.parse_layout(source_layout)
     if form is None:
         job.trained = find_model(source, dtype, trust, pattern if is_adapters(source) else None)
         convert_folder(job, ConvertedModel.of(job.trained.section))
@@ -120,25 +123,23 @@ def convert(
     return target
 
 
-def _form_of(source: Path) -> Form | None:
+def _form_of(source: Path) -> str | None:
     """Return the form of a folder of weights; None for runs, checkpoints and adapters."""
-    if is_megatron_folder(source):
-        return "mm"
+    if (added := detect_form(source)) is not None:
+        return added
     if (source / METADATA).is_file():
         return "dcp"
-    if source.is_file() and source.name == SHARD_FILE:
+    above = next((str(folder) for folder in source.absolute().parents[:3] if detect_form(folder)), None)
+    if source.is_file() and above is not None:
         raise TesseraError(
-            f"this is one file of several: {source}",
-            fix=f"name the folder that holds {LATEST}",
-            code="megatron.file-of-several",
+            f"this is one file of several: {source}", fix=f"name {above}", code="weights.file-of-several"
         )
     try:
         return "hf" if origin_of(source) == "folder" else None
     except TesseraError as error:
         if not error.allowed:
             raise
-        above = next((str(one) for one in source.absolute().parents[:2] if is_megatron_folder(one)), None)
-        more = [f"Megatron-style shards ({LATEST})", f"a torch DCP folder ({METADATA})"]
+        more = [*described_forms(), f"a torch DCP folder ({METADATA})"]
         raise TesseraError(
             error.what,
             where=error.where,
@@ -148,7 +149,7 @@ def _form_of(source: Path) -> Form | None:
         ) from None
 
 
-def _check_used(form: Form | None, to: Form, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
+def _check_used(form: str | None, to: str, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
     """Refuse options that would change nothing, and those that cannot be meant."""
     if jobs is not None and jobs < 1:
         raise TesseraError(
@@ -174,7 +175,7 @@ def _check_used(form: Form | None, to: Form, like: Path | None, prefix: str, pro
             raise TesseraError(why, where=option, fix="leave it out", code="output.option-without-effect")
 
 
-def _described(source: Path, form: Form, like: Path | None) -> Path:
+def _described(source: Path, form: str, like: Path | None) -> Path:
     """Return the Hugging Face folder with the configuration of a folder's model."""
     if form == "hf" or (like is None and detect_layout(source) is not None):
         return source

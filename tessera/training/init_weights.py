@@ -27,7 +27,6 @@ from tessera.models import fresh_names
 from tessera.parallel.apply import initialize, start_parameters, start_tensors
 from tessera.training.adapter_start import start_from_weights
 from tessera.training.setup import ModelSetup
-from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 
 
 def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
@@ -35,7 +34,7 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
     path, weight_map = config.model.path, setup.spec.main.weight_map(setup.config)
     if config.model.weights is not None and weight_map is not None:
         shapes = _file_shapes(setup)
-        with open_form(config.model.weights, _shards(setup), weight_map, shapes) as stored:
+        with open_form(config.model.weights, setup.spec.name, setup.config, weight_map, shapes) as stored:
             NativeTensors(stored, weight_map, shapes, tied_names(setup.module))
         return
     # Quantized layers are read one by one, later.
@@ -129,7 +128,8 @@ def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Ca
             fill_from(config.model.path, tensors, weight_map, tied, names)
             return
         assert weight_map is not None, "a model with a folder has a weight map"
-        fill_from_form(config.model.weights, tensors, weight_map, _shards(setup), _file_shapes(setup), tied)
+        family, shapes = setup.spec.name, _file_shapes(setup)
+        fill_from_form(config.model.weights, tensors, weight_map, family, setup.config, shapes, tied)
 
     return read
 
@@ -155,10 +155,6 @@ def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:
 def _layer_shape(layer: nn.Module) -> tuple[int, int]:
     assert isinstance(layer, QuantizedLoraLinear)
     return layer.out_features, layer.in_features
-
-
-def _shards(setup: ModelSetup) -> MegatronForm | None:
-    return megatron_form_of(setup.spec.name, setup.config)
 
 
 def _quantizes(setup: ModelSetup) -> bool:

@@ -21,9 +21,9 @@ from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.forms import NativeTensors, SafetensorsForm, StoredForm
 from tessera.checkpoint.hf import plan_folder
 from tessera.checkpoint.legacy.dcp import plan_dcp
-from tessera.checkpoint.legacy.forms import EXPERT, DcpFolder, weights_folder
-from tessera.checkpoint.legacy.megatron import LATEST
+from tessera.checkpoint.legacy.forms import EXPERT, DcpFolder
 from tessera.checkpoint.publish import made_from
+from tessera.checkpoint.weight_forms import weights_folder
 from tessera.checkpoint.weights import add_product
 from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.reader import read_mapping
@@ -36,6 +36,7 @@ from tessera.tools.conversion import check_apart
 from tessera.weights.file_plan import FilePlan, PlannedTensor
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import Identity, Operation, Reshape, shape_of
+from tessera_compat.shards.files import LATEST
 
 JOB = "model."  # names of a job's model begin so, before every other prefix
 _MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")

@@ -9,7 +9,6 @@ from typing import Any
 
 from tessera.checkpoint.files import MANIFEST, Entry, SafetensorsFile, storage_order
 from tessera.checkpoint.forms import SafetensorsForm
-from tessera.checkpoint.legacy.megatron import MegatronLayout, check_layout, plan_megatron, read_megatron
 from tessera.checkpoint.publish import made_from, publish
 from tessera.checkpoint.writer import PlannedFolder
 from tessera.config.run_config import ModelSection
@@ -17,13 +16,15 @@ from tessera.errors import TesseraError, nearest
 from tessera.inference.weight_source import run_exists
 from tessera.lora.peft import CONFIG, WEIGHTS, is_adapter_folder
 from tessera.models import FAMILIES, is_original, resolve
-from tessera.tools.conversion import Form, check_apart
+from tessera.tools.conversion import check_apart
 from tessera.tools.convert import convert
-from tessera.tools.shard_layout import parse_layout
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.megatron_form import COLUMNS, ROWS, MegatronForm, megatron_form_of
 from tessera.weights.rows import TensorRows
-from tessera_compat.mindspeed_mm.resplit import resplit
+from tessera_compat.shards.files import plan_megatron, read_megatron
+from tessera_compat.shards.form import COLUMNS, ROWS, MegatronForm
+from tessera_compat.shards.layout import MegatronLayout, check_layout, parse_layout
+from tessera_compat.shards.resplit import resplit
+from tessera_compat.shards.weight_form import FAMILIES as FORMS
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TEXT = "text_decoder.decoder.layers.{i}."
@@ -49,7 +50,7 @@ def is_run(folder: Path) -> bool:
     return run_exists(folder) or (folder / MANIFEST).is_file()
 
 
-def form_like(folder: Path) -> Form:
+def form_like(folder: Path) -> str:
     """Return the form of a Hugging Face folder: transformers' or the original one."""
     return "original" if any(is_original(FAMILIES.get(name), folder) for name in FAMILIES.names()) else "hf"
 
@@ -65,9 +66,7 @@ def resplit_mm(family: str, options: Options) -> Path:
 
 def _form_of(model: ModelSection) -> MegatronForm:
     spec, config = resolve(model)
-    form = megatron_form_of(spec.name, config)
-    assert form is not None, "each converter is for a family with such a form"
-    return form
+    return FORMS[spec.name](config)
 
 
 def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron, read_megatron, stored_layout
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.checkpoint.publish import made_from, publish
 from tessera.checkpoint.writer import PlannedFolder
@@ -21,13 +20,15 @@ from tessera.errors import TesseraError, first_line, nearest
 from tessera.models import resolve
 from tessera.tools.conversion import check_apart
 from tessera.tools.convert import convert
-from tessera.tools.shard_layout import parse_layout
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm, megatron_form_of
 from tessera.weights.rows import TensorRows
 from tessera_compat.mindspeed_mm.convert_shards import is_run
-from tessera_compat.mindspeed_mm.resplit import resplit
+from tessera_compat.shards.files import CLASSES, plan_megatron, read_megatron, stored_layout
+from tessera_compat.shards.form import MegatronForm
+from tessera_compat.shards.layout import MegatronLayout, parse_layout
+from tessera_compat.shards.resplit import resplit
+from tessera_compat.shards.weight_form import FAMILIES as FORMS
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TARGET = "target_parallel_config."
@@ -105,9 +106,7 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
 def _form(family: str) -> MegatronForm:
     """Return the form of a family. Only its names are used: sizes come from the source."""
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
-    form = megatron_form_of(spec.name, config)
-    assert form is not None, "each converter is for a family with such a form"
-    return form
+    return FORMS[spec.name](config)
 
 
 def _check_version(options: Options) -> None:
@@ -197,7 +196,7 @@ def _source_tensors(path: Path) -> Tensors:
             fix="name a .pt or .safetensors file",
             code="job.file-missing",
         )
-    content = read_torch_file(path)
+    content = read_torch_file(path, CLASSES)
     content = content.get("module", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not any(isinstance(one, StoredTensor) for one in content.values()):
         raise TesseraError(

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World, sum_over_ranks
 from tessera_compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, mean_reports
+from tessera_compat.shards.files import LATEST
 
 
 class IterationLog(Callback):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.legacy.dcp import METADATA
-from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.config.run_config import NAME_PATTERN, ModelSection
 from tessera.errors import TesseraError, nearest
 from tessera.models import resolve
@@ -17,6 +16,7 @@ from tessera_compat.mindspeed_mm.fsdp2_file import read_fsdp2_file
 from tessera_compat.mindspeed_mm.model_json import COMPARED, TEXT, VISION, ModelFile
 from tessera_compat.mindspeed_mm.module_names import VISION_LANGUAGE_NAMES
 from tessera_compat.mindspeed_mm.report import JobReport, part_of, put
+from tessera_compat.shards.files import LATEST
 
 KEEP_ALL = 10**6  # checkpoints
 COMMAND_LINE = "command line"

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.parallel.engine import SimpleEngine
 from tessera.runtime.files import read_metrics
 from tessera_compat import state
@@ -25,6 +24,7 @@ from tessera_compat.mindspeed_mm.arguments import parse_args
 from tessera_compat.mindspeed_mm.callback_recipe import callback_recipe
 from tessera_compat.mindspeed_mm.forward_step import ForwardStepTask, MicroBatch, mean_reports
 from tessera_compat.mindspeed_mm.training import pretrain
+from tessera_compat.shards.files import LATEST
 from tests.close import rounding
 from tests.errors import raises
 from tests.toys import pretrain_parts as toy

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import tessera
-from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.runtime.files import read_metrics
 from tessera_compat import state
 from tessera_compat.mindspeed_mm import training
 from tessera_compat.mindspeed_mm.forward_step import MicroBatch
 from tessera_compat.served import serving
+from tessera_compat.shards.files import LATEST
 from tests.close import assert_as_close
 from tests.compat.test_parallel_fsdp2_file import EXAMPLE
 from tests.dist.spawn import run_ranks

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 import tessera
 from tessera.checkpoint.legacy.dcp import read_dcp
-from tessera.checkpoint.legacy.megatron import MegatronLayout, read_megatron
 from tessera.cli.main import app
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
 from tessera.models import resolve
-from tessera.tools.shard_layout import layout_of_recipe
-from tessera.weights.megatron_form import MegatronForm, megatron_form_of
+from tessera_compat.shards.files import read_megatron
+from tessera_compat.shards.form import MegatronForm
+from tessera_compat.shards.layout import MegatronLayout, layout_of_recipe
+from tessera_compat.shards.weight_form import FAMILIES
 from tests.errors import raises
 from tests.toys.chat_set import chat_recipe, write_chat_set
 
@@ -152,9 +153,7 @@ def recipe_of(folder: Path, **parallel: Any) -> dict[str, Any]:
 
 def form_of(model: ModelSection) -> MegatronForm:
     spec, config = resolve(model)
-    form = megatron_form_of(spec.name, config)
-    assert form is not None
-    return form
+    return FAMILIES[spec.name](config)
 
 
 def layout_of(folder: Path, target: Path) -> MegatronLayout:
@@ -195,7 +194,7 @@ def test_recipes_that_shards_cannot_follow_are_refused(folder: Path, tmp_path: P
     ("words", "said"),
     [
         (["--to", "dpc"], "dcp"),
-        (["--to", "hf", "--recipe", "r.yaml"], "only Megatron-style"),
+        (["--to", "hf", "--recipe", "r.yaml"], "not divided over ranks"),
         (["--to", "mm", "--recipe", "missing.yaml"], "missing.yaml"),
         (["--to", "dcp", "--dtype", "float32"], "keeps its type"),
         (["--to", "mm", "--adapters"], "adapters have no form"),
@@ -235,7 +234,7 @@ def test_a_part_of_shards_leads_to_the_whole(folder: Path, tmp_path: Path) -> No
         with raises("weights.no-model-here") as told:
             tessera.convert(part, tmp_path / "out", like=folder)
         assert told.value.fix == f"name {tmp_path / 'mm'}"
-    with raises("megatron.file-of-several") as told:
+    with raises("weights.file-of-several") as told:
         tessera.convert(rank / "model_optim_rng.pt", tmp_path / "out", like=folder)
     with raises("weights.no-config-file", "config.json"):
         tessera.compare(tmp_path / "mm")

@@ -14,11 +14,11 @@ from small_folders import small_folder
 
 import tessera
 from tessera.checkpoint import writer
-from tessera.checkpoint.legacy.megatron import LATEST
 from tessera.checkpoint.writer import PlannedFolder
 from tessera.errors import TesseraError
-from tessera.weights.megatron_form import EvenSplit
-from tessera_compat.mindspeed_mm.resplit import resplit
+from tessera_compat.shards.files import LATEST
+from tessera_compat.shards.form import EvenSplit
+from tessera_compat.shards.resplit import resplit
 from tests.errors import raises
 
 # Layers of the small models: 2 or 3 vision, 2 text. Stages without layers of a part are allowed.

@@ -23,8 +23,8 @@ from tessera.parallel.mesh import Mesh
 from tessera.training.init_weights import initial_weights
 from tessera.training.setup import ModelSetup, build_meta_model
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import megatron_form_of
 from tessera.weights.operations import can_read_boxes
+from tessera_compat.shards.weight_form import FAMILIES
 from tests.dist.spawn import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -82,9 +82,7 @@ def load(rank: int, world: int, folder: str, parallel: dict[str, Any], form: str
 
 def weight_map(setup: ModelSetup, form: str) -> WeightMap:
     if form == "mm":
-        shards = megatron_form_of(setup.spec.name, setup.config)
-        assert shards is not None
-        return shards.weights
+        return FAMILIES[setup.spec.name](setup.config).weights
     weight_map = setup.spec.main.weight_map(setup.config)
     assert weight_map is not None
     return weight_map

@@ -11,7 +11,7 @@ from pathlib import Path
 from tessera.checkpoint.files import no_fault
 from tessera.inference.load import find_model
 from tessera.tools.conversion import ConversionJob, ConvertedModel, convert_folder
-from tessera.tools.shard_layout import parse_layout
+from tessera_compat.shards.layout import parse_layout
 
 
 def convert(source: Path, target: Path, fault: Callable[[str], None] = no_fault, kind: str = "mm") -> None:

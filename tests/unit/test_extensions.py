@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import tessera
+from tessera.checkpoint.weight_forms import detect_form
 from tessera.config import extensions as module
 from tessera.config.extensions import extension, extensions
 from tessera.config.run_config import load_config
-from tessera.weights.megatron_form import megatron_form_of
 from tests.errors import raises
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -75,10 +76,12 @@ def test_the_groups_of_this_tree_are_those_that_the_library_reads() -> None:
     assert module.__doc__.count("| `tessera.") == len(GROUPS)
 
 
-def test_the_library_works_without_the_other_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_works_without_the_other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tessera_compat", None)  # as if it were not installed
     assert [extensions(group) for group in GROUPS] == [[]] * len(GROUPS)
-    assert megatron_form_of("qwen2_vl", None) is None
+    assert detect_form(Path("shards")) is None
+    with raises("output.unknown-form", "tessera.weight_forms"):
+        tessera.convert(tmp_path, tmp_path / "target", to="mm")
     recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "train": {"steps": 1}}
     with raises("recipe.no-reader-installed", "parallel.fsdp2_config"):
         load_config({**recipe, "parallel": {"fsdp2_config": "fsdp2_config.yaml"}})

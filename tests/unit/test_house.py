@@ -301,10 +301,14 @@ def test_a_planted_mention_of_the_second_package_is_found() -> None:
 
 
 def test_the_library_knows_no_other_trainer() -> None:
-    """Megatron-style shards are a file format; what jobs of MindSpeed-MM call things is in `tessera_compat`."""
-    classes_in_pickles = PACKAGE / "checkpoint" / "legacy" / "torch_files.py"
-    others = [path for path in PACKAGE.rglob("*.py") if path != classes_in_pickles]
-    assert [str(path) for path in others if "mindspeed" in path.read_text(encoding="utf-8").lower()] == []
+    """Names, files and flags of other trainers are in `tessera_compat`."""
+    names = re.compile(r"megatron|mindspeed|mcore", re.IGNORECASE)
+    presets = {  # `parallel.backend: megatron` is a word of recipes
+        PACKAGE / "config" / "parallel.py",
+        PACKAGE / "parallel" / "make_plan.py",
+    }
+    others = [path for path in PACKAGE.rglob("*.py") if path not in presets]
+    assert [str(path) for path in others if names.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_parallel_names_no_modality() -> None:

@@ -21,7 +21,6 @@ from tessera.checkpoint import hf
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.weights import TensorSource, fill
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.megatron_form import EvenSplit
 from tessera.weights.operations import (
     ByBox,
     Concat,
@@ -38,6 +37,7 @@ from tessera.weights.operations import (
     shape_of,
 )
 from tessera.weights.rows import TensorRows
+from tessera_compat.shards.form import EvenSplit
 
 OPERATIONS: dict[str, tuple[Operation, list[tuple[int, ...]]]] = {
     "same": (Identity(), [(6, 8)]),

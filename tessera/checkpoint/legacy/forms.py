@@ -1,4 +1,4 @@
-"""Forms of weights beside Hugging Face folders: Megatron-style shards, and torch.distributed.checkpoint (DCP).
+"""Read weights from folders of torch.distributed.checkpoint (DCP), and open weights of any form but Hugging Face's.
 
 A job with FSDP2 stores its model in a DCP folder under prefixes: `model.`, and those of its wrappers. Stacked experts
 have lost their first dimension, or the matrices of all experts of a layer are one tensor, transposed. Nothing in the
@@ -20,50 +20,16 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import box_slices
 from tessera.checkpoint.forms import NativeTensors, StoredForm
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
-from tessera.checkpoint.legacy.megatron import (
-    MegatronLayout,
-    MegatronTensor,
-    is_megatron_folder,
-    newest_iteration,
-    read_megatron,
-)
-from tessera.checkpoint.weights import check_copy
+from tessera.checkpoint.weight_forms import described_forms, detect_form, weight_form, weights_folder
+from tessera.config.reader import Section
 from tessera.errors import TesseraError, nearest
 from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.file_plan import PlannedTensor
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
 from tessera.weights.rows import TensorRows
 
 Shape = tuple[int, ...]
-
-
-class MegatronFolder(StoredForm):
-    """Read the rank files of a Megatron-style job as unsharded tensors."""
-
-    def __init__(self, folder: Path, form: MegatronForm, layout: MegatronLayout | None = None) -> None:
-        self.where = str(folder)
-        self.weight_map = form.weights
-        self._tensors, self.layout = read_megatron(folder, form, layout)
-        self._tables: dict[str, MegatronTensor] = {}  # of a tied model in a pipeline: the last stage has a copy
-        if form.tied and form.table in self._tensors and form.head in self._tensors:
-            self._tables = {form.head: self._tensors.pop(form.head), form.table: self._tensors[form.table]}
-
-    def tensors(self) -> Mapping[str, PlannedTensor]:
-        return {name: PlannedTensor(tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
-
-    def check_copies(self, weight_map: WeightMap) -> None:
-        if self._tables:
-            head, table = self._tables
-            shapes = {name: tensor.shape for name, tensor in self._tables.items()}
-            check_copy(head, table, shapes, lambda name, *box: self._tables[name].read(*box), self.where)
-
-    def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        return self._tensors[name].read(offsets, sizes)
-
-    def read_rows(self, name: str) -> TensorRows:
-        return self._tensors[name].read_rows()
 
 
 class DcpFolder(StoredForm):
@@ -204,16 +170,7 @@ class JobFolder(StoredForm):
 # ---------------------------------------------------------------------------------------------- opening
 
 
-def weights_folder(folder: Path) -> Path:
-    """Return the folder that holds the files: a job that keeps DCP folders has one for each iteration."""
-    if is_megatron_folder(folder):
-        inner = newest_iteration(folder)
-        if (inner / METADATA).is_file() and not inner.is_symlink():
-            return inner
-    return folder
-
-
-def check_dcp(folder: Path, other: str = "") -> None:
+def check_dcp(folder: Path, other: Sequence[str] = ()) -> None:
     """Raise unless a folder is one of torch.distributed.checkpoint. `other`: what else it could have been."""
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
@@ -223,7 +180,7 @@ def check_dcp(folder: Path, other: str = "") -> None:
         )
     if not (folder / METADATA).is_file():
         raise TesseraError(
-            f"here is {'neither ' + other + ' nor' if other else 'not'} a torch DCP folder ({METADATA})",
+            f"here is {'neither ' + ', '.join(other) + ' nor' if other else 'not'} a torch DCP folder ({METADATA})",
             where=str(folder),
             fix="a Hugging Face folder, a run or a checkpoint is named by model.path alone" if other else None,
             code="checkpoint.not-dcp-folder",
@@ -231,18 +188,24 @@ def check_dcp(folder: Path, other: str = "") -> None:
 
 
 def open_form(
-    folder: Path, shards: MegatronForm | None, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]
+    folder: Path, family: str, config: Section, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]
 ) -> StoredForm:
-    """Open Megatron-style shards or a DCP folder, whichever it is. `shards`: how the family keeps such shards;
-    `shapes`: of all native tensors."""
+    """Open the weights of a configured model: a torch DCP folder, or a form that another package adds.
+
+    `shapes`: of all native tensors.
+    """
     folder = weights_folder(folder)
-    if is_megatron_folder(folder):
-        if shards is None:
+    name = detect_form(folder)
+    if (form := weight_form(name)) is not None:
+        model = form.of_model(family, config)
+        if model is None:
             raise TesseraError(
-                "this family has no Megatron-style form", where=str(folder), code="megatron.unsupported-family"
+                f"weights of the form {name} are not read for family {family}",
+                where=str(folder),
+                code="weights.form-without-family",
             )
-        return MegatronFolder(folder, shards)
-    check_dcp(folder, "Megatron-style shards")
+        return model.open(folder)
+    check_dcp(folder, described_forms())
     return JobFolder(folder, weight_map, shapes)
 
 
@@ -250,7 +213,8 @@ def fill_from_form(
     folder: Path,
     tensors: Mapping[str, Tensor],
     weight_map: WeightMap,
-    shards: MegatronForm | None,
+    family: str,
+    config: Section,
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
 ) -> None:
@@ -260,7 +224,7 @@ def fill_from_form(
     """
 
     def work() -> None:
-        with open_form(folder, shards, weight_map, shapes) as stored:
+        with open_form(folder, family, config, weight_map, shapes) as stored:
             native = NativeTensors(stored, weight_map, shapes, tied)
             if Ranks.current().rank == 0:
                 stored.check_copies(weight_map)

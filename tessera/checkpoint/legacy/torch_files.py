@@ -52,7 +52,7 @@ _ENCODE = Name("_codecs", "encode")
 # Objects that training jobs store beside the weights. They are described and never built.
 _BESIDE = (
     *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "builtins.set", "__builtin__.set"),
-    *("numpy.", "torch.", "collections.", "megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm."),
+    *("numpy.", "torch.", "collections."),
 )
 _NEVER = ("torch.hub", "torch.utils.cpp", "torch.load", "torch.jit", "numpy.load", "numpy.f2py", "numpy.testing")
 
@@ -63,10 +63,10 @@ _UNREADABLE = (
 )
 
 
-def plain_names(name: Name) -> bool:
-    """Return whether a file of weights may contain this name."""
+def _may_contain(name: Name, more: tuple[str, ...]) -> bool:
+    """Return whether a file of weights may contain this name. `more`: further beginnings of allowed names."""
     full = str(name)
-    return name == _ENCODE or (full.startswith(_BESIDE) and not full.startswith(_NEVER))
+    return name == _ENCODE or (full.startswith((*_BESIDE, *more)) and not full.startswith(_NEVER))
 
 
 def _damaged(path: Path, what: str) -> TesseraError:
@@ -106,13 +106,17 @@ class StoredTensor:
         return data.as_strided(tuple(sizes), self.stride).contiguous()
 
 
-def read_torch_file(path: Path) -> Any:
-    """Return the content of a `torch.save` file: containers, scalars, `StoredTensor`s; other objects as `Described`."""
+def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
+    """Return the content of a `torch.save` file: containers, scalars, `StoredTensor`s; other objects as `Described`.
+
+    `classes`: beginnings of class names that the file may contain besides those of torch and numpy. No object of them
+    is built.
+    """
     with open_regular(path) as opened:
-        return read_torch_archive(opened, path, 0, os.fstat(opened.fileno()).st_size)
+        return read_torch_archive(opened, path, 0, os.fstat(opened.fileno()).st_size, classes)
 
 
-def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -> Any:
+def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int, classes: tuple[str, ...] = ()) -> Any:
     """Return the content of the archive in these bytes of an open file."""
     try:
         with zipfile.ZipFile(_Window(opened, start, length)) as archive:
@@ -129,7 +133,7 @@ def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int) -
                     code="checkpoint.big-endian-file",
                 )
             reader = _TorchReader(path, start, folder, entries, opened)
-            return reader.build(describe(archive.read(pickles[0]), plain_names, str(path)))
+            return reader.build(describe(archive.read(pickles[0]), lambda name: _may_contain(name, classes), str(path)))
     except _UNREADABLE as error:
         raise TesseraError(
             f"it is not a file of torch.save: {error}",

@@ -3,21 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tessera.checkpoint.legacy.megatron import MegatronLayout
 from tessera.config.run_config import ModelSection, load_config
 from tessera.errors import TesseraError, nearest
 from tessera.parallel.mesh import EP, TENSOR
 from tessera.parallel.plan import Plan
 from tessera.training.setup import build_meta_model
-from tessera.weights.megatron_form import MegatronForm, PipelinePart
+from tessera_compat.shards.form import MegatronForm, PipelinePart
 
 Recipe = str | Path | Mapping[str, Any]
 _PARTS = ("vit", "llm", "audio", "dit", "dit_single")
 _MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # as many as the names of folders have digits for
 _MOST_FILES = 10_000  # all are open at a time
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """Over how many ranks a model is divided.
+
+    `layers`: for each part of a pipeline ("vit", "llm", "audio", "dit") a list for each virtual stage, of the layers on
+    each pipeline rank. A part without a list is on one stage.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    layers: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    @property
+    def pp(self) -> int:
+        return max((len(chunks[0]) for chunks in self.layers.values()), default=1)
+
+    @property
+    def virtual(self) -> int:
+        return max((len(chunks) for chunks in self.layers.values()), default=1)
+
+    def stages(self, part: PipelinePart) -> list[int]:
+        """Return the layers of a part on each stage, in order of execution: all ranks of the first virtual stage, and
+        so on."""
+        chunks = self.layers.get(part.option)
+        return [count for chunk in chunks for count in chunk] if chunks else [part.count]
+
+
+def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None:
+    """Refuse a layout that does not fit the model."""
+    options = {part.option for part in form.parts}
+    for option in layout.layers:
+        if option not in options:
+            raise TesseraError(
+                f"this model has no part {option!r}",
+                where=where,
+                allowed=sorted(options),
+                nearest=nearest(option, options),
+                code="layout.unknown-part",
+            )
+    for part in form.parts:
+        chunks = layout.layers.get(part.option, ((part.count,),) if layout.pp == layout.virtual == 1 else ())
+        lengths = {len(chunk) for chunk in chunks}
+        if len(chunks) != layout.virtual or lengths != {layout.pp}:
+            raise TesseraError(
+                f"layers of {part.option!r} must have {layout.virtual} lists of {layout.pp} numbers, like the others",
+                where=where,
+                fix="give every part a list of the same length; 0 where it has no layer",
+                code="layout.layer-counts",
+            )
+        total = sum(layout.stages(part))
+        if total != part.count or min(layout.stages(part)) < 0:
+            raise TesseraError(
+                f"layers of {part.option!r} sum to {total}; the model has {part.count}",
+                where=where,
+                code="layout.layer-counts",
+            )
+    if form.kv_heads % layout.tp and not form.splits:
+        raise TesseraError(
+            f"tp {layout.tp}: this family's shards are divided over pipeline stages alone, not over tensor ranks",
+            where=where,
+            allowed=["tp=1"],
+            fix="leave out tp, or divide the layers over pp stages instead",
+            code="layout.tensor-ranks-refused",
+        )
+    if form.kv_heads % layout.tp:
+        raise TesseraError(
+            f"tp {layout.tp} does not divide {form.kv_heads} key-value heads",
+            where=where,
+            allowed=[str(n) for n in range(1, form.kv_heads + 1) if form.kv_heads % n == 0],
+            code="layout.tensor-ranks-refused",
+        )
+    if layout.ep > 1 and (not form.experts or form.experts % layout.ep):
+        raise TesseraError(
+            f"ep {layout.ep} does not divide {form.experts} experts", where=where, code="layout.expert-ranks"
+        )
 
 
 def parse_layout(layout_mapping: Mapping[str, Any]) -> MegatronLayout:

@@ -1,8 +1,7 @@
 """Describe Megatron-style shards as data: names of tensors, splits over tensor ranks, parts of a pipeline.
 
-`checkpoint.legacy.megatron` reads and writes files by such a description. Names are those of unsharded tensors. A file
-of a rank holds slices, with layers counted from the first of its stage. The description of a family comes from the
-package that knows the jobs which wrote the files (`megatron_form_of`).
+`files.py` reads and writes files by such a description. Names are those of unsharded tensors. The file of a rank
+contains slices, with layers counted from the first of its stage. `vision.py` and `video.py` describe the families.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from tessera.config.extensions import extension
 from tessera.weights.map import WeightMap
 from tessera.weights.operations import Box, Concat, Shapes
 from tessera.weights.rows import Columns, TensorRows
@@ -120,7 +118,7 @@ class JoinedColumns:
         ]
 
     def join(self, slices: list[Tensor]) -> Tensor:
-        parts = [part.split(list(self._widths(part.shape, len(slices), 1)), dim=1) for part in slices]
+        parts = [torch.split(part, list(self._widths(part.shape, len(slices), 1)), dim=1) for part in slices]
         return torch.cat([part[block] for block in range(2) for part in parts], dim=1)
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
@@ -189,13 +187,3 @@ class MegatronForm:
 @functools.lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
-
-
-def megatron_form_of(family: str, config: Any) -> MegatronForm | None:
-    """Return the form of a family's shards for one configuration; None if no installed package describes it."""
-    describe = extension("tessera.megatron_forms", family)
-    if describe is None:
-        return None
-    form = describe(config)
-    assert isinstance(form, MegatronForm)
-    return form

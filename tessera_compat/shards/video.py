@@ -1,7 +1,4 @@
-"""Names and splits of video models in the rank files of MindSpeed-MM jobs, one function per family.
-
-`tessera.weights.megatron_form` finds these functions through the entry points of the group `tessera.megatron_forms`.
-"""
+"""Names and splits of video models in the rank files of MindSpeed-MM jobs, one function per family."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from tessera.diffusion.joint import plain_rules
 from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.weights import original as wan_original
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.megatron_form import COLUMNS, QUERIES_KEYS_VALUES, ROWS, JoinedColumns, MegatronForm, PipelinePart
 from tessera.weights.operations import ColumnsByHead, GroupedRows, Reshape, SwappedHalves, TensorChunk
+from tessera_compat.shards.form import COLUMNS, QUERIES_KEYS_VALUES, ROWS, JoinedColumns, MegatronForm, PipelinePart
 
 # Names of the original checkpoints, and what MindSpeed-MM writes in their place.
 _WAN_NAMES = (

@@ -1,7 +1,4 @@
-"""Names and splits of vision-language models in the rank files of MindSpeed-MM jobs, one function per family.
-
-`tessera.weights.megatron_form` finds these functions through the entry points of the group `tessera.megatron_forms`.
-"""
+"""Names and splits of vision-language models in the rank files of MindSpeed-MM jobs, one function per family."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from tessera.models.qwen3_vl.config import Qwen3VLConfig
 from tessera.models.text.decoder import TextConfig
 from tessera.models.vision.config import GridVisionConfig
 from tessera.weights.map import Rule, WeightMap
-from tessera.weights.megatron_form import (
+from tessera.weights.operations import GroupByHead, GroupedRows, Reshape, Stack, TensorChunk
+from tessera_compat.shards.form import (
     COLUMNS,
     GATE_AND_UP,
     ROWS,
@@ -23,7 +21,6 @@ from tessera.weights.megatron_form import (
     PipelinePart,
     TensorSplit,
 )
-from tessera.weights.operations import GroupByHead, GroupedRows, Reshape, Stack, TensorChunk
 
 _TEXT = "text_decoder.decoder.layers.{i}."
 _BLOCK = "image_encoder.encoder.blocks.layers.{i}."

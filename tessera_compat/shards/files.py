@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,93 +21,19 @@ from torch import Tensor
 
 from tessera.checkpoint.legacy.torch_files import StoredTensor, read_torch_file
 from tessera.checkpoint.legacy.torch_plan import plan_torch_file
-from tessera.errors import TesseraError, first_line, nearest
+from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import check_inside
 from tessera.weights.file_plan import FilePlan, FolderPlan, Place, PlannedTensor
-from tessera.weights.megatron_form import LOCAL_EXPERT, MegatronForm, PipelinePart
 from tessera.weights.rows import TensorRows
+from tessera_compat.shards.form import LOCAL_EXPERT, MegatronForm, PipelinePart
+from tessera_compat.shards.layout import MegatronLayout, check_layout
 
 LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _VERSION = 3.0
-
-
-@dataclass(frozen=True)
-class MegatronLayout:
-    """Over how many ranks a model is divided.
-
-    `layers`: for each part of a pipeline ("vit", "llm", "audio", "dit") a list for each virtual stage, of the layers on
-    each pipeline rank. A part without a list is on one stage.
-    """
-
-    tp: int = 1
-    ep: int = 1
-    layers: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-
-    @property
-    def pp(self) -> int:
-        return max((len(chunks[0]) for chunks in self.layers.values()), default=1)
-
-    @property
-    def virtual(self) -> int:
-        return max((len(chunks) for chunks in self.layers.values()), default=1)
-
-    def stages(self, part: PipelinePart) -> list[int]:
-        """Return the layers of a part on each stage, in order of execution: all ranks of the first virtual stage, and
-        so on."""
-        chunks = self.layers.get(part.option)
-        return [count for chunk in chunks for count in chunk] if chunks else [part.count]
-
-
-def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None:
-    """Refuse a layout that does not fit the model."""
-    options = {part.option for part in form.parts}
-    for option in layout.layers:
-        if option not in options:
-            raise TesseraError(
-                f"this model has no part {option!r}",
-                where=where,
-                allowed=sorted(options),
-                nearest=nearest(option, options),
-                code="layout.unknown-part",
-            )
-    for part in form.parts:
-        chunks = layout.layers.get(part.option, ((part.count,),) if layout.pp == layout.virtual == 1 else ())
-        lengths = {len(chunk) for chunk in chunks}
-        if len(chunks) != layout.virtual or lengths != {layout.pp}:
-            raise TesseraError(
-                f"layers of {part.option!r} must have {layout.virtual} lists of {layout.pp} numbers, like the others",
-                where=where,
-                fix="give every part a list of the same length; 0 where it has no layer",
-                code="layout.layer-counts",
-            )
-        total = sum(layout.stages(part))
-        if total != part.count or min(layout.stages(part)) < 0:
-            raise TesseraError(
-                f"layers of {part.option!r} sum to {total}; the model has {part.count}",
-                where=where,
-                code="layout.layer-counts",
-            )
-    if form.kv_heads % layout.tp and not form.splits:
-        raise TesseraError(
-            f"tp {layout.tp}: this family's shards are divided over pipeline stages alone, not over tensor ranks",
-            where=where,
-            allowed=["tp=1"],
-            fix="leave out tp, or divide the layers over pp stages instead",
-            code="layout.tensor-ranks-refused",
-        )
-    if form.kv_heads % layout.tp:
-        raise TesseraError(
-            f"tp {layout.tp} does not divide {form.kv_heads} key-value heads",
-            where=where,
-            allowed=[str(n) for n in range(1, form.kv_heads + 1) if form.kv_heads % n == 0],
-            code="layout.tensor-ranks-refused",
-        )
-    if layout.ep > 1 and (not form.experts or form.experts % layout.ep):
-        raise TesseraError(
-            f"ep {layout.ep} does not divide {form.experts} experts", where=where, code="layout.expert-ranks"
-        )
+# Beginnings of class names in files of jobs. Their objects are beside the weights and never built.
+CLASSES = ("megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm.")
 
 
 # ---------------------------------------------------------------------------------------------- places of tensors
@@ -362,7 +288,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
 
 def _models(path: Path, iterations: dict[Any, Path]) -> list[dict[str, StoredTensor]]:
     """Return the tensors of a rank's file for each virtual stage, and note a file of each iteration."""
-    content = read_torch_file(path)
+    content = read_torch_file(path, CLASSES)
     if not isinstance(content, dict):
         raise TesseraError("it holds no model", where=str(path), code="weights.no-model-in-file")
     if isinstance(number := content.get("iteration"), int):

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from tessera.checkpoint.forms import NativeTensors
-from tessera.checkpoint.legacy.forms import MegatronFolder
-from tessera.checkpoint.legacy.megatron import MegatronLayout, plan_megatron
 from tessera.checkpoint.publish import made_from
 from tessera.checkpoint.weights import same_numbers
 from tessera.checkpoint.writer import WriteJob, write_weights
 from tessera.config.run_config import ModelSection
 from tessera.errors import TesseraError
-from tessera.models import FAMILIES, resolve
-from tessera.tools.conversion import check_apart, megatron_form
-from tessera.tools.shard_layout import parse_layout
+from tessera.models import resolve
+from tessera.tools.conversion import check_apart
 from tessera.weights.map import WeightMap
-from tessera.weights.megatron_form import MegatronForm
+from tessera_compat.shards.files import plan_megatron
+from tessera_compat.shards.form import MegatronForm
+from tessera_compat.shards.layout import MegatronLayout, parse_layout
+from tessera_compat.shards.weight_form import FAMILIES as FORMS
+from tessera_compat.shards.weight_form import MegatronFolder
 
 
 def resplit(
@@ -38,10 +39,9 @@ def resplit(
     they do not.
     """
     check_apart(Path(target), Path(source), like)
-    spec = FAMILIES.get(family)
     old, new = parse_layout(before), parse_layout(after)
     if like is not None:
-        form = megatron_form(spec, resolve(ModelSection(path=like))[1])
+        form = FORMS[family](resolve(ModelSection(path=like))[1])
     elif family == "internvl":
         raise TesseraError(
             "how the heads of this encoder are divided is said by config.json alone",
@@ -50,9 +50,8 @@ def resplit(
             code="job.config-folder-missing",
         )
     else:
-        form = _form_by_lists(
-            megatron_form(spec, resolve(ModelSection(family=family, preset="quickstart"))[1]), old, new
-        )
+        quickstart = resolve(ModelSection(family=family, preset="quickstart"))[1]
+        form = _form_by_lists(FORMS[family](quickstart), old, new)
     whole = replace(form, weights=WeightMap((), same_names=True))  # tensors are taken by their Megatron names
 
     def reopen(folder: Path, layout: MegatronLayout = new) -> NativeTensors:

@@ -1,0 +1,1 @@
+"""Weights in the rank files of Megatron-style jobs: names of tensors, splits over ranks, reading and writing."""
