@@ -1,4 +1,4 @@
-"""Decide the conditions of a launch script: `[ ... ]`, `[[ ... ]]`, `(( ... ))` and patterns of `case`.
+"""Decide the conditions of a launch script: `[ ... ]` and `[[ ... ]]`.
 
 A status is True, False, or None if it depends on running a program.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tessera_compat.mindspeed_mm.shell.syntax import unreadable
-from tessera_compat.mindspeed_mm.shell.values import Values, is_unknown, unknown
+from tessera_compat.mindspeed_mm.shell.values import Values, is_unknown
 
 _MOST_WORDS = 100  # of one test
 _FILE_TESTS: Mapping[str, Callable[[Path], bool]] = {
@@ -27,7 +27,6 @@ _FILE_TESTS: Mapping[str, Callable[[Path], bool]] = {
     "-x": lambda path: os.access(path, os.X_OK),
 }
 _NUMBER_TESTS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-_CHANGE = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 
 
 def matches(word: str, pattern: str) -> bool:
@@ -35,15 +34,6 @@ def matches(word: str, pattern: str) -> bool:
     if len(pattern) > 200 or not re.search(r"[*?\[]", pattern):
         return word == pattern
     return fnmatch.fnmatchcase(word, pattern)
-
-
-def arithmetic_status(values: Values, text: str, line: int) -> bool | None:
-    """Return the status of `(( text ))`. A variable that it changes is not known afterwards."""
-    if changed := _CHANGE.search(text):
-        values.set(changed[1] or changed[2], unknown("f", line), line)
-        return None
-    value = values.computed(text, line)
-    return None if is_unknown(value) else value != "0"
 
 
 def status_of_test(values: Values, words: list[str], line: int, folder: Path, *, double: bool = False) -> bool | None:

@@ -1,54 +1,66 @@
 """Read the launch script of a job without running it, and find the command that starts the ranks.
 
-Assignments, arithmetic, `if`, `case`, loops over words, functions and tests of files are followed as bash would follow
-them in this folder, without arguments. Programs are not run: what depends on one is not known, and it is an error
-where a flag, or whether the job starts at all, depends on it.
+Assignments, arithmetic, arrays, `if` and tests of files are followed as bash would follow them in this folder, without
+arguments. Programs are not run, and loops, functions, `case` and `( ... )` are skipped. A value that depends on one of
+these is unknown. It is an error where a flag, or whether the job starts at all, depends on an unknown value.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.errors import TesseraError
-from tessera_compat.mindspeed_mm.shell.conditions import arithmetic_status, matches, status_of_test
+from tessera_compat.mindspeed_mm.shell.conditions import status_of_test
 from tessera_compat.mindspeed_mm.shell.launch import Launch, ShellJob
-from tessera_compat.mindspeed_mm.shell.syntax import (
-    Assignment,
-    Block,
-    Choice,
-    Command,
-    Function,
-    Group,
-    If,
-    Loop,
-    Parser,
-    Simple,
-    unreadable,
-)
+from tessera_compat.mindspeed_mm.shell.syntax import ASSIGNMENT, MAX_DEPTH, Token, tokens_of, unreadable
 from tessera_compat.mindspeed_mm.shell.values import Values, is_unknown, refuse_unknown, unknown
 
 MAX_BYTES = 1 << 18
-MAX_COMMANDS = 5_000  # commands that are looked at, those of loops each time
-MAX_CALLS = 20  # of functions in functions and commands in commands
+MAX_CALLS = 20  # of commands in commands
 LAUNCHERS = ("torchrun", "msrun", "accelerate", "python", "python3")
 _WRAPPERS = {"exec", "nohup", "time", "env", "command", "sudo", "numactl", "taskset", "stdbuf", "timeout", "nice"}
 _DECLARE = ("export", "local", "readonly", "declare", "typeset")
 _ENVIRONMENT_FILES = re.compile(
     r"set_env\.sh|env_npu\.sh|setvars\.sh|activate|\.bashrc|\.bash_profile|\.profile|profile"
 )
-
 _COUNTED = re.compile(r"(?:cat (?=.*wc)|wc -l *<? *)(?P<file>[^\s|<>;&]+)( *\| *wc -l)?")  # lines of a file
+# Commands that are skipped, with the words that end them.
+_SKIPPED = {
+    **dict.fromkeys(("for", "while", "until", "select"), "done"),
+    **{"case": "esac", "function": "}", "(": ")"},
+}
+_BEFORE_COMMANDS = {"if", "elif", "then", "else", "do", "while", "until", "!", "{"}
+_PARTS_OF_IF = ("then", "elif", "else", "fi", "}")
 
 
 class _End(Exception):
-    """Raised where the script, or a function of it, ends."""
+    """Raised where the script ends."""
 
-    def __init__(self, line: int, function: bool) -> None:
-        self.line, self.function = line, function
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+
+@dataclass
+class _Branch:
+    """Describe an `if`, or the braces of `{ ... }`, around the current command."""
+
+    line: int
+    outer: bool | None  # whether the `if` itself is reached; None: unknown
+    runs: bool | None  # whether the current commands run
+    passed: bool = False  # an earlier condition holds
+    doubtful: bool = False  # an earlier condition is unknown
+
+    def enter(self, condition: bool | None) -> None:
+        """Begin the commands after `then`, or, with the condition True, after `else`."""
+        doubtful = self.doubtful or condition is None or self.outer is None
+        self.runs = False if self.passed or False in (self.outer, condition) else None if doubtful else True
+        self.passed = self.passed or (condition is True and not self.doubtful)
+        self.doubtful = self.doubtful or condition is None
 
 
 def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, machines: int = 1) -> ShellJob:
@@ -66,20 +78,27 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, mach
     if "\x00" in text:
         raise TesseraError("not a text file", where=str(path), code="job.file-unreadable")
     reader = _Reader(path, environment or {}, machines)
-    block, ended = Parser(text.replace("\r\n", "\n"), str(path)).parse(), None
+    ended: int | None = None
     try:
-        reader.run(block)
+        reader.run(tokens_of(text.replace("\r\n", "\n"), str(path)))
     except _End as end:
-        ended = end
+        ended = end.line
     if not reader.job.launches:
+        allowed = [f"{launcher} ... pretrain_vlm.py ..." for launcher in LAUNCHERS[:2]]
+        if ended is not None:
+            raise TesseraError(
+                "the script exits in this line, before it starts a job",
+                where=f"{path}:{ended}",
+                allowed=allowed,
+                fix="change the script, or this machine, so that the condition before the exit does not hold",
+                code="job.script-ends-early",
+            )
         raise TesseraError(
-            "the script ends here, before it starts anything" if ended else "the script starts no entry point",
-            where=f"{path}:{ended.line}" if ended else str(path),
-            allowed=[f"{launcher} ... pretrain_vlm.py ..." for launcher in LAUNCHERS[:2]],
-            fix="make the condition before it hold on this machine"
-            if ended
-            else "a line has to start torchrun with a Python file",
-            code="job.script-ends-early" if ended else "job.script-starts-nothing",
+            "the script starts no entry point",
+            where=str(path),
+            allowed=allowed,
+            fix="add a line that starts torchrun with a Python file",
+            code="job.script-starts-nothing",
         )
     return reader.job
 
@@ -92,186 +111,195 @@ class _Reader:
         self.environment, self.machines = environment, machines
         self.values = Values(environment, str(path), self._output)
         self.exports: dict[str, str] = {}
-        self.functions: dict[str, Block] = {}
         self.folder = Path.cwd()
-        self.commands = self.calls = 0
-        self.doubt: list[int] = []  # lines of the conditions around this command that cannot be decided
+        self.calls = 0
+        self.branches: list[_Branch] = []
         self.printed: list[str] | None = None  # inside of a command substitution
 
     def where(self, line: int) -> str:
         return f"{self.path}:{line}"
 
-    # ------------------------------------------------------------------------------------------ compound commands
+    @property
+    def doubt(self) -> int | None:
+        """The line of the innermost condition around this command that cannot be decided."""
+        return next((branch.line for branch in reversed(self.branches) if branch.runs is None), None)
 
-    def run(self, block: Block) -> bool | None:
+    # ------------------------------------------------------------------------------------------ lists of commands
+
+    def run(self, tokens: Sequence[Token]) -> bool | None:
         """Follow commands in a row and return the status of the last one."""
         status: bool | None = True
-        for number, (command, join, piped) in enumerate(zip(block.items, block.joins, block.piped, strict=True)):
-            if (join == "&&" and status is False) or (join == "||" and status is True):
-                continue
-            # After `program &&` a command is followed as if the program had succeeded, except for its assignments.
-            undecided = join != ";" and status is None
-            with self._doubting(command.line, undecided and (join == "||" or not self._launches(command))):
-                if piped:
-                    with self._own_shell():
-                        status = self._command(command)
-                    status = None
-                else:
-                    status = self._command(command)
-            if block.negated[number] and status is not None:
-                status = not status
+        at, join, depth, negated = 0, ";", len(self.branches), False
+        while at < len(tokens):
+            token = tokens[at]
+            word, line = token.text, token.line
+            if token.redirects:
+                at += 2
+            elif not token.is_word and word != "(":
+                join, at = word if word in ("&&", "||", "|", "|&") else ";", at + 1
+            elif word == "!":
+                negated, at = True, at + 1
+            elif word in _PARTS_OF_IF:
+                status = self._continue_if(word, line, status, depth)
+                join, at = ";", at + 1
+            elif word in ("if", "{"):
+                runs = self._runs(tokens, at, join, status)
+                self.branches.append(_Branch(line, runs, runs))
+                if len(self.branches) > MAX_DEPTH:
+                    raise unreadable("commands are nested too deeply", self.where(line))
+                join, at = ";", at + 1
+            elif (end := self._skip(tokens, at)) > at:
+                self._forget(tokens[at:end])
+                status, at = None, end
+            else:
+                end = _end_of_command(tokens, at)
+                piped = join in ("|", "|&") or (end < len(tokens) and tokens[end].text in ("|", "|&"))
+                self.branches.append(_Branch(line, runs := self._runs(tokens, at, join, status), runs))
+                if all(branch.runs is not False for branch in self.branches):
+                    status = self._piped(tokens[at:end]) if piped else self._simple(tokens[at:end])
+                    status = not status if negated and status is not None else status
+                self.branches.pop()
+                at, negated = end, False
+        if len(self.branches) > depth:
+            raise unreadable("the script ends inside of a command", self.where(self.branches[-1].line))
         return status
 
-    @contextmanager
-    def _doubting(self, line: int, doubtful: bool) -> Iterator[None]:
-        self.doubt += [line] * doubtful
-        yield
-        del self.doubt[len(self.doubt) - doubtful :]
+    @staticmethod
+    def _runs(tokens: Sequence[Token], at: int, join: str, status: bool | None) -> bool | None:
+        """Return whether the command after `&&` or `||` runs; None: unknown.
+
+        After `program &&` a launch is followed as if the program had succeeded.
+        """
+        if join not in ("&&", "||"):
+            return True
+        if status is None:
+            return True if join == "&&" and Path(tokens[at].text).name in LAUNCHERS else None
+        return status is (join == "&&")
+
+    def _continue_if(self, word: str, line: int, status: bool | None, depth: int) -> bool | None:
+        """Enter the next part of an `if`, or leave it or a `{ ... }`. Return the status."""
+        if len(self.branches) <= depth:
+            raise unreadable(f"{word!r} was not expected", self.where(line))
+        branch = self.branches[-1]
+        if word in ("fi", "}"):
+            self.branches.pop()
+            return None if branch.doubtful or branch.outer is None else status
+        if word == "elif":
+            branch.runs = False if branch.passed else None if branch.doubtful else branch.outer
+        else:
+            branch.enter(status if word == "then" else True)
+        return True
+
+    def _skip(self, tokens: Sequence[Token], at: int) -> int:
+        """Return the end of a loop, function, `case` or `( ... )`; `at` if no such command begins there."""
+        word = tokens[at].text
+        following = "".join(token.text for token in tokens[at + 1 : at + 3])
+        opens, closes = word, _SKIPPED.get(word, "")
+        if word == "function" or following == "()":
+            opens, closes = "{", "}"
+        if not closes:
+            return at
+        inside = 0
+        for position in range(at, len(tokens)):
+            text, before = tokens[position].text, tokens[position - 1]
+            if position > at and before.is_word and before.text not in _BEFORE_COMMANDS and text not in "(){":
+                continue  # an argument
+            inside += (_SKIPPED.get(text) == closes) if closes in ("done", "esac") else text == opens
+            inside -= text == closes
+            if not inside and text == closes:
+                return position + 1
+        raise unreadable(f"{word} is opened and never closed", self.where(tokens[at].line))
+
+    def _forget(self, tokens: Sequence[Token]) -> None:
+        """Mark variables that a skipped command sets as unknown."""
+        if any(branch.runs is False for branch in self.branches):
+            return
+        first, line = tokens[0].text, tokens[0].line
+        if any(Path(token.text).name in LAUNCHERS[:3] for token in tokens):
+            raise unreadable(f"a loop, function, case or ( ) starts the job: {first}", self.where(line))
+        names = [match[1] for token in tokens if (match := ASSIGNMENT.match(token.text))]
+        names += [tokens[1].text] if first == "for" and len(tokens) > 1 else []
+        for name in names if first != "(" else []:
+            if name.isidentifier():
+                self.values.set(name, unknown("i", line), line)
+
+    def _piped(self, tokens: Sequence[Token]) -> None:
+        with self._own_shell():
+            self._simple(tokens)
 
     @contextmanager
     def _own_shell(self) -> Iterator[None]:
-        """Forget assignments and the folder at the end, as after `( ... )`."""
+        """Forget assignments and the folder at the end: a shell of its own runs the commands."""
         variables, exports, folder = dict(self.values.variables), dict(self.exports), self.folder
         with suppress(_End):
             yield
         self.values.variables, self.exports, self.folder = variables, exports, folder
 
-    def _command(self, command: Command) -> bool | None:
-        self.commands += 1
-        if self.commands > MAX_COMMANDS:
-            raise unreadable("it has too many commands, or a loop that does not end", self.where(command.line))
-        if isinstance(command, Simple):
-            return self._simple(command)
-        if isinstance(command, Group):
-            if not command.inside:
-                return self.run(command.body)
-            with self._own_shell():
-                return self.run(command.body)
-            return None
-        if isinstance(command, Function):
-            self.functions[command.name] = command.body
-            return True
-        if isinstance(command, If):
-            return self._if(command)
-        return self._case(command) if isinstance(command, Choice) else self._loop(command)
-
-    def _if(self, command: If) -> bool | None:
-        undecided = False
-        for condition, body in command.branches:
-            status = True if condition is None else self.run(condition)
-            if status is False:
-                continue
-            undecided = undecided or status is None
-            with self._doubting(command.line, undecided):
-                result = self.run(body)
-            if status:
-                return None if undecided else result
-        return None if undecided else True
-
-    def _case(self, command: Choice) -> bool | None:
-        word, undecided = self.values.text(command.word, command.line), False
-        for patterns, body in command.choices:
-            texts = [self.values.text(one, command.line) for one in patterns]
-            decided = not is_unknown(word) and not any(map(is_unknown, texts))
-            if decided and not any(matches(word, text) for text in texts):
-                continue
-            undecided = undecided or not decided
-            with self._doubting(command.line, undecided):
-                self.run(body)
-            if decided:
-                break
-        return None if undecided else True
-
-    def _loop(self, loop: Loop) -> bool | None:
-        if loop.condition is None and loop.words is not None:
-            words = self.values.words(loop.words, loop.line)
-            if not any(is_unknown(word) or re.search(r"[*?]|\{.*(,|\.\.).*\}", word) for word in words):
-                for word in words:
-                    self.values.set(loop.name, word, loop.line)
-                    self.run(loop.body)
-                return True
-        while loop.condition is not None:
-            status = self.run(loop.condition)
-            if status is None:
-                break
-            if status is loop.until:
-                return True
-            self.run(loop.body)
-        with self._doubting(loop.line, True):
-            if loop.name.isidentifier():
-                self._assign(Assignment(loop.name, False, "$?"), loop.line)
-            self.run(loop.body)
-        return None
-
     # ------------------------------------------------------------------------------------------ simple commands
 
-    def _assign(self, assignment: Assignment, line: int, *, exported: bool = False) -> None:
-        before = self.values.variables.get(assignment.name, [] if isinstance(assignment.value, list) else "")
+    def _assign(self, word: str, line: int, *, exported: bool = False) -> None:
+        """Follow `NAME=value`, `NAME+=value` or `NAME=(words)`."""
+        match = ASSIGNMENT.match(word)
+        assert match is not None
+        name, adds, raw = match[1], bool(match[2]), word[match.end() :]
         hosts = len(self.job.hosts)
         value: str | list[str]
-        if isinstance(assignment.value, list):
-            value = self.values.words(assignment.value, line)
-            value = [*before, *value] if assignment.adds and isinstance(before, list) else value
+        if raw.startswith("("):
+            inner = tokens_of(raw[1:-1], str(self.path), line)
+            value = self.values.words([token.text for token in inner if token.is_word], line)
         else:
-            value = self.values.text(assignment.value, line)
-            value = before + value if assignment.adds and isinstance(before, str) else value
-        if (
-            isinstance(value, str)
-            and (is_unknown(value) or len(self.job.hosts) > hosts)
-            and self._is_in_environment(assignment.name)
-        ):
-            value = self.environment[assignment.name]
-            self.job.from_environment[assignment.name] = line
+            value = self.values.text(raw, line)
+        before = self.values.variables.get(name)
+        if adds and isinstance(before, str) and isinstance(value, str):
+            value = before + value
+        elif adds and isinstance(before, list) and isinstance(value, list):
+            value = [*before, *value]
+        uncertain = isinstance(value, str) and (is_unknown(value) or len(self.job.hosts) > hosts)
+        if uncertain and self.environment.get(name):
+            value = self.environment[name]
+            self.job.from_environment[name] = line
             del self.job.hosts[hosts:]
-        if self.doubt and self.values.variables.get(assignment.name) != value:
-            value = unknown("i", self.doubt[-1])
-        self.values.set(assignment.name, value, line)
-        if (exported or assignment.name in self.exports) and isinstance(value, str):
-            self.exports[assignment.name] = value
+        if self.doubt is not None and before != value:
+            value = unknown("i", self.doubt)
+        self.values.set(name, value, line)
+        if (exported or name in self.exports) and isinstance(value, str):
+            self.exports[name] = value
 
-    def _is_in_environment(self, name: str) -> bool:
-        return bool(self.environment.get(name))
-
-    def _simple(self, command: Simple) -> bool | None:
-        line = command.line
-        if not command.words:
-            for assignment in command.assignments:
-                self._assign(assignment, line)
-            return (
-                None
-                if any(
-                    "$(" in str(assignment.value) or "`" in str(assignment.value) for assignment in command.assignments
-                )
-                else True
-            )
-        first = command.words[0]
-        if first.startswith("(("):
-            return arithmetic_status(self.values, first[2:-2], line)
-        if first == "[[":
+    def _simple(self, tokens: Sequence[Token]) -> bool | None:
+        line = tokens[0].line
+        if tokens[0].text == "[[":
             self.values.absent = ""
-            return status_of_test(self.values, command.words[1:-1], line, self.folder, double=True)
-        if first in _DECLARE:
-            return self._declare(command)
+            raws = [token.text for token in tokens[1:-1]]
+            return status_of_test(self.values, raws, line, self.folder, double=True)
+        raws = [
+            token.text
+            for before, token in zip([None, *tokens], tokens, strict=False)
+            if token.is_word and not (before is not None and before.redirects)
+        ]
+        count = next((at for at, raw in enumerate(raws) if not ASSIGNMENT.match(raw)), len(raws))
+        assignments, raws = raws[:count], raws[count:]
+        if not raws:
+            for assignment in assignments:
+                self._assign(assignment, line)
+            return None if any("$(" in one or "`" in one for one in assignments) else True
+        if raws[0] in _DECLARE:
+            return self._declare(raws, line)
         unset = dict(self.values.unset)
-        words = [word for word in self.values.words(command.words, line) if word != "\\"]
+        words = [word for word in self.values.words(raws, line) if word != "\\"]
         name = words[0] if words else ":"
         if name in ("[", "test"):
             self.values.absent = ""
             return status_of_test(self.values, words[1 : -1 if name == "[" else None], line, self.folder)
-        if name in self.functions:
-            return self._call(name, words[1:], line)
-        if self._launch(words, command, {k: v for k, v in self.values.unset.items() if k not in unset}):
+        if self._launch(words, line, assignments, {k: v for k, v in self.values.unset.items() if k not in unset}):
             return None
         return self._builtin(name, words[1:], line)
 
-    def _declare(self, command: Simple) -> bool:
-        exported = command.words[0] == "export"
-        for raw in command.words[1:]:
-            inner = Parser(raw, str(self.path), command.line).parse().items
-            declaration = inner[0] if len(inner) == 1 and isinstance(inner[0], Simple) else Simple(command.line)
+    def _declare(self, raws: Sequence[str], line: int) -> bool:
+        exported = raws[0] == "export"
+        for raw in raws[1:]:
             exported = exported or (raw.startswith("-") and "x" in raw)
-            for assignment in declaration.assignments:
-                self._assign(assignment, command.line, exported=exported)
+            if ASSIGNMENT.match(raw):
+                self._assign(raw, line, exported=exported)
             value = self.values.variables.get(raw)
             if exported and isinstance(value, str):
                 self.exports[raw] = value
@@ -284,18 +312,18 @@ class _Reader:
             if name == "echo" and self.printed is not None:
                 self.printed.append(text)
             return True
-        if name in ("false", "getopts"):  # a script without arguments has no options
+        if name == "false":
             return False
         if name in ("exit", "return"):
             if name == "exit" and self.values.absent:  # where the job runs, the file is there
                 self.job.absent.append((line, self.values.absent))
-            elif not self.doubt:
-                raise _End(line, name == "return")
+            elif self.doubt is None:
+                raise _End(line)
         elif name in ("read", "mapfile", "readarray", "let", "unset"):
             for word in words:
                 if match := re.match(r"[A-Za-z_]\w*", word):
                     self.values.set(match[0], unknown("c", line), line)
-                    if name == "unset" and not self.doubt:
+                    if name == "unset" and self.doubt is None:
                         self.values.variables.pop(match[0], None)
         elif name == "eval" and not is_unknown(text):
             return self._nested(text, line)
@@ -312,7 +340,7 @@ class _Reader:
 
     def _change_folder(self, words: list[str], line: int) -> bool | None:
         target = words[-1] if words else ""
-        if is_unknown(target) or target in ("", "-") or self.doubt:
+        if is_unknown(target) or target in ("", "-") or self.doubt is not None:
             if self.printed is None:
                 self.job.unread.append((line, "cd", "relative paths after it begin in a folder that is not known"))
             else:
@@ -341,7 +369,7 @@ class _Reader:
         """Return the output of a command substitution that needs no program."""
         if counted := _COUNTED.fullmatch(text.strip()):
             return self._lines(counted["file"], line)
-        outer, self.printed, self.doubt = (self.printed, self.doubt, self.calls), [], []
+        outer, self.printed, self.branches = (self.printed, self.branches, self.calls), [], []
         try:
             with self._own_shell():
                 self._nested(text, line)
@@ -349,7 +377,7 @@ class _Reader:
         except TesseraError:
             printed = "\x00"
         finally:
-            self.printed, self.doubt, self.calls = outer
+            self.printed, self.branches, self.calls = outer
         return unknown("c", line) if is_unknown(printed) or not printed else printed
 
     def _lines(self, word: str, line: int) -> str:
@@ -370,62 +398,53 @@ class _Reader:
         self.calls += 1
         if self.calls > MAX_CALLS:
             raise unreadable("commands are nested too deeply", self.where(line))
-        status = self.run(Parser(text, str(self.path), line).parse())
-        self.calls -= 1
-        return status
-
-    def _call(self, name: str, arguments: list[str], line: int) -> bool | None:
-        self.calls += 1
-        if self.calls > MAX_CALLS:
-            raise unreadable(f"the function {name} calls itself too often", self.where(line))
-        outer, self.values.arguments = self.values.arguments, arguments
-        status: bool | None = None
-        try:
-            status = self.run(self.functions[name])
-        except _End as end:
-            if not end.function:
-                raise
-        self.values.arguments = outer
+        status = self.run(tokens_of(text, str(self.path), line))
         self.calls -= 1
         return status
 
     # ------------------------------------------------------------------------------------------ launches
 
-    def _launches(self, command: Command) -> bool:
-        return isinstance(command, Simple) and bool(command.words) and Path(command.words[0]).name in LAUNCHERS
-
-    def _launch(self, words: list[str], command: Simple, unset: Mapping[str, int]) -> bool:
-        """Keep a command that starts a Python file; return whether it is one."""
+    def _launch(self, words: list[str], line: int, assignments: Sequence[str], unset: Mapping[str, int]) -> bool:
+        """Add a command that starts a Python file to the launches; return whether it is one."""
         begin = 0
         if words and words[0] in _WRAPPERS:
             begin = next((at for at, word in enumerate(words) if Path(word).name in LAUNCHERS), 0)
         words = words[begin:]
         if not words or Path(words[0]).name not in LAUNCHERS or self.printed is not None:
             return False
-        where = self.where(command.line)
         at = next((position for position, word in enumerate(words) if word.endswith(".py")), None)
         if at is None:
             if Path(words[0]).name == "torchrun" and len(words) > 1 and not words[1].endswith(("help", "version")):
                 raise TesseraError(
                     "torchrun starts no Python file",
-                    where=where,
+                    where=self.where(line),
                     fix="torchrun ... pretrain_vlm.py ...",
                     code="job.script-starts-nothing",
                 )
             return False
-        if self.doubt:
-            refuse_unknown(unknown("i", self.doubt[-1]), f"whether line {command.line} starts the job", str(self.path))
+        if self.doubt is not None:
+            refuse_unknown(unknown("i", self.doubt), f"whether line {line} starts the job", str(self.path))
         if self.folder != Path.cwd():
             raise TesseraError(
                 f"the script changes to {self.folder} before it starts the job",
-                where=where,
+                where=self.where(line),
                 fix=f"cd {self.folder}, and begin there",
                 code="job.script-folder",
             )
         for word in words[at:]:
             refuse_unknown(word, "a flag", str(self.path))
-        assigned = {one.name: self.values.text(str(one.value), command.line) for one in command.assignments}
-        exports = {name: value for name, value in {**self.exports, **assigned}.items() if not is_unknown(value)}
-        self.job.launches.append(Launch(self.path, command.line, words[:at], words[at], words[at + 1 :], exports))
+        named = {raw.partition("=")[0]: self.values.text(raw.partition("=")[2], line) for raw in assignments}
+        exports = {name: value for name, value in {**self.exports, **named}.items() if not is_unknown(value)}
+        self.job.launches.append(Launch(self.path, line, words[:at], words[at], words[at + 1 :], exports))
         self.job.unset |= unset
         return True
+
+
+def _end_of_command(tokens: Sequence[Token], at: int) -> int:
+    """Return the position behind the last word of a simple command."""
+    if tokens[at].text == "[[":
+        ends = (position + 1 for position in range(at, len(tokens)) if tokens[position].text in ("]]", "\n"))
+        return next(ends, len(tokens))
+    while at < len(tokens) and (tokens[at].is_word or tokens[at].redirects):
+        at += 2 if tokens[at].redirects else 1
+    return at

@@ -71,7 +71,6 @@ class Values:
 
     def __init__(self, variables: Mapping[str, str], path: str, output: Callable[[str, int], str]) -> None:
         self.variables: dict[str, str | list[str]] = dict(variables)
-        self.arguments: list[str] = []  # of the function that runs
         self.path, self.output = path, output
         self.unset: dict[str, int] = {}  # variables that were read without having a value -> line
         self.letters = 0
@@ -88,16 +87,13 @@ class Values:
 
     def get(self, name: str, line: int) -> str | list[str] | None:
         """Return a variable, a list for an array; None where it is not set."""
-        if name.isdecimal():
-            number = int(name) if len(name) < 6 else len(self.arguments) + 1
-            return self.path if not number else self.arguments[number - 1] if number <= len(self.arguments) else None
         if name in "@*":
-            return self.arguments
+            return []  # a script is read as if it had no arguments
         if name == "#":
-            return str(len(self.arguments))
+            return "0"
         if name in self.variables:
             return self.variables[name]
-        if name == "BASH_SOURCE":
+        if name in ("BASH_SOURCE", "0"):
             return self.path
         return unknown("r", line) if name in ("?", "$", "!", *_MADE_BY_THE_SHELL) else None
 
