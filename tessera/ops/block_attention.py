@@ -7,6 +7,7 @@ which takes the merged output and log-sum-exp and returns the gradient through o
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ def block_attention(
     With `segments`, queries and keys belong to the same packed tokens; without, there is no mask. No autograd.
     """
     assert segments is not None or not causal, "a rectangle has no mask"
-    run = BLOCK_ATTENTION.choose(implementation, _variant(segments, causal), q.device, q.dtype)
+    run = BLOCK_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
     out: tuple[Tensor, Tensor] = run(q, k, v, segments, causal, scale)
     return out
 
@@ -53,7 +54,7 @@ def block_attention_backward(
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, k and v through this block, given output `out` and `lse` over all keys."""
-    run = BLOCK_ATTENTION_BACKWARD.choose(implementation, _variant(segments, causal), q.device, q.dtype)
+    run = BLOCK_ATTENTION_BACKWARD.choose(implementation, "plain", q.device, q.dtype)
     gradients: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, segments, causal, scale)
     return gradients
 
@@ -70,10 +71,6 @@ def join(out: Tensor, lse: Tensor, rows: slice, other: Tensor, other_lse: Tensor
 def wide(x: Tensor) -> Tensor:
     """Return `x` in fp32 at least, for sums over several blocks."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _variant(segments: BlockSegments, causal: bool) -> str:
-    return "rectangle" if segments is None else "causal" if causal else "full"
 
 
 # ---------------------------------------------------------------------------------------------- eager: the reference
@@ -186,21 +183,11 @@ def pad_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-_VARIANTS = ("rectangle", "full", "causal")
-_FLASH_NEEDS = ("flash_attention",)
-_FLASH_TYPES = (torch.bfloat16, torch.float16)
-
+_FLASH: dict[str, Any] = {"needs": ("flash_attention",), "dtypes": (torch.bfloat16, torch.float16)}
 BLOCK_ATTENTION = DispatchedOp(
-    "block_attention",
-    (
-        Implementation("flash", _flash, _VARIANTS, needs=_FLASH_NEEDS, dtypes=_FLASH_TYPES),
-        Implementation("eager", _eager, _VARIANTS),
-    ),
+    "block_attention", (Implementation("flash", _flash, **_FLASH), Implementation("eager", _eager))
 )
 BLOCK_ATTENTION_BACKWARD = DispatchedOp(
     "block_attention_backward",
-    (
-        Implementation("flash", _flash_backward, _VARIANTS, needs=_FLASH_NEEDS, dtypes=_FLASH_TYPES),
-        Implementation("eager", _eager_backward, _VARIANTS),
-    ),
+    (Implementation("flash", _flash_backward, **_FLASH), Implementation("eager", _eager_backward)),
 )

@@ -25,7 +25,6 @@ from tests.errors import raises
 
 # Equal pieces; similar ones (padded); one long among many short (looped); an empty one at the end and in the middle.
 LENGTHS = ([6, 6, 6], [7, 5, 6, 1], [20, 1, 2, 1, 3, 1, 1], [5, 0, 4, 0])
-WINDOWS = ((True, None), (False, None), (True, (2, 2)), (False, (2, 1)), (False, (3, -1)), (False, (-1, 2)))
 
 
 def inputs(tokens: int, heads: int = 4, kv_heads: int = 2, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,16 +53,16 @@ def with_gradients(run: Callable[..., Tensor], qkv: tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize(("causal", "window"), WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_sdpa_equals_eager(lengths: list[int], causal: bool, window: tuple[int, int] | None, kv_heads: int) -> None:
+def test_sdpa_equals_eager(lengths: list[int], causal: bool, kv_heads: int) -> None:
     segments = Segments.of(lengths)
     qkv = inputs(sum(lengths), kv_heads=kv_heads)
 
     def run(implementation: str, dtype: torch.dtype) -> list[Tensor]:
         return with_gradients(
             lambda q, k, v: packed_attention(
-                q, k, v, segments, causal=causal, window=window, scale=0.3, implementation=implementation
+                q, k, v, segments, causal=causal, scale=0.3, implementation=implementation
             ),
             tuple(x.detach().to(dtype).requires_grad_() for x in qkv),
         )
@@ -72,11 +71,9 @@ def test_sdpa_equals_eager(lengths: list[int], causal: bool, window: tuple[int, 
 
 
 @pytest.mark.parametrize("path", ["_padded", "_looped", "_masked"])
-@pytest.mark.parametrize(("causal", "window"), WINDOWS, ids=str)
-def test_every_path_of_sdpa_equals_eager(path: str, causal: bool, window: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_path_of_sdpa_equals_eager(path: str, causal: bool) -> None:
     """Which path runs depends on lengths and device; all of them must be right for all lengths."""
-    earlier, later = window or (-1, -1)
-    bounds = (earlier, 0 if causal else later)
     for lengths in LENGTHS:
         segments, qkv = Segments.of(lengths), inputs(sum(lengths))
 
@@ -87,7 +84,7 @@ def test_every_path_of_sdpa_equals_eager(path: str, causal: bool, window: tuple[
             qkv: tuple[Tensor, ...] = qkv,
         ) -> list[Tensor]:
             leaves = tuple(x.detach().to(dtype).requires_grad_() for x in qkv)
-            return with_gradients(lambda q, k, v: function(q, k, v, segments, bounds, 0.3), leaves)
+            return with_gradients(lambda q, k, v: function(q, k, v, segments, causal, 0.3), leaves)
 
         no_further_than_plain_products(run, getattr(attention, path), torch.float32, attention._packed_eager)
 
@@ -96,13 +93,13 @@ def test_every_path_of_sdpa_equals_eager(path: str, causal: bool, window: tuple[
 @pytest.mark.parametrize("causal", [True, False])
 def test_fused_equals_eager(lengths: list[int], causal: bool) -> None:
     """Here without its kernels: what surrounds them. Those are held against eager on accelerators, below."""
-    segments, bounds = Segments.of(lengths), (-1, 0 if causal else -1)
+    segments = Segments.of(lengths)
 
     def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         qkv = tuple(x.detach().to(dtype).requires_grad_() for x in inputs(sum(lengths)))
-        return with_gradients(lambda q, k, v: function(q, k, v, segments, bounds, 0.3), qkv)
+        return with_gradients(lambda q, k, v: function(q, k, v, segments, causal, 0.3), qkv)
 
-    no_further_than_plain_products(run, attention._packed_fused, torch.float32, attention._packed_eager)
+    no_further_than_plain_products(run, fused_attention, torch.float32, attention._packed_eager)
 
 
 def test_fused_is_compiled_once_for_batches_of_every_kind() -> None:
@@ -133,13 +130,13 @@ def test_pieces_do_not_see_each_other() -> None:
     assert not torch.allclose(before[4:], after[4:])
 
 
-def test_causal_means_no_later_token_and_the_window_counts_earlier_ones() -> None:
+def test_causal_means_no_later_token() -> None:
     segments = Segments.of([6])
     q, k, v = (x.detach() for x in inputs(6))
-    before = packed_attention(q, k, v, segments, causal=True, window=(1, 0))
+    before = packed_attention(q, k, v, segments, causal=True)
     v[2] += 1
-    changed = (packed_attention(q, k, v, segments, causal=True, window=(1, 0)) - before).abs().amax((1, 2)) > 1e-6
-    assert changed.tolist() == [False, False, True, True, False, False]
+    changed = (packed_attention(q, k, v, segments, causal=True) - before).abs().amax((1, 2)) > 1e-6
+    assert changed.tolist() == [False, False, True, True, True, True]
 
 
 CACHED = {  # blocks, cached tokens and new tokens of each row
@@ -199,22 +196,18 @@ def test_nothing_in_is_nothing_out() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("lengths", LENGTHS[:3], ids=str)
-@pytest.mark.parametrize(("causal", "window"), WINDOWS[:3], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("implementation", ["fused", "sdpa"])
-def test_accelerated_equals_eager(
-    lengths: list[int], causal: bool, window: tuple[int, int] | None, implementation: str
-) -> None:
+def test_accelerated_equals_eager(lengths: list[int], causal: bool, implementation: str) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    if implementation == "fused" and window is not None:
-        pytest.skip("it has no windows")
     segments = Segments.of(lengths).to(device)
     qkv = tuple(x.detach().to(device, torch.bfloat16).requires_grad_() for x in inputs(sum(lengths), dim=64))
 
     def run(name: str, dtype: torch.dtype) -> list[Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.to(dtype) for x in (q, k, v))
-            return packed_attention(q, k, v, segments, causal=causal, window=window, implementation=name).cpu()
+            return packed_attention(q, k, v, segments, causal=causal, implementation=name).cpu()
 
         return with_gradients(attend, qkv)
 
