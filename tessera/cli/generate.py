@@ -238,13 +238,18 @@ def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str]) -> Non
     """Raise if an option is set that has no effect here."""
     name = next((name for name in options if name not in allowed), None)
     if name is not None:
-        raise TesseraError(
-            f"{why}: {_option(name)} has no effect",
-            where=_option(name),
-            allowed=[_option(other) for other in allowed if other not in POSITIONAL],
-            fix=f"leave {_option(name)} out",
-            code="generation.option-without-effect",
-        )
+        raise _without_effect(name, why, [_option(other) for other in allowed if other not in POSITIONAL])
+
+
+def _without_effect(name: str, why: str, allowed: Sequence[str]) -> TesseraError:
+    option = _option(name)
+    return TesseraError(
+        f"{why}: {option} has no effect",
+        where=option,
+        allowed=allowed,
+        fix=f"leave {option} out",
+        code="generation.option-without-effect",
+    )
 
 
 def _option(name: str) -> str:
