@@ -25,7 +25,7 @@ from tessera.inference.load import load
 from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
 from tessera.models.transformers import TransformersBuilder, TransformersConfig
-from tessera.models.transformers.hub import choose_class, find_class
+from tessera.models.transformers.hub import choose_class, find_class, published_class
 from tessera.runtime.modules import computed_buffers, without_weights
 from tessera.tasks.returns_loss import ReturnsLossTask
 from tessera.tasks.transformers import TransformersTask
@@ -223,7 +223,7 @@ def test_an_adapted_class_reads_and_writes_the_files_of_the_library_s_class(fold
     )
     assert config.to_hf()["architectures"] == ["Qwen3ForCausalLM"]
     model = TransformersBuilder(config)
-    assert model.published is transformers.Qwen3ForCausalLM
+    assert published_class(model.model_class) is transformers.Qwen3ForCausalLM
     assert model.weights().rule_for("model.norm.weight") is not None
 
 

@@ -258,18 +258,13 @@ def files_in_circles(graph: dict[str, set[str]]) -> set[str]:
     return {module for module in graph if module in below(module)}
 
 
-# Packages whose files still import each other, inside of functions. The list only gets shorter.
-CIRCLES_LEFT = ("hub", "models.transformers")
-
-
 def test_no_files_import_each_other() -> None:
     sources = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
         for path in PACKAGE.rglob("*.py")
         if path.name != "__init__.py"
     }
-    circles = files_in_circles(import_graph(sources))
-    assert {name for name in circles if not name.startswith(tuple(f"tessera.{p}." for p in CIRCLES_LEFT))} == set()
+    assert files_in_circles(import_graph(sources)) == set()
 
 
 def test_a_planted_circle_of_files_is_found() -> None:
@@ -372,9 +367,18 @@ def private_symbols(source: str, ours: set[str]) -> list[str]:
         return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
     symbols: list[str] = []
+    modules = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in nodes(source)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).split(".")[0] in ("torch", "transformers")
+    }
     for node in nodes(source):
         names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        if isinstance(node, ast.Attribute) and private(node.attr) and ast.unparse(node).split(".")[0] in modules:
+            symbols.append(ast.unparse(node))  # also where an object of ours has an attribute of this name
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -405,6 +409,8 @@ def test_a_planted_private_symbol_is_found() -> None:
         "mesh['a', 'b']._flatten('c')",
         "class A(AdamW):\n    def step(self): self._init_group(1)",
         "getattr(module, '_no_split_modules', None)",
+        "import torch.distributed as dist\ndist._mine()",
+        "from torch.distributed import TCPStore\nTCPStore._mine",
     ):
         assert private_symbols(line, {"_mine"}), line
     assert not private_symbols("self._mine = other._mine; os._exit(1); from tessera.models._chat import x", {"_mine"})

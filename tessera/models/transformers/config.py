@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 
 from tessera.config.reader import Section
+from tessera.models.transformers.hub import choose_class, published_class
 from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CONFIG_FILE
 
@@ -60,9 +61,7 @@ class TransformersConfig(Section):
 
     def to_hf(self) -> dict[str, Any]:
         """Return config.json as it was read, without the dtype of the weights."""
-        from tessera.models.transformers.model import TransformersBuilder
-
-        published = TransformersBuilder(self).published
+        published = published_class(choose_class(self.hf, self.class_name))
         named = {"architectures": [published.__name__], "model_type": published.config_class.model_type}
         return {**named, **_without_types(self.hf)}
 

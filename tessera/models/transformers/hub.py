@@ -45,6 +45,12 @@ def find_class(name: str) -> type[PreTrainedModel]:
     )
 
 
+def published_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the library's own class: the class itself, or the one that a user's class extends."""
+    classes = (c for c in kind.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
+    return next(classes)  # at the latest PreTrainedModel
+
+
 def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:
     """Return the class for a config.json: the requested one, the one for its model_type, or the one it names.
 

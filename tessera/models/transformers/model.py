@@ -15,7 +15,7 @@ from tessera.core.model_plan import ModelPlan, TensorStyle
 from tessera.errors import TesseraError
 from tessera.models.foreign import Arguments, accept_batches
 from tessera.models.transformers.config import TransformersConfig
-from tessera.models.transformers.hub import LIBRARY, choose_class
+from tessera.models.transformers.hub import choose_class, published_class
 from tessera.models.transformers.positions import keep_lengths_apart, masked_positions
 from tessera.models.transformers.weights import published_names
 from tessera.runtime.modules import without_weights
@@ -44,12 +44,6 @@ class TransformersBuilder:
     def model_class(self) -> type[PreTrainedModel]:
         return choose_class(self.config.hf, self.config.class_name)
 
-    @property
-    def published(self) -> type[PreTrainedModel]:
-        """Return the library's own class: the class itself, or the one that a user's class extends."""
-        classes = (c for c in self.model_class.__mro__ if c.__module__.startswith(f"{LIBRARY}."))
-        return next(classes)  # at the latest PreTrainedModel
-
     def build(self) -> nn.Module:
         """Return the module without weights; called with a `Batch` it takes its tensors as keyword arguments."""
         module = without_weights(lambda: self._construct(self.model_class))
@@ -71,7 +65,7 @@ class TransformersBuilder:
 
     def weights(self) -> WeightMap:
         # Of the library's class: an adapted one has the same weights, but the library keeps no table for it.
-        return published_names(without_weights(lambda: self._construct(self.published)))
+        return published_names(without_weights(lambda: self._construct(published_class(self.model_class))))
 
     def _construct(self, kind: type[PreTrainedModel]) -> PreTrainedModel:
         try:
