@@ -1,6 +1,6 @@
-"""Save and resume a run. A checkpoint exists completely or not at all.
+"""Save and resume a run. A checkpoint is published completely or not at all.
 
-`StepFolders` has the layout of the folder. Here are the parts of saving and resuming that all ranks do together.
+`StepFolders` manages the folder on rank 0. The manager coordinates all ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SaveReport:
 
     path: Path
     bytes: int
-    seconds: float  # until it was published
-    paused_seconds: float  # that the caller waited
+    seconds: float  # from the call to the rename that publishes it
+    paused_seconds: float  # during which training waited
 
     @property
     def bytes_per_second(self) -> float:
@@ -51,7 +51,7 @@ class _Request:
 
     step: int
     tensors: TensorSave
-    needed: int  # bytes of the checkpoint, all ranks together
+    needed: int  # bytes of the checkpoint, summed over all ranks
     files: Mapping[str, bytes]  # on rank 0: small files by name
     started: float
 
@@ -68,22 +68,22 @@ class CheckpointManager:
         fault: Fault = no_fault,
         free: Callable[[Path], int] = free_bytes,
     ) -> None:
-        """Make a manager. `frozen_source`: where frozen weights are that a checkpoint does not store."""
+        """Make a manager. `frozen_source`: locates frozen weights that checkpoints do not store."""
         self.folder = folder
         self.report: SaveReport | None = None  # of the last save
-        self.newest: Path | None = None  # the checkpoint that was saved or resumed from last: its bytes are good
+        self.newest: Path | None = None  # last saved or loaded checkpoint, whose bytes are verified
         self._folders = StepFolders(folder, keep, fault, free)
         self._frozen_source = frozen_source
-        self._frozen: FrozenWeights | None = None  # weights that the checkpoints of this run do not store
-        self._layout: SaveLayout | None = None  # of the saves of this run
+        self._frozen: FrozenWeights | None = None  # weights that checkpoints of this run do not store
+        self._layout: SaveLayout | None = None  # which chunks this rank writes
         self._fault = fault
         self._thread: threading.Thread | None = None
-        self._outcome: list[SaveReport | Exception] = []  # of the thread
+        self._outcome: list[SaveReport | Exception] = []  # of the background thread
         self._thread_ranks: Ranks | None = None
 
     @property
     def protected_step(self) -> int:
-        """The step whose checkpoint stays however old it is; -1: none."""
+        """The step whose checkpoint is never removed; -1: none."""
         return self._folders.protected_step
 
     @protected_step.setter
@@ -93,14 +93,13 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------------ saving
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Decide which rank writes what, before the first save: training would wait for it there."""
+        """Plan which rank writes which chunks, so that the first save does not wait for the planning."""
         self._layout = plan_save(Ranks.current(), self._stored(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str) -> Path:
-        """Write and publish a checkpoint, then remove those beyond `keep`. `state` and `config_text`: of rank 0.
+        """Write and publish a checkpoint, then remove all but the newest `keep`. `state`, `config_text`: of rank 0.
 
-        Where the disk space is not enough, older checkpoints are removed before the new one is written; the newest good
-        one never.
+        If the disk is too full, older checkpoints are removed before the write, but never the newest undamaged one.
         """
         assert self._thread is None, "finish_background comes first"
         ranks = Ranks.current()
@@ -112,10 +111,10 @@ class CheckpointManager:
     def save_in_background(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str
     ) -> None:
-        """Copy the tensors and return; a thread writes and publishes them.
+        """Copy the tensors and return; a thread writes and publishes the checkpoint.
 
-        There is one save at a time: `finish_background` ends it. Where there is no memory for the copies, the
-        checkpoint is written at once.
+        Call `finish_background` before the next save. Without enough host memory for the copies, the checkpoint is
+        written before this returns.
         """
         assert self._thread is None, "one save at a time"
         ranks = Ranks.current()
@@ -123,7 +122,7 @@ class CheckpointManager:
         host = torch.device("cpu")
         if not all(ranks.on_all(lambda: request.tensors.host_bytes() < devices.free_memory(host) // 2)):
             if ranks.rank == 0:
-                _log.warning("no host memory for a save in the background: training waits for this one")
+                _log.warning("not enough host memory for a save in the background: training waits for this save")
             try:
                 self._outcome = [self._complete(ranks, request, None)]
             except Exception as error:
@@ -143,24 +142,24 @@ class CheckpointManager:
             except Exception as error:  # `finish_background` raises it
                 self._outcome = [error]
 
-        # A daemon: a process that ends by an error does not wait for other ranks here.
+        # A daemon thread: a process that fails must not wait for the saves of other ranks.
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def in_background(self) -> bool:
-        """Return whether a save was begun that `finish_background` has not ended."""
+        """Return whether a background save has started and `finish_background` was not called since."""
         return self._thread is not None or bool(self._outcome)
 
     @property
     def is_writing(self) -> bool:
-        """Return whether this rank still writes in the background. Not collective."""
+        """Return whether this rank is still writing a background save. Not collective."""
         return self._thread is not None and self._thread.is_alive()
 
     def finish_background(self, timeout_s: float | None = None) -> Path | None:
-        """Wait for the save in the background; return its path, or raise its error.
+        """Wait for the background save; return its path, or raise its error.
 
-        Return None if there is none, or if it takes longer than the timeout.
+        Return None if there is no background save, or if it takes longer than the timeout.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -193,26 +192,26 @@ class CheckpointManager:
             layout = plan_save(ranks, tensors)
         assert layout is not None
         self._layout = layout
-        # As JSON now: training changes the state while a thread writes.
+        # Serialize the state now: training changes it while a thread writes.
         table = {TABLE: layout.table or b""}
         ranks.on_rank0(lambda: files.update({**table, STATE: state_to_json(state), CONFIG: config_text.encode()}))
         return _Request(step, layout.save_of(tensors), total_bytes(tensors), files, started)
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors that a checkpoint of this run holds."""
+        """Return the tensors that checkpoints of this run store."""
         if self._frozen is None:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if name not in self._frozen.names}
 
     def _complete(self, ranks: Ranks, request: _Request, paused: float | None) -> SaveReport:
-        """Write a checkpoint, if need be a second time after older ones were removed."""
+        """Write a checkpoint. If the disk is full, remove older checkpoints and try a second time."""
         ranks.on_rank0(lambda: self._folders.free_space(request.needed))
         for first_attempt in (True, False):
             try:
                 path, size = self._write(ranks, request)
                 break
             except CollectiveError as error:
-                # A quota can be full where the disk is not: then it shows only now.
+                # A full quota shows only when a write fails: the disk still reports free space.
                 may_help = first_attempt and _is_full(error)
                 if may_help and ranks.on_rank0(lambda: self._folders.free_space(request.needed, full=True)):
                     continue
@@ -234,23 +233,23 @@ class CheckpointManager:
             records = [record for of_rank in written for record in of_rank]
             return ranks.on_rank0(lambda: self._folders.publish(staging, request.step, records, request.files))
         except BaseException:
-            # By now no rank writes any more: failures are gathered from all of them before they are raised.
+            # No rank is writing any more: errors are raised after all ranks have reported.
             if ranks.rank == 0 and staging is not None:
                 remove_folder(staging)
             raise
 
     def leave_out_frozen(self) -> None:
-        """Hash the files that frozen weights were filled from: checkpoints of this run will not store these weights.
+        """Leave frozen weights out of the checkpoints of this run, and hash the files that contain them.
 
-        A run that begins calls this when its weights are filled; a resumed run does as its checkpoint.
+        A new run calls this after its weights are loaded. A resumed run follows its checkpoint.
         """
         if self._frozen_source is not None:
             self._frozen = FrozenWeights.of_source(Ranks.current(), self._frozen_source)
 
     def protect(self, step: int) -> None:
-        """Keep the checkpoint of a step, which is written, however old it is.
+        """Never remove the checkpoint of this step, which exists already.
 
-        The one that was protected before is removed if it is not among the newest.
+        The checkpoint that was protected before is removed if it is not among the newest `keep`.
         """
         self.protected_step = step
         if Ranks.current().rank == 0:
@@ -259,13 +258,13 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------------ resuming
 
     def newest_config(self) -> Path | None:
-        """Return the recipe of the newest checkpoint that has a good one. Not collective; no tensor is read."""
+        """Return the path of the newest undamaged recipe in a checkpoint. Not collective; no tensor is read."""
         return self._folders.newest_config()
 
     def load_newest(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """Fill `tensors` from the newest good checkpoint and return its state; None when there is none.
+        """Fill `tensors` from the newest undamaged checkpoint and return its state; None if there is no checkpoint.
 
-        Unlike `resume` it removes nothing: the run may be another user's and active.
+        Unlike `resume` it removes no files: the run may be active.
         """
         stored = self._fill_newest(Ranks.current(), lambda stored: tensors)
         if stored is None:
@@ -274,7 +273,7 @@ class CheckpointManager:
         return stored.state
 
     def load(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill `tensors` in place from one checkpoint and return its state. A damaged one is refused."""
+        """Fill `tensors` in place from the checkpoint at `path` and return its state. Raise if it is damaged."""
         ranks = Ranks.current()
         stored, problems = open_checkpoint(ranks, path, step_of(path))
         if stored is not None:
@@ -288,10 +287,10 @@ class CheckpointManager:
     def resume(
         self, tensors: Mapping[str, Tensor], may_lack: Mapping[str, Tensor] | None = None, before: int | None = None
     ) -> tuple[int, dict[str, Any]] | None:
-        """Fill `tensors` from the newest good checkpoint; return its step and state, or None when there is none.
+        """Fill `tensors` from the newest undamaged checkpoint; return its step and state; None without a checkpoint.
 
-        `may_lack`: further tensors, which a checkpoint need not have. Their owner starts them anew then. `before`: only
-        checkpoints of an earlier step.
+        `may_lack`: optional tensors, which are filled if the checkpoint contains them. `before`: use checkpoints of
+        earlier steps only.
         """
         ranks, optional = Ranks.current(), may_lack or {}
         ranks.on_rank0(self._folders.clean)
@@ -300,16 +299,16 @@ class CheckpointManager:
         def choose(stored: StoredCheckpoint) -> Mapping[str, Tensor]:
             if stored.state.get("weights_only"):
                 raise TesseraError(
-                    f"{stored.path.name} holds weights alone, without the optimizer: the run cannot be resumed from it",
+                    f"{stored.path.name} contains weights and no optimizer state: the run cannot be resumed from it",
                     where=str(stored.path),
-                    fix=f"begin another run with these weights: model.path={stored.path} name=ANOTHER; a run that is "
-                    "to go on needs checkpoint.weights_only=false",
+                    fix=f"start a new run from these weights: model.path={stored.path} name=ANOTHER; to make runs "
+                    "resumable, set checkpoint.weights_only=false",
                     code="checkpoint.weights-only",
                 )
             unknown = {name.split(".")[0] for name in stored.names} - kinds
             if unknown and ranks.rank == 0:
                 names = few_names(sorted(unknown))
-                _log.warning("%s has tensors %s, which this run does not use", stored.path.name, names)
+                _log.warning("%s contains tensors of kinds that this run does not use: %s", stored.path.name, names)
             return {**tensors, **{name: tensor for name, tensor in optional.items() if name in stored.names}}
 
         stored = self._fill_newest(ranks, choose, before)
@@ -329,9 +328,9 @@ class CheckpointManager:
         choose: Callable[[StoredCheckpoint], Mapping[str, Tensor]],
         before: int | None = None,
     ) -> StoredCheckpoint | None:
-        """Fill tensors from the newest good checkpoint and return it; None when there is no checkpoint.
+        """Fill tensors from the newest undamaged checkpoint and return it; None if there is no checkpoint.
 
-        A damaged one shows only while it is read: its tensors are then filled again from an older one. `choose` returns
+        Damage shows while a checkpoint is read; then all tensors are filled from an older checkpoint. `choose` returns
         the tensors to fill.
         """
         damaged: list[str] = []
@@ -346,18 +345,18 @@ class CheckpointManager:
                     return stored
             damaged.append(f"{path.name}: {'; '.join(problems)}")
             if ranks.rank == 0:
-                _log.warning("checkpoint %s is damaged and passed over: %s", path, "; ".join(problems))
+                _log.warning("checkpoint %s is damaged and skipped: %s", path, "; ".join(problems))
         if damaged:
             raise TesseraError(
-                "there are checkpoints, but every one of them is damaged:\n    " + "\n    ".join(damaged),
+                "all checkpoints of this run are damaged:\n    " + "\n    ".join(damaged),
                 where=str(self.folder),
-                fix="restore one from a copy, or move this folder away to start anew",
+                fix="restore a checkpoint from a backup, or move this folder away to start a new run",
                 code="checkpoint.all-damaged",
             )
         return None
 
     def _fill(self, ranks: Ranks, stored: StoredCheckpoint, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Fill tensors from a checkpoint, and frozen ones from their folder; return what is damaged, in words."""
+        """Fill tensors from a checkpoint, and frozen tensors from their folder; return descriptions of damage."""
         frozen = FrozenWeights.of_state(stored.state, stored.path)
         elsewhere = {} if frozen is None else {n: tensor for n, tensor in tensors.items() if n in frozen.names}
         problems = stored.fill(ranks, {name: tensor for name, tensor in tensors.items() if name not in elsewhere})
@@ -373,6 +372,6 @@ def _is_full(failure: CollectiveError) -> bool:
 
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    """Return the accelerator that holds some of the tensors, otherwise the host."""
+    """Return the accelerator that some of the tensors are on; the CPU if there is none."""
     accelerators = (tensor.device for tensor in tensors.values() if tensor.device.type != "cpu")
     return next(accelerators, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Tensors that are stored in several parts, in one file or more."""
+"""Read tensors that are stored as several boxes, in one file or more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_CELLS = 10_000_000
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Hold the place of a part of a tensor: in the tensor, and the file it is in."""
+    """Locate a stored box of a tensor: its offsets and sizes in the tensor, and its file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ P = TypeVar("P", bound=TensorPart)
 
 
 class TensorInParts(ABC, Generic[P]):
-    """Read a tensor that is stored in one file or several."""
+    """Read a tensor that is stored as one box or several."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,10 +41,10 @@ class TensorInParts(ABC, Generic[P]):
 
     @abstractmethod
     def open_part(self, part: P) -> Callable[[Sequence[int], Sequence[int]], Tensor]:
-        """Raise unless a part is in its file as described; return a function that reads a box of it."""
+        """Check that the file contains this part; return a function that reads a box of the part."""
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the tensor, or a box of it, in memory. Parts outside of the box are not read."""
+        """Return the tensor, or a box of it. Parts outside the box are not read."""
         first = tuple(offsets or (0,) * len(self.shape))
         wanted = self.shape if sizes is None else tuple(sizes)
         boxes = []
@@ -57,7 +57,7 @@ class TensorInParts(ABC, Generic[P]):
         if len(boxes) == 1:
             read, there, _, size = boxes[0]
             return read(there, size)
-        # Only now: a folder may claim any shape, and its files were found to hold all of it.
+        # Allocate after the checks of `open_part`: metadata could claim any shape.
         tensor = torch.empty(wanted, dtype=self.dtype)
         for read, there, here, size in boxes:
             tensor[tuple(slice(at, at + count) for at, count in zip(here, size, strict=True))] = read(there, size)
@@ -66,14 +66,14 @@ class TensorInParts(ABC, Generic[P]):
 
 @dataclass(frozen=True)
 class KeyedPart(TensorPart):
-    """Hold the place of a part of a tensor, and its key in a safetensors file."""
+    """Locate a stored box of a tensor by its key in a safetensors file."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class SplitTensor(TensorInParts[KeyedPart]):
-    """Describe a tensor that is stored in one safetensors file or several."""
+    """Read a tensor from boxes in safetensors files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class SplitTensor(TensorInParts[KeyedPart]):
         with open_safetensors(part.file) as file:
             if stored_shape(file, part.key) != part.sizes or file.get_slice(part.key).get_dtype() != CODES[self.dtype]:
                 raise TesseraError(
-                    f"{part.key} in it is not as large, or of the type, as is said",
+                    f"{part.key} has another shape or dtype in this file than in the table of the checkpoint",
                     where=str(part.file),
                     code="checkpoint.part-differs",
                 )
@@ -96,13 +96,13 @@ def _read_part(part: KeyedPart, offsets: Sequence[int], sizes: Sequence[int]) ->
 
 
 def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str) -> None:
-    """Refuse parts that leave a hole, overlap or reach beyond the tensor."""
+    """Raise unless the parts cover the tensor exactly: without gaps, without overlap and inside its shape."""
     inside = all(
         len(offsets) == len(sizes) == len(shape)
         and all(offset + size <= total for offset, size, total in zip(offsets, sizes, shape, strict=True))
         for offsets, sizes in chunks
     )
-    # Also of empty parts: a list of a million of them could serve as that of a thousand tensors.
+    # No duplicate offsets, also of empty parts: a list of a million empty parts would slow down every reader.
     distinct = len({str(offsets) for offsets, _ in chunks}) == len(chunks)
     if (
         not inside
@@ -111,16 +111,16 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Any], where: str
         or _overlap(chunks)
     ):
         raise TesseraError(
-            f"the parts of {name!r} do not cover the tensor {shape}", where=where, code="checkpoint.parts-incomplete"
+            f"the parts of {name!r} do not cover its shape {shape}", where=where, code="checkpoint.parts-incomplete"
         )
 
 
 def _overlap(chunks: list[Any]) -> bool:
-    """Return whether two parts have an element in common, or are too many to compare."""
+    """Return whether two parts overlap. Return True as well if there are too many parts to compare."""
     chunks = [chunk for chunk in chunks if 0 not in chunk[1]]
     if len(chunks) < 2:
         return False
-    # A grid with a line at every edge of a part: each part is a block of its cells.
+    # Cut the tensor at all edges of all parts. Each part is then a block of grid cells.
     ends = [(offsets, tuple(map(operator.add, offsets, sizes))) for offsets, sizes in chunks]
     lines = [sorted(set(edges)) for edges in zip(*(corner for both in ends for corner in both), strict=True)]
     places = [{edge: place for place, edge in enumerate(edges)} for edges in lines]

@@ -1,7 +1,7 @@
-"""Publish folders by one rename: files are written in a staging folder beside the target.
+"""Publish a folder by one rename: files are written to a staging folder beside the target.
 
-A process that is killed leaves `.staging-NAME~*` behind, and nothing under the name of the target. The next export to
-the same target removes it.
+A killed process leaves its staging folder `.staging-NAME~*` and no target. The next export to the same target removes
+that staging folder.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tessera.checkpoint.files import Fault, no_fault, remove_folder, rename, syn
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping
 
-MARK = "tessera_export.json"  # the record of an export, which a later export of the same source may replace
+MARK = "tessera_export.json"  # file that marks an export of Tessera, and records its source
 _MAX_RECORD_BYTES = 256 << 20
 
 Origin = Mapping[str, str]  # see `made_from`
 
 
 def made_from(form: str, source: str | Path) -> Origin:
-    """Return the origin of an export: its form and a hash of the path of its source.
+    """Return the origin of an export: its format and a hash of its source's path.
 
-    An export of the same origin may replace it. The path itself is not written: it is private.
+    A later export with the same origin may replace it. The path is hashed because it is private.
     """
     return {"form": form, "source": hashlib.sha256(os.path.realpath(source).encode()).hexdigest()}
 
 
 @dataclass(frozen=True)
 class Staging:
-    """A folder in which an export is written, and the parent folders that were created for it.
+    """A staging folder, and the parent folders that were created for it.
 
-    It is locked while it is written, so that another export to the same target does not remove it.
+    It is locked, so that another export to the same target does not remove it.
     """
 
     path: Path
@@ -51,10 +51,10 @@ class Staging:
     lock: int
 
     def discard(self) -> None:
-        """Remove the folder and the parents that were created for it."""
+        """Remove the staging folder and the parent folders that were created for it."""
         remove_folder(self.path)
         for parent in self.parents:
-            with suppress(OSError):  # another export may have been written there meanwhile
+            with suppress(OSError):  # not empty: another export was written there
                 parent.rmdir()
         os.close(self.lock)
 
@@ -67,7 +67,7 @@ def publish(
     overwrite: bool = False,
     fault: Fault = no_fault,
 ) -> None:
-    """Publish a folder of the files that `write` makes on rank 0, by one rename."""
+    """Publish a folder by one rename. `write` creates its files in a staging folder, on rank 0."""
 
     def work() -> None:
         with staged(folder, origin, overwrite, fault) as staging:
@@ -78,7 +78,7 @@ def publish(
 
 @contextmanager
 def staged(folder: Path, origin: Origin | None, overwrite: bool, fault: Fault = no_fault) -> Iterator[Path]:
-    """Give a staging folder to write in; publish it when the block ends, and remove it when the block fails."""
+    """Yield a staging folder. Publish it at the end of the block, or remove it if the block fails."""
     staging = begin(folder, overwrite, origin)
     try:
         yield staging.path
@@ -90,7 +90,7 @@ def staged(folder: Path, origin: Origin | None, overwrite: bool, fault: Fault = 
 
 
 def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Staging:
-    """Return a new staging folder for a target that may be written, and remove those of killed processes."""
+    """Check a target and return a new staging folder for it. Remove staging folders of killed processes."""
     with written_in(folder):
         _recover(folder)
     parents = check_target(folder, overwrite, origin)
@@ -104,25 +104,25 @@ def begin(folder: Path, overwrite: bool, origin: Origin | None = None) -> Stagin
 
 @contextmanager
 def written_in(folder: Path) -> Iterator[None]:
-    """Raise errors of the system, such as a name that is too long, as a `TesseraError` about a target."""
+    """Raise an `OSError` of the block, such as a name that is too long, as a `TesseraError` about the target."""
     try:
         yield
     except OSError as error:
-        reason = str(error.args[0][0][-1]) if isinstance(error, shutil.Error) else error.strerror  # of the first file
+        reason = str(error.args[0][0][-1]) if isinstance(error, shutil.Error) else error.strerror
         raise TesseraError(
-            f"nothing can be written there: {reason}", where=str(folder), code="output.write-failed"
+            f"the folder cannot be written: {reason}", where=str(folder), code="output.write-failed"
         ) from error
 
 
 def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) -> tuple[Path, ...]:
-    """Refuse a target that holds anything but an earlier export of this origin. Create its parent folders.
+    """Raise unless the target is empty or an earlier export of this origin. Create its parent folders.
 
-    Return the folders that were created.
+    Return the created folders.
     """
     with written_in(folder):
-        if folder.is_symlink():  # it would be replaced, and not what it leads to
+        if folder.is_symlink():  # the rename would replace the link, not the linked folder
             raise TesseraError(
-                "the target is a link",
+                "the target is a symbolic link",
                 where=str(folder),
                 fix=f"name {os.path.realpath(folder)}",
                 code="output.target-is-link",
@@ -130,18 +130,18 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
         here = Path.cwd()
         if Path(os.path.realpath(folder)) in (here, *here.parents):
             raise TesseraError(
-                "the target is the working folder, or holds it",
+                "the target is the working folder, or contains it",
                 where=str(folder),
-                fix="name a new folder in it",
+                fix="name a new folder inside the working folder",
                 code="output.target-holds-working-folder",
             )
         if folder.exists() and not folder.is_dir():
-            raise TesseraError(f"there is a file in the way: {folder}", code="output.target-is-file")
+            raise TesseraError(f"the target is a file: {folder}", code="output.target-is-file")
         if folder.is_dir() and any(folder.iterdir()) and not overwrite and not _is_export(folder, origin):
             raise TesseraError(
-                "the folder is not empty and not an earlier export of the same source in the same form",
+                "the target is not empty, and not an earlier export of the same source in the same format",
                 where=str(folder),
-                fix="name another folder, or --overwrite (overwrite=True in Python): everything in it is replaced",
+                fix="name another folder, or replace its content by --overwrite (overwrite=True in Python)",
                 code="output.folder-not-empty",
             )
         missing = tuple(path for path in folder.parents if not path.exists())
@@ -150,7 +150,7 @@ def check_target(folder: Path, overwrite: bool, origin: Origin | None = None) ->
 
 
 def _is_export(folder: Path, origin: Origin | None) -> bool:
-    """Return whether a folder has the record of an export of this origin."""
+    """Return whether a folder is an export of this origin, by its record."""
     try:
         return origin is not None and read_json_mapping(folder / MARK, _MAX_RECORD_BYTES).get("origin") == origin
     except TesseraError:
@@ -158,10 +158,10 @@ def _is_export(folder: Path, origin: Origin | None) -> bool:
 
 
 def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overwrite: bool) -> None:
-    """Rename a complete staging folder to its target, and remove the folder that it replaces."""
-    check_target(folder, overwrite, origin)  # again: another process may have been faster
+    """Rename a complete staging folder to the target, and remove the old target."""
+    check_target(folder, overwrite, origin)  # check again: another process may have published meanwhile
     mark = staging / MARK
-    # A Hugging Face folder has its record there already. It stays as it is, with one tensor a line.
+    # A Hugging Face folder has a record already. Keep its text (one tensor per line) and add the origin.
     record = mark.read_bytes() if mark.exists() else pretty_json({"format": "tessera-export", "version": 1})
     mark.unlink(missing_ok=True)
     if origin is not None:
@@ -172,14 +172,14 @@ def show(staging: Path, folder: Path, fault: Fault, origin: Origin | None, overw
     if folder.is_dir():
         rename(folder, trash, fault)
     rename(staging, folder, fault)
-    # Only now: after a kill between the two renames, the old export is there alone.
+    # Remove the old export last: after a kill between the two renames, `_recover` restores it.
     for path in folder.parent.glob(f".trash-{escape(folder.name)}~*"):
         remove_folder(path)
     _remove_abandoned(folder)
 
 
 def _recover(folder: Path) -> None:
-    """Remove staging folders of killed processes. Restore a target that a kill has left between the two renames."""
+    """Remove staging folders of killed processes. Restore the old target after a kill between the two renames."""
     _remove_abandoned(folder)
     if not folder.exists() and not any(folder.parent.glob(f".staging-{escape(folder.name)}~*")):
         for path in list(folder.parent.glob(f".trash-{escape(folder.name)}~*"))[:1]:
@@ -187,11 +187,11 @@ def _recover(folder: Path) -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove staging folders of a target that no process writes to."""
+    """Remove staging folders of the target that no process has locked."""
     for path in folder.parent.glob(f".staging-{escape(folder.name)}~*"):
         if path.is_symlink():
             remove_folder(path)
-        with suppress(OSError):  # a folder of another user stays
+        with suppress(OSError):  # another user's folder cannot be opened, and is kept
             if (lock := _lock(path)) is not None:
                 remove_folder(path)
                 os.close(lock)
@@ -207,7 +207,7 @@ def _lock(path: Path) -> int | None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # others: a file system without locks
+        locked = error.errno not in (errno.EACCES, errno.EAGAIN)  # other errors: the file system has no locks
     if locked and path.exists():
         return handle
     os.close(handle)

@@ -1,7 +1,7 @@
 """Dequantize the weights of a folder: fp8, bitsandbytes NF4 and FP4, GPTQ, AWQ.
 
-Each layout stores one weight in several tensors. `find_quantized` recognises them by their names and describes each
-weight. Readers of a folder see weights under their usual names, in the type that config.json names.
+Each format stores one weight as several tensors. `find_quantized` recognises the tensors by name and describes each
+weight. Readers of a folder see weights under their usual names, in the dtype of config.json.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _STATE = ".quant_state.bitsandbytes__"
-_LARGEST_BLOCK = 1 << 16  # values that share a scale in a tensor of bitsandbytes, which knows 64 to 4096
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of the eight values of a word
+_LARGEST_BLOCK = 1 << 16  # values per scale; bitsandbytes uses 64 to 4096
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # order in which AWQ packs eight 4-bit values into 32 bits
 
 
 def _damaged(where: str, what: str) -> TesseraError:
-    return TesseraError(what, where=where, code="weights.damaged-quantization")
+    return TesseraError(f"damaged quantized weights: {what}", where=where, code="weights.damaged-quantization")
 
 
 @dataclass(frozen=True)
 class QuantizedWeight(ABC):
-    """Describe one weight: its shape, and the names of the tensors that it is computed from."""
+    """Describe a quantized weight: its shape, and the names of its stored tensors."""
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
@@ -44,7 +44,7 @@ class QuantizedWeight(ABC):
 
 @dataclass(frozen=True)
 class ScaledFloat8(QuantizedWeight):
-    """Dequantize an fp8 tensor by its scales: one in all, per row, or per block of the last two dimensions."""
+    """Dequantize an fp8 tensor with one scale, one scale per row, or one per block of the last two dimensions."""
 
     block: tuple[int, int] | None = None
 
@@ -61,7 +61,7 @@ class ScaledFloat8(QuantizedWeight):
 
 @dataclass(frozen=True)
 class FourBit(QuantizedWeight):
-    """Dequantize a tensor of bitsandbytes: two values per byte, each an entry of a table times its block's largest."""
+    """Dequantize a 4-bit tensor of bitsandbytes: a byte is two indices into a table; each block has a scale."""
 
     blocksize: int = 64
     nested_blocksize: int = 0
@@ -69,7 +69,7 @@ class FourBit(QuantizedWeight):
 
     def dequantize(self, parts: list[Tensor]) -> Tensor:
         packed, absmax, table = parts[0].reshape(-1), parts[1], parts[2].float()
-        if self.nested_blocksize:  # the scales are quantized once more, with a table and scales of their own
+        if self.nested_blocksize:  # double quantization: the scales are quantized, too
             outer = parts[3].float().repeat_interleave(self.nested_blocksize)[: absmax.numel()]
             scales = parts[4].float()[absmax.long()] * outer + self.nested_offset
         else:
@@ -82,10 +82,10 @@ class FourBit(QuantizedWeight):
 
 @dataclass(frozen=True)
 class GptqWeight(QuantizedWeight):
-    """Dequantize a layer of GPTQ: values packed along the inputs, zeros along the outputs, a group for each input."""
+    """Dequantize a GPTQ layer: values are packed along the inputs, zero points along the outputs."""
 
     bits: int = 4
-    zero_offset: int = 1  # the first layout stores zeros less one
+    zero_offset: int = 1  # GPTQ version 1 stores zero points minus one
 
     def dequantize(self, parts: list[Tensor]) -> Tensor:
         qweight, qzeros, scales = parts[:3]
@@ -96,7 +96,7 @@ class GptqWeight(QuantizedWeight):
             groups = parts[3].long()
             if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[0]:
                 raise TesseraError(
-                    f"{self.parts[3]} names a group beyond the {scales.shape[0]} that have scales",
+                    f"{self.parts[3]} contains a group index outside of 0 to {scales.shape[0] - 1}",
                     code="weights.damaged-quantization",
                 )
         else:
@@ -106,7 +106,7 @@ class GptqWeight(QuantizedWeight):
 
 @dataclass(frozen=True)
 class AwqWeight(QuantizedWeight):
-    """Dequantize a layer of AWQ: values and zeros packed along the outputs, in an order of their own."""
+    """Dequantize an AWQ layer: values and zero points are packed along the outputs, in `_AWQ_ORDER`."""
 
     def dequantize(self, parts: list[Tensor]) -> Tensor:
         qweight, qzeros, scales = parts
@@ -121,7 +121,7 @@ class AwqWeight(QuantizedWeight):
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Return the values in the 32-bit words of the last dimension, lowest bits first."""
+    """Unpack the 32-bit words of the last dimension into values of `bits` bits, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values = (packed.to(torch.int32).unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return values.reshape(*packed.shape[:-1], -1)
@@ -133,10 +133,10 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 def find_quantized(
     shapes: Shapes, kinds: Mapping[str, str], states: Mapping[str, Tensor], config: Mapping[str, Any], where: str
 ) -> tuple[dict[str, QuantizedWeight], set[str]]:
-    """Return the quantized weights by their usual names, and the names of all tensors that belong to them.
+    """Return the quantized weights by their usual names, and the names of all their stored tensors.
 
-    `kinds`: types as safetensors spell them. `states`: the small tensors in which bitsandbytes describes a weight.
-    `config`: the `quantization_config` of config.json, which may be empty.
+    `kinds`: dtypes as safetensors names them. `states`: the JSON tensors that describe weights of bitsandbytes.
+    `config`: `quantization_config` of config.json, or an empty mapping.
     """
     weights: dict[str, QuantizedWeight] = {}
     for name in shapes:
@@ -163,7 +163,7 @@ def find_quantized(
             weights[prefix + "weight"] = layer
     used = {part for weight in weights.values() for part in weight.parts}
     used |= {name for name in shapes if _STATE in name and name.partition(_STATE)[0] in weights}
-    # Scales of activations, which are computed anew in every forward pass.
+    # Static scales of activations are ignored: Tessera does not quantize activations.
     used |= {name for name in shapes if name.endswith((".input_scale", ".activation_scale", ".input_scale_inv"))}
     alone = [name for name in shapes if kinds[name] in _FP8 and name not in used]
     if alone:
@@ -211,7 +211,7 @@ def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping
     sound = kind in ("nf4", "fp4") and 0 < blocksize <= _LARGEST_BLOCK and min(shape, default=0) > 0
     sound = sound and 0 <= nested <= _LARGEST_BLOCK and math.isfinite(offset)
     if missing or not sound or math.prod(shapes[weight]) != -(-count // 2):
-        raise _damaged(where, f"{weight} is not the {kind} of {list(shape)}: {missing or 'sizes do not fit'}")
+        raise _damaged(where, f"{weight} is no {kind} tensor of shape {list(shape)}: {missing or 'its size differs'}")
     blocks = -(-count // blocksize)
     sizes = [blocks, 16] + ([-(-blocks // nested), 256] if nested else [])
     for part, size in zip(parts[1:], sizes, strict=True):
@@ -225,7 +225,7 @@ def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str
     gemm = str(config.get("version", "gemm")).lower() == "gemm"
     if bits not in (2, 4, 8) or method not in ("gptq", "awq") or (method == "awq" and (bits != 4 or not gemm)):
         raise TesseraError(
-            f"weights that {method!r} quantized to {bits} bits are not read",
+            f"weights that {method!r} quantized to {bits} bits are not supported",
             where=where,
             allowed=["gptq with 2, 4 or 8 bits", "awq with 4 bits in the gemm layout", "fp8", "bitsandbytes"],
             code="weights.unsupported-quantization",
@@ -245,7 +245,7 @@ def _integers(prefix: str, shapes: Shapes, config: Mapping[str, Any], where: str
         fits = fits and shapes.get(index, (inputs,)) == (inputs,)
     if not fits:
         tensors = ", ".join(f"{name} {list(shapes[name])}" for name in [*names, index] if name in shapes)
-        raise _damaged(where, f"these do not make one weight of {bits} bits: {tensors}")
+        raise _damaged(where, f"the shapes do not describe one weight of {bits} bits: {tensors}")
     if method == "awq":
         return AwqWeight((scales[1], packed[0]), tuple(names))
     names += [index] * (index in shapes)

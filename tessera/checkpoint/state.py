@@ -1,7 +1,7 @@
-"""The content of a checkpoint: tensors of model and optimizer by name, and everything else as JSON.
+"""Collect the content of a checkpoint: tensors of model and optimizer by name, and all other state as JSON.
 
-Names of tensors do not depend on wrappers, layout or device. The JSON of `state.json` must come back as it went in, so
-only true JSON is accepted.
+Tensor names do not depend on wrappers, layout or device. Values of `state.json` must survive a reload, so it contains
+only plain JSON.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from tessera.errors import TesseraError
 from tessera.runtime.modules import clean_name
 
-MODEL = "model."  # names of the model's tensors in a checkpoint begin with it; those of the optimizer with "optim."
+MODEL = "model."  # prefix of the model's tensors in a checkpoint; the optimizer's have "optim."
 
 
 def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name.
 
-    A tensor shared by two modules appears once, by its first name; of two copies that a pipeline made, the first
-    appears (the engine keeps the other equal).
+    A tensor that two modules share appears once, under its first name. Of two copies on pipeline stages, the first
+    appears (the engine keeps both equal).
     """
     reshard(parts)
     tensors: dict[str, Tensor] = {}
@@ -39,9 +39,9 @@ def model_tensors(parts: nn.Module) -> dict[str, Tensor]:
 
 
 def reshard(parts: nn.Module) -> None:
-    """Free gathered weights, which a pass without backward (evaluation) leaves instead of the sharded parameters.
+    """Replace gathered FSDP weights by the sharded parameters.
 
-    The optimizer and the checkpoint know the sharded ones alone.
+    A forward pass without backward (evaluation) leaves weights gathered. The optimizer and checkpoints need the shards.
     """
     for part in parts.modules():
         if isinstance(part, FSDPModule):
@@ -49,7 +49,7 @@ def reshard(parts: nn.Module) -> None:
 
 
 def tied_names(parts: nn.Module) -> dict[str, str]:
-    """Return further names of shared parameters -> the name that `model_tensors` gives them."""
+    """Return a mapping from second names of shared parameters to their names in `model_tensors`."""
     first: dict[Tensor, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in parts.named_parameters(remove_duplicate=False):
@@ -60,7 +60,7 @@ def tied_names(parts: nn.Module) -> dict[str, str]:
 
 
 def training_tensors(parts: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return all tensors of a run as a checkpoint names them: `model.<name>` and `optim.<name>.<key>`."""
+    """Return all tensors of a run by their names in a checkpoint: `model.<name>` and `optim.<name>.<key>`."""
     tensors = model_tensors(parts)
     names = {tensor: name for name, tensor in tensors.items()}
     return {
@@ -70,19 +70,19 @@ def training_tensors(parts: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """Return the optimizer's tensors, created now if it has not stepped yet, so that loading can be in place."""
+    """Return the optimizer's tensors. Before the first step they are created, so that a checkpoint can fill them."""
     _create_state(optimizer)
     tensors: dict[str, Tensor] = {}
     for parameter in _trained(optimizer):
         if parameter not in names:
-            continue  # a copy of one that has a name
+            continue  # the second copy of a shared parameter
         for key, value in optimizer.state[parameter].items():
             if value is None:
                 continue
             if not isinstance(value, Tensor):
                 raise TesseraError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {names[parameter]} as a {type(value).__name__}",
-                    fix="a checkpoint holds tensors: use an optimizer that keeps its state in them",
+                    f"{type(optimizer).__name__} stores {key!r} of {names[parameter]} as a {type(value).__name__}",
+                    fix="use an optimizer that stores its state in tensors: a checkpoint contains tensors only",
                     code="checkpoint.optimizer-state-not-tensor",
                 )
             tensors[f"optim.{names[parameter]}.{key}"] = value
@@ -95,10 +95,10 @@ def _trained(optimizer: Optimizer) -> list[Tensor]:
 
 @torch.no_grad()
 def _create_state(optimizer: Optimizer) -> None:
-    """Let the optimizer create its state by a step that changes nothing: zero gradients, no learning rate.
+    """Let the optimizer create its state by a step with zero gradients and a learning rate of 0.
 
-    One parameter at a time, each restored afterwards: even adding zero can turn -0.0 into 0.0, and a copy of all of
-    them at once might not fit.
+    Each parameter is copied, stepped and restored by itself: adding zero can turn -0.0 into 0.0, and copies of all
+    parameters might not fit into memory.
     """
     fresh = [p for p in _trained(optimizer) if not optimizer.state.get(p)]
     if not fresh:
@@ -133,7 +133,7 @@ def state_to_json(state: Mapping[str, Any]) -> bytes:
 
 
 def parse_state(data: bytes, where: str) -> dict[str, Any]:
-    """Return the state in the bytes of a `state.json`."""
+    """Parse the bytes of `state.json`."""
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -148,12 +148,12 @@ def parse_state(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _check(value: Any, where: str) -> None:
-    """Raise unless a value is plain JSON. Tuples come back as lists; numbers, also nan and infinity, exactly."""
+    """Raise unless a value is plain JSON. A reload turns tuples into lists; nan and infinity are preserved."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise TesseraError(
-                    f"a key of the state is a {type(key).__name__}: {key!r}",
+                    f"a key of the state is not a string: {key!r}",
                     where=where,
                     code="checkpoint.state-not-json",
                 )
@@ -163,8 +163,8 @@ def _check(value: Any, where: str) -> None:
             _check(inner, f"{where}.{index}")
     elif not (value is None or isinstance(value, (str, int, float))):
         raise TesseraError(
-            f"a {type(value).__name__} does not fit into a checkpoint's state",
+            f"the state contains a {type(value).__name__}, which is not JSON",
             where=where,
-            fix="make it plain JSON, or pass it as a tensor",
+            fix="convert the value to plain JSON, or save it as a tensor",
             code="checkpoint.state-not-json",
         )

@@ -1,11 +1,12 @@
-"""The folders of a run's checkpoints: list, publish and remove them. One process, that of rank 0, writes here.
+"""List, publish and remove the checkpoint folders of a run. Only the process of rank 0 writes to them.
 
     RUN/checkpoints/
         step-00000100/    shard-00000.safetensors ..., tensors.json, state.json, config.yaml, manifest.json
-        latest            a small text file that names the newest one, for people and scripts
-        .staging-*        one being written; .trash-*: one being removed. After a kill, the next start removes them
+        latest            a text file with the name of the newest checkpoint, for people and scripts
+        .staging-*        a checkpoint that is being written. After a kill, the next start removes it
+        .trash-*          a checkpoint that is being removed. After a kill, the next start removes it
 
-The folder belongs to one run at a time. On several machines it is on a file system that they share.
+The folder belongs to one run. If the run uses several machines, it is on a shared file system.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from tessera.checkpoint.stored import CONFIG
 from tessera.errors import TesseraError
 
 LATEST = "latest"
-# A step can be saved again after training went back behind it: the new one is then named step-00000100.2.
+# After training went back to an earlier step, step 100 may be saved again: then as step-00000100.2.
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _log = logging.getLogger("tessera")
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint; None if the name is another one."""
+    """Return the step in a checkpoint's folder name; None for other names."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match.group(1))
 
 
 class StepFolders:
-    """Manage the folders of a run's checkpoints. Nothing here is collective."""
+    """Manage the checkpoint folders of a run, on rank 0. Methods are not collective."""
 
     def __init__(self, folder: Path, keep: int, fault: Fault, free: Callable[[Path], int]) -> None:
-        """Make the manager of `folder`. `keep`: how many checkpoints stay; `free`: returns free bytes of a disk."""
+        """Manage `folder`. `keep`: the number of checkpoints to keep. `free`: returns the free bytes of a disk."""
         assert keep >= 1, "at least one checkpoint must be kept"
         self.folder = folder
-        self.protected_step = -1  # its checkpoint stays however old it is
+        self.protected_step = -1  # its checkpoint is never removed
         self._keep, self._fault, self._free = keep, fault, free
 
     def newest_first(self) -> list[tuple[Path, int | None]]:
-        """Return the checkpoints with their serial numbers; those without a readable manifest come first."""
+        """Return all checkpoints with their serial numbers, newest first. Unreadable ones (serial None) come first."""
         if not self.folder.is_dir():
             return []
         checkpoints: list[tuple[Path, int | None]] = []
@@ -68,7 +69,7 @@ class StepFolders:
         return sorted(checkpoints, key=lambda entry: (entry[1] is None, entry[1] or 0, entry[0].name), reverse=True)
 
     def newest_config(self) -> Path | None:
-        """Return the recipe of the newest checkpoint that has a good one. No tensor is read."""
+        """Return the path of the newest undamaged recipe in a checkpoint. No tensor is read."""
         for path, _ in self.newest_first():
             try:
                 records = [record for record in read_manifest(path).files if record.name == CONFIG]
@@ -92,9 +93,9 @@ class StepFolders:
     def publish(
         self, staging: Path, step: int, shards: list[FileRecord], files: Mapping[str, bytes]
     ) -> tuple[Path, int]:
-        """Write the small files and the manifest, rename the folder, and remove older checkpoints.
+        """Write the small files and the manifest, publish the checkpoint by a rename, and remove older checkpoints.
 
-        Return its path and its size. `shards`: records of files that are written already.
+        Return its path and its size in bytes. `shards`: records of the tensor files, which exist already.
         """
         existing = self.newest_first()
         records = [*shards, *(write_file(staging / name, content, self._fault) for name, content in files.items())]
@@ -102,7 +103,7 @@ class StepFolders:
         write_file(staging / MANIFEST, Manifest(step, serial, tuple(records)).to_json(), self._fault)
         sync_folder(staging, self._fault)
         target = self._free_name(step)
-        # The pointer is written before anything is published: a full disk shows here at the latest.
+        # Write the file `latest` under a temporary name first: if the disk is full, nothing is published.
         pointer = self.folder / f".staging-latest~{uuid.uuid4().hex[:8]}"
         try:
             write_file(pointer, f"{target.name}\n".encode(), self._fault)
@@ -122,7 +123,7 @@ class StepFolders:
     # ------------------------------------------------------------------------------------------ removing
 
     def protect(self, step: int) -> None:
-        """Keep the checkpoint of a step however old it is, and no longer the one that was protected before."""
+        """Never remove the checkpoint of this step. The checkpoint that was protected before may be removed again."""
         self.protected_step = step
         stored = self.newest_first()
         newest = next((path for path, serial in stored if serial is not None), None)
@@ -130,9 +131,9 @@ class StepFolders:
             self._prune(newest, [entry for entry in stored if entry[0] != newest])
 
     def _prune(self, newest: Path, older: list[tuple[Path, int | None]]) -> None:
-        """Remove all but the newest `keep` and the protected one.
+        """Remove all checkpoints but the newest `keep` and the protected one.
 
-        Older checkpoints of the same step as `newest`, and those without a readable manifest, are removed, too.
+        Older checkpoints of the step of `newest`, and checkpoints without a readable manifest, are also removed.
         """
         step = newest.name.split(".")[0]
         worth = [path for path, serial in older if serial is not None and path.name.split(".")[0] != step]
@@ -153,10 +154,10 @@ class StepFolders:
         return True
 
     def free_space(self, needed: int, full: bool = False) -> bool:
-        """Remove old checkpoints, the oldest first, if that frees enough space for a new one.
+        """Remove old checkpoints, the oldest first, if that frees enough space for a new checkpoint.
 
-        Return whether any was removed. The newest one with good bytes stays in any case. `full`: a write has failed,
-        whatever free space the disk reports.
+        Return whether a checkpoint was removed. The newest undamaged checkpoint is never removed. `full`: a write has
+        failed, so the disk is full even if it reports free space.
         """
         if not self.folder.is_dir():
             return False
@@ -176,18 +177,18 @@ class StepFolders:
             else:
                 has_good = not problems_in(path, files)
         if not full and free + sum(size for _, size in spare) < needed:
-            return False  # it would not help
+            return False  # removing all of them would not free enough
         freed = 0
         spare.reverse()
         for path, size in sorted(spare, key=lambda entry: step_of(entry[0]) == self.protected_step):
             if freed >= needed if full else self._free(self.folder) >= needed:
                 break
-            _log.warning("removing %s before its time: there is no space for the next checkpoint", path.name)
+            _log.warning("removing %s early: the disk has no space for the next checkpoint", path.name)
             freed += size if self._remove(path) else 0
         return freed > 0
 
     def clean(self) -> None:
-        """Remove folders that a killed process left half-written or half-removed."""
+        """Remove staging and trash folders that a killed process left."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():

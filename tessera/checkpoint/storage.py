@@ -1,8 +1,7 @@
-"""Store tensors by torch's distributed checkpoint planners: written in any layout, read back in any other.
+"""Save sharded tensors with torch's distributed checkpoint planner, so that any other layout can load them.
 
-Torch decides which rank writes which chunk and which boxes of which chunks a rank needs. Here those become one
-safetensors file per writing rank, slices of such files, and `tensors.json`, which names every chunk. Only tensors pass,
-so nothing is ever pickled.
+Torch's planner decides which rank writes which chunk. Each rank writes its chunks to one safetensors file, and rank 0
+writes `tensors.json`, which lists every chunk. Only tensors are stored, so nothing is pickled.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ from tessera.runtime.torch_internals import foreach_copy_
 TABLE = "tensors.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 _log = logging.getLogger("tessera")
-_MARGIN, _LEFT_FREE = 1.1, 1 << 30  # of device memory, for copies that are written in the background
+_MARGIN, _LEFT_FREE = 1.1, 1 << 30  # device memory to leave free beside background copies
 
 
 # ---------------------------------------------------------------------------------------------- writing
 
 
 class TensorSave:
-    """Write the chunks of a checkpoint that torch's planner gave to one rank."""
+    """Write the chunks of a checkpoint that the planner assigned to this rank."""
 
     def __init__(self, file: str, chunks: dict[str, Tensor]) -> None:
         self.file = file
         self.chunks = chunks
 
     def copy_chunks(self) -> None:
-        """Replace the live tensors by copies, so that training can go on while they are written.
+        """Replace the tensors by copies, so that training can continue while the copies are written.
 
-        Copies on the device are made at the speed of its memory, and go to the host from there while training goes on.
-        They are made if they fit into memory that was never used; otherwise they are made in host memory.
+        Copies stay on the device if it has enough free memory: that is fast, and the background thread moves them to
+        the host. Otherwise the copies are made in host memory.
         """
         groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = defaultdict(dict)
         for key, chunk in self.chunks.items():
@@ -68,16 +67,16 @@ class TensorSave:
         for (device, _), chunks in groups.items():
             copies = _copies(chunks)
             if copies is None:
-                _log.debug("no memory on %s for copies of its tensors: they are made in host memory", device)
+                _log.debug("not enough free memory on %s: tensors are copied to host memory", device)
                 copies = {key: chunk.to("cpu", copy=True) for key, chunk in chunks.items()}
             self.chunks |= copies
 
     def host_bytes(self) -> int:
-        """Return how much host memory copies of all chunks need at most."""
+        """Return the host memory that copies of all chunks need at most."""
         return sum(chunk.nbytes for chunk in self.chunks.values())
 
     def write(self, folder: Path, fault: Fault) -> list[FileRecord]:
-        """Write this rank's file, if it has chunks; return its record."""
+        """Write this rank's chunks to one file; return its record, or none without chunks."""
         if not self.chunks:
             return []
         entries = storage_order([Entry(key, chunk.dtype, tuple(chunk.shape)) for key, chunk in self.chunks.items()])
@@ -88,9 +87,9 @@ class TensorSave:
 
 
 def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return copies of tensors of one device and dtype; None where its memory does not suffice.
+    """Return copies of tensors of one device and dtype; None if the device has not enough free memory.
 
-    They share one allocation: asking a driver for memory a thousand times takes longer than the copying.
+    All copies share one allocation, because thousands of allocations take longer than the copying.
     """
     first = next(iter(chunks.values()))
     size = sum(chunk.nbytes for chunk in chunks.values())
@@ -107,7 +106,7 @@ def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
 
 
 class SaveLayout:
-    """Hold the chunks that this rank writes. Ranks agree on them once: they are the same for every save of a run."""
+    """Remember which chunks this rank writes. Ranks agree on a layout once per run."""
 
     def __init__(
         self,
@@ -117,16 +116,16 @@ class SaveLayout:
         table: bytes | None,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        self.table = table  # the bytes of `tensors.json`, on rank 0
+        self.table = table  # content of `tensors.json`, on rank 0
         self._ranks, self._planner, self._plan = ranks, planner, plan
         self._described = _described(tensors)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether it was made for tensors of these names, shapes and dtypes."""
+        """Return whether the layout was planned for tensors of these names, shapes and dtypes."""
         return self._described == _described(tensors)
 
     def save_of(self, tensors: Mapping[str, Tensor]) -> TensorSave:
-        """Return this rank's chunks of tensors that fit. Nothing is copied or written yet."""
+        """Return this rank's chunks of the tensors. Nothing is copied or written yet."""
         self._planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=self._ranks.rank == 0)
         chunks: dict[str, Tensor] = {}
         for item in self._plan.items:
@@ -141,7 +140,7 @@ def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, tor
 
 
 def plan_save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> SaveLayout:
-    """Return which chunks of such tensors this rank writes, now and later. Every rank calls this."""
+    """Plan which chunks of the tensors this rank writes. Every rank calls this."""
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values()), "only tensors are stored"
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -195,20 +194,20 @@ def total_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def read_table(folder: Path) -> Metadata:
-    """Read the table of a checkpoint; see `parse_table`."""
+    """Read `tensors.json` of a checkpoint; see `parse_table`."""
     path = folder / TABLE
     try:
         return parse_table(path.read_bytes(), str(path))
     except OSError as error:
         raise TesseraError(
-            f"cannot be read: {error.strerror}", where=str(path), code="checkpoint.unreadable-file"
+            f"the file cannot be read: {error.strerror}", where=str(path), code="checkpoint.unreadable-file"
         ) from error
 
 
 def parse_table(data: bytes, where: str) -> Metadata:
-    """Return the table in the bytes of a `tensors.json`: shape, type and chunks of each tensor, but no values.
+    """Parse the bytes of `tensors.json`: the shape, dtype and chunks of each tensor.
 
-    `storage_data` of the result maps each chunk to its file and its key there.
+    `storage_data` of the result maps each chunk to its file and its key in the file.
     """
     tensors: dict[str, Any] = {}
     locations: dict[MetadataIndex, tuple[str, str]] = {}
@@ -217,23 +216,21 @@ def parse_table(data: bytes, where: str) -> Metadata:
             chunks = []
             for chunk in entry["chunks"]:
                 if not len(chunk["offsets"]) == len(chunk["shape"]) == len(entry["shape"]):
-                    raise ValueError(f"a chunk of {name} has other axes than the tensor")
+                    raise ValueError(f"a chunk of {name} has another number of dimensions than the tensor")
                 file = str(chunk["file"])
                 if Path(file).name != file:
-                    raise ValueError(f"a file outside of the checkpoint: {file!r}")
+                    raise ValueError(f"a chunk is in a file outside of the checkpoint: {file!r}")
                 chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])))
                 locations[MetadataIndex(name, chunk["offsets"])] = file, str(chunk["key"])
             properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise TesseraError(
-            f"not a table of tensors: {error!r}", where=where, code="checkpoint.damaged-table"
-        ) from error
+        raise TesseraError(f"{TABLE} is damaged: {error!r}", where=where, code="checkpoint.damaged-table") from error
     return Metadata(tensors, storage_data=locations)
 
 
 def split_tensors(folder: Path) -> dict[str, SplitTensor]:
-    """Return the tensors of a checkpoint by the names that it gives them. Nothing is read but the table."""
+    """Return the tensors of a checkpoint by name. Only `tensors.json` is read."""
     table = read_table(folder)
     tensors: dict[str, SplitTensor] = {}
     for name, stored in table.state_dict_metadata.items():

@@ -1,8 +1,8 @@
 """Read a checkpoint and verify its hashes in the same pass.
 
-The manifest has the SHA-256 of each file. For every file of tensors one rank, the one that needs most of it, reads all
-bytes in order, hashes them and copies its part on the way. Other ranks read the slices that they need. So no rank reads
-a byte twice. Filled tensors are valid only after all hashes are compared.
+The manifest contains the SHA-256 of each file. Each tensor file is read in full by the rank that needs most of it: this
+rank hashes all bytes and copies its own boxes at the same time. Other ranks read only their boxes. So no rank reads a
+byte twice. The filled tensors are valid after all hashes are compared.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from tessera.runtime.progress import WorkProgress
 
 STATE = "state.json"
 CONFIG = "config.yaml"
-_SHOWN = 10  # misfits in a message
+_SHOWN = 10  # names in a message
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint whose small files are read and verified. Its tensors are verified by `fill`."""
+    """A checkpoint whose small files are loaded and verified. `fill` verifies the tensor files."""
 
     path: Path
     manifest: Manifest
@@ -57,13 +57,13 @@ class StoredCheckpoint:
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors."""
+        """The names of all tensors in the checkpoint."""
         return {*self.table.state_dict_metadata}
 
     def fill(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> list[str]:
         """Fill tensors of any layout in place and verify all files; return descriptions of the damage.
 
-        Every rank calls this. If there is damage, the tensors hold arbitrary numbers.
+        Every rank calls this. If files are damaged, the filled tensors contain arbitrary values.
         """
         ranks.on_all(lambda: self._check_fit(tensors))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -96,7 +96,7 @@ class StoredCheckpoint:
                             progress.count(needs[ranks.rank][name])
                     except DamagedFileError as error:
                         problems.append(str(error))
-                    except TesseraError as error:  # a header that was altered, or one that was written so
+                    except TesseraError as error:  # a wrong header: was the file altered?
                         altered = problems_in(self.path, [records[name]])
                         problems += altered
                         failure = failure if altered or failure else error
@@ -111,14 +111,14 @@ class StoredCheckpoint:
         return list(dict.fromkeys(problems))
 
     def _chunk(self, item: ReadItem) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return the type and the shape of the stored chunk that an item is a box of."""
+        """Return the dtype and the shape of the stored chunk that an item reads from."""
         stored = self.table.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata), "only tensors are stored"
         shape = next(tuple(c.sizes) for c in stored.chunks if c.offsets == item.storage_index.offset)
         return stored.properties.dtype, shape
 
     def _read_boxes(self, name: str, items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> None:
-        """Read the boxes that this rank needs of a file that another rank hashes."""
+        """Read this rank's boxes from a file that another rank hashes."""
         with open_safetensors(self.path / name) as file:
             for item in items:
                 key = self.table.storage_data[item.storage_index][1]
@@ -126,7 +126,7 @@ class StoredCheckpoint:
                 planner.resolve_tensor(item).detach().copy_(source)
 
     def _read_in_order(self, record: FileRecord, items: Sequence[ReadItem], planner: DefaultLoadPlanner) -> None:
-        """Read a file from the first to the last byte, hash it, and copy the boxes that this rank needs."""
+        """Read a file from the first to the last byte, hash it, and copy this rank's boxes."""
         path = self.path / record.name
         boxes: dict[str, list[ReadItem]] = defaultdict(list)
         for item in items:
@@ -140,7 +140,7 @@ class StoredCheckpoint:
             file.finish()
 
     def _checked_positions(self, path: Path, boxes: Mapping[str, list[ReadItem]]) -> dict[str, int]:
-        """Return the positions of tensors in a file; raise unless it has the chunks that the table lists."""
+        """Return the positions of tensors in a file; raise unless it contains the chunks of `tensors.json`."""
         with open_safetensors(path) as header:
             names = {*header.keys()}
             for key, items in boxes.items():
@@ -148,14 +148,14 @@ class StoredCheckpoint:
                 wrong = key not in names or header.get_slice(key).get_dtype() != CODES.get(dtype)
                 if wrong or stored_shape(header, key) != shape:
                     raise TesseraError(
-                        f"{key} in it is not the chunk that {TABLE} lists",
+                        f"{key} has another shape or dtype in this file than in {TABLE}",
                         where=str(path),
                         code="checkpoint.damaged-table",
                     )
         return data_positions(path)
 
     def _check_fit(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise unless every tensor is in the checkpoint, complete and in its shape."""
+        """Raise unless the checkpoint contains every tensor completely, with the same shape."""
         stored = self.table.state_dict_metadata
         problems: list[str] = []
         for name, tensor in tensors.items():
@@ -172,13 +172,13 @@ class StoredCheckpoint:
             raise TesseraError(
                 "the checkpoint does not fit this model:\n    " + "\n    ".join([*problems[:_SHOWN], *more]),
                 where=str(self.path),
-                fix="use the configuration that the checkpoint was written with (config.yaml in its folder)",
+                fix="use the recipe of the checkpoint: config.yaml in its folder",
                 code="checkpoint.model-mismatch",
             )
         files = {record.name for record in self.manifest.files}
         if unlisted := [file for file, _ in self.table.storage_data.values() if file not in files]:
             raise TesseraError(
-                f"the manifest does not list {unlisted[0]!r}",
+                f"the manifest does not list the file {unlisted[0]!r}",
                 where=str(self.path / TABLE),
                 code="checkpoint.damaged-manifest",
             )
@@ -187,7 +187,7 @@ class StoredCheckpoint:
 def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[StoredCheckpoint | None, list[str]]:
     """Read and verify the small files of a checkpoint; return it, or None and descriptions of the damage.
 
-    Every rank calls this. `step`: the one in the name of the folder, which the manifest must have, too.
+    Every rank calls this. `step`: from the folder name; the manifest must have the same step.
     """
     contents: dict[str, bytes] = {}
     manifests: list[Manifest] = []
@@ -222,7 +222,7 @@ def open_checkpoint(ranks: Ranks, path: Path, step: int | None = None) -> tuple[
 
 
 def _readers(records: Sequence[FileRecord], needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Return for each file the rank that reads and hashes all of it: the one that needs most of it anyway."""
+    """Return for each file the rank that reads and hashes it: the rank that needs most of its bytes."""
     readers: dict[str, int] = {}
     loads = [0] * len(needs)
     for record in records:
@@ -237,7 +237,7 @@ def _copy_rows(
     shape: tuple[int, ...],
     targets: Sequence[tuple[Sequence[int], Sequence[int], Tensor]],
 ) -> None:
-    """Read a stored tensor, some rows at a time, and copy boxes of it: (offsets, sizes, where to)."""
+    """Read a stored tensor in blocks of rows, and copy boxes of it to `targets`: (offsets, sizes, destination)."""
     if 0 in shape:
         return
     rows, *others = shape or (1,)

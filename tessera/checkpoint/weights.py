@@ -1,7 +1,7 @@
-"""Fill a model's tensors by a weight map, and check a folder before memory is allocated.
+"""Fill a model's tensors by a weight map, and check a folder before the model is built.
 
-The first part finds the foreign tensors that make a native one, and those that are missing or unused. The second part
-compares the config.json of a folder with the headers of its weight files, before layers are built.
+The first part finds the foreign tensors of each native tensor, and reports missing and unused tensors. The second part
+compares config.json with the headers of the weight files.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from tessera.weights.map import WeightMap
 from tessera.weights.operations import ByBox, Operation, can_read_boxes, shape_of
 
 Shape = tuple[int, ...]
-ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (foreign name, offsets, sizes) -> that part of it
+ReadBox = Callable[
+    [str, Sequence[int], Sequence[int]], Tensor
+]  # (foreign name, offsets, sizes) -> this box of the tensor
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Name the foreign tensors (as the files spell them) and the operation that make one native tensor."""
+    """Name the foreign tensors of a native tensor, as the files spell them, and the operation between them."""
 
     native: str
     foreign: tuple[str, ...]
@@ -44,7 +46,7 @@ def plan_reading(
     expected: Iterable[str],
     where: str,
 ) -> list[TensorSource]:
-    """Return a source for each of `native`. `expected`: all names of the model, of which other ranks may load some."""
+    """Return the source of each name in `native`. `expected`: all names of the model; other ranks load the rest."""
     weight_map = weight_map.for_names(available)
     stored_names = {weight_map.canonical(name): name for name in available}
     twins: dict[str, list[str]] = {}
@@ -54,7 +56,7 @@ def plan_reading(
     missing: list[str] = []
     used: set[str] = set()
     for name in dict.fromkeys([*native, *expected]):
-        # A tied tensor may be stored under either of its names, or under both.
+        # A tied tensor may be stored under one of its names, or under both.
         source = None
         for candidate in (name, *twins.get(name, ())):
             match = weight_map.rule_for(candidate)
@@ -88,14 +90,14 @@ def _misfit(missing: list[str], left_over: list[str], weight_map: WeightMap, whe
     return TesseraError(
         "the weights do not fit the model:\n    " + "\n    ".join(lines),
         where=where,
-        fix="check that config.json and the weights belong together, and that the model family is the right one",
+        fix="check that config.json belongs to these weights, and that the model family is right",
         code="weights.model-mismatch",
     )
 
 
 @torch.no_grad()
 def fill(target: Tensor, source: TensorSource, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Make one native tensor. Where the operation can, a rank reads only the bytes of its shard."""
+    """Fill one native tensor. A rank reads only the bytes of its shard, if the operation supports boxes."""
     shapes_fit(source, tuple(target.shape), shapes, where)
     foreign_shapes = [shapes[name] for name in source.foreign]
     boxes = local_chunks(target)
@@ -116,7 +118,7 @@ def fill(target: Tensor, source: TensorSource, shapes: Mapping[str, Shape], read
 
 
 def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape], where: str) -> None:
-    """Raise, before any data is read, if foreign tensors do not make one of this shape."""
+    """Raise if the foreign tensors do not give the native shape. No data is read."""
     try:
         shape = shape_of(source.op, [shapes[name] for name in source.foreign])
     except RuntimeError as error:
@@ -135,9 +137,9 @@ def shapes_fit(source: TensorSource, native: Shape, shapes: Mapping[str, Shape],
 
 @torch.no_grad()
 def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
-    """Add `scale` * b @ a, both unsharded, to a tensor that may be sharded. Each rank computes its own shard.
+    """Add `scale` * b @ a to a tensor, which may be sharded. Each rank computes its shard; b and a are unsharded.
 
-    Products of stacked matrices are computed one by one: all of them would be as large as the weights of all experts.
+    Products of stacked experts are computed one expert at a time, to save memory.
     """
     for box in local_chunks(target):
         *stacked, rows, columns = box_slices(box.offsets, box.sizes)
@@ -150,23 +152,23 @@ def add_product(target: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     return target
 
 
-_COMPARED = 16 << 20  # numbers of two tables that are compared at a time
+_COMPARED = 16 << 20  # values of two tensors that are compared at a time
 
 
 def check_stored_kind(name: str, stored: str, wanted: torch.dtype, where: str) -> None:
-    """Raise if a weight is stored as integers or a counter as floats: read as the other, its bytes mean nothing."""
+    """Raise if a floating point tensor of the model is stored as integers, or the reverse."""
     dtype = DTYPES.get(stored)
     if dtype is None or dtype.is_floating_point != wanted.is_floating_point:
         raise TesseraError(
-            f"{name} is stored as {stored}, the model has {str(wanted).removeprefix('torch.')} there",
+            f"{name} is stored as {stored}, and the model needs {str(wanted).removeprefix('torch.')}",
             where=where,
-            fix="the file is damaged, or quantized in a way that is not read: fetch the weights in bf16, fp16 or fp32",
+            fix="use weights in bf16, fp16 or fp32: the file is damaged, or has an unsupported quantization",
             code="weights.dtype-mismatch",
         )
 
 
 def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Raise if config.json ties two tables and the folder stores both with different numbers."""
+    """Raise if config.json ties the head to the embeddings, and the folder stores both with different values."""
     stored_names = {weight_map.canonical(name): name for name in shapes}
     for copied, native in weight_map.copies:
         match = weight_map.rule_for(native)
@@ -177,19 +179,18 @@ def check_copies(weight_map: WeightMap, shapes: Mapping[str, Shape], read: ReadB
 
 
 def check_copy(copy: str, other: str, shapes: Mapping[str, Shape], read: ReadBox, where: str) -> None:
-    """Raise if `copy`, which must equal `other`, has different numbers."""
+    """Raise unless the stored tensors `copy` and `other` are equal."""
     if not same_numbers(copy, other, shapes, read):
         raise TesseraError(
             f"config.json ties the head to the embeddings, and {copy} differs from {other}",
             where=where,
-            fix='set "tie_word_embeddings": false in config.json (inside of text_config, too, if it is there): the '
-            "folder holds a head of its own",
+            fix='set "tie_word_embeddings": false in config.json, and in its text_config if there is one',
             code="weights.tied-head-differs",
         )
 
 
 def same_numbers(name: str, other: str, shapes: Mapping[str, Shape], read: ReadBox) -> bool:
-    """Return whether two stored tensors are equal. They are read a few rows at a time."""
+    """Return whether two stored tensors are equal. They are read in blocks of rows."""
     shape = shapes[name]
     if shape != shapes[other]:
         return False
@@ -201,22 +202,22 @@ def same_numbers(name: str, other: str, shapes: Mapping[str, Shape], read: ReadB
     return True
 
 
-# Numbers of layers, as configurations call them: each layer is built, and has a tensor at least.
+# Keys for the number of layers. A layer has at least one tensor, so there cannot be more layers than tensors.
 _LAYERS = frozenset(
     {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "depths", "layers", "encoder_layers"}
     | {"decoder_layers", "num_encoder_layers", "num_decoder_layers"}
 )
-_LAYERS_ANYWAY = 4096  # so many are built in a moment, and a misfit is then reported by names
-_LARGEST = 1 << 53  # of any number in a configuration: beyond, not even its double is exact
+_LAYERS_ANYWAY = 4096  # up to this number, building the layers is fast enough without a check
+_LARGEST = 1 << 53  # of numbers in a configuration: floats are exact up to it
 
 
 def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
-    """Raise if a config.json has a number beyond all sense, or more layers than there are tensors."""
+    """Raise if config.json contains an impossibly large number, or more layers than the folder has tensors."""
     most: int | None = None
     for name, number in _numbers(data, ""):
         if not math.isfinite(number) or abs(number) > _LARGEST:
             raise TesseraError(
-                f"{name} = {str(number)[:30]} is beyond all sense",
+                f"{name} = {str(number)[:30]} is impossibly large",
                 where=str(folder / "config.json"),
                 code="model.absurd-size",
             )
@@ -226,9 +227,9 @@ def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
             most = sum(1 for _ in _headers(folder))
         if number > most:
             raise TesseraError(
-                f"{name} = {number}, and the weights are {most} tensors in all",
+                f"{name} = {number}, but the folder has only {most} tensors",
                 where=str(folder / "config.json"),
-                fix="check that config.json and the weights belong together",
+                fix="check that config.json belongs to these weights",
                 code="weights.fewer-than-layers",
             )
 
@@ -240,7 +241,7 @@ def check_folder_fit(
     *,
     tied: Mapping[str, str],
 ) -> None:
-    """Raise unless a folder fits a model that has no memory yet, by names, shapes and types in the headers."""
+    """Raise unless names, shapes and dtypes in a folder's headers fit a model on the meta device."""
     headers = dict(_headers(folder))
     shapes = {name: shape for name, (shape, _) in headers.items()}
     sources = plan_reading(tensors.keys(), shapes, weight_map, tied=tied, expected=(), where=str(folder))
@@ -257,7 +258,7 @@ def _headers(folder: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
 
 
 def _numbers(data: Any, name: str) -> Iterator[tuple[str, int | float]]:
-    """Yield all numbers with their dotted names; those of a list have the name of the list."""
+    """Yield all numbers with their dotted keys. Numbers in a list have the key of the list."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from _numbers(value, f"{name}.{key}".lstrip("."))

@@ -1,11 +1,11 @@
-"""Write weights in another form: the only writer of folders, for conversions and for exports of a model in memory.
+"""Write weights in another format. Conversions and exports use this writer.
 
-A group of native tensors is read from the source, translated to the target form, and written to its places.
-Each chunk is read again behind its write, while it is in a processor's cache, and must be the same bit for bit. For one
-group of each kind (the layers of a model are of one kind) the reader of the target form must make the source again. The
-folder appears by one rename. A process that is killed publishes nothing, and the same command starts again.
+A group of native tensors is read from the source, translated to the target format, and written to planned positions.
+Each chunk is read back after its write and compared bit for bit. The first group of each kind (such as a layer) is also
+read by the reader of the target format, and must give the source tensors again. The folder is published by one rename:
+a killed process publishes nothing.
 
-Sources are mapped, and rows in another order are views of them, so most bytes are copied once: by the write.
+Source files are memory-mapped, and reordered rows are views, so most bytes are copied only once, by the write.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from tessera.weights.file_plan import FilePlan, FolderPlan, Place
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import Bytes, TensorRows
 
-_IN_FLIGHT = 512 << 20  # bytes of tensors that are worked on at a time; each is in memory about three times
+_IN_FLIGHT = 512 << 20  # bytes of tensors in work at a time; each needs about three times its size
 _MAX_JOBS = 8
-_EXTRA_JOBS = 2  # threads beside one for each processor: some wait for the disk
-_WORTH_A_REQUEST = 1 << 20  # bytes that the disk is asked to write at once; fewer are gathered until the end
+_EXTRA_JOBS = 2  # more threads than processors, because some wait for the disk
+_WORTH_A_REQUEST = 1 << 20  # from this size on, writing to the disk starts at once
 _log = logging.getLogger("tessera")
 
 
 class Interrupted(TesseraError):
-    """Report that the user has stopped a conversion."""
+    """Report that the user stopped a conversion (Ctrl-C)."""
 
     exit_code = 130
 
 
 @dataclass(frozen=True)
 class WriteJob:
-    """Describe a folder of weights that is written.
+    """Describe a folder of weights to write.
 
-    `weight_map`: that of the target form. `reopen` reads a staging folder in the target form. `finish` adds the files
-    beside the weights and checks the folder. `rounded`: native tensors that are
-    written quantized, so that they cannot be made again. `jobs`: threads; None: by the number of processors.
+    `weight_map`: of the target format. `reopen` opens a staging folder in the target format. `finish` adds the other
+    files and checks the folder. `rounded`: native tensors that are written quantized, so that they are not compared
+    with the source. `jobs`: number of threads; None: by the number of processors.
     """
 
     native: NativeTensors
@@ -72,10 +72,12 @@ class WriteJob:
 
 
 def write_weights(target: Path, job: WriteJob) -> None:
-    """Carry out a job on rank 0: the target appears by one rename, or not at all. Every rank calls this."""
+    """Write a folder on rank 0 and publish it by one rename. Every rank calls this."""
     ranks, failures = Ranks.current(), list[Failure]()
     groups = job.native.groups(job.weight_map)
-    with job.native.gathering([name for group in groups for name in group.names]):  # other ranks only gather
+    with job.native.gathering(
+        [name for group in groups for name in group.names]
+    ):  # the other ranks only send their shards
         if ranks.rank == 0:
             try:
                 _write(target, job, groups)
@@ -99,7 +101,9 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
         raise Interrupted("stopped: nothing was published", where=str(target), code="output.interrupted") from None
     except OSError as error:
         failed = Path(str(error.filename))
-        of_target = any(part.startswith(".staging-") for part in failed.parts)  # the target may be inside of the source
+        of_target = any(
+            part.startswith(".staging-") for part in failed.parts
+        )  # the target may be inside the source folder
         if failed.is_relative_to(job.native.where) and not of_target:
             raise TesseraError(
                 f"the source could not be read: {error.strerror}", where=str(failed), code="weights.unreadable-file"
@@ -114,12 +118,12 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
 
 
 class _Writer:
-    """Write the groups of a job into its staging folder."""
+    """Write the groups of a job to its staging folder."""
 
     def __init__(self, job: WriteJob, groups: Sequence[TensorGroup], staging: Path) -> None:
         self._job, self._groups, self._staging = job, groups, staging
         self._files = PlannedFolder(staging, job.plan)
-        self._proved: set[Any] = set()  # kinds of groups that were made into the source again
+        self._proved: set[Any] = set()  # kinds of groups that the reader gave back unchanged
         self._sizes = [sum(job.native.plans[name].nbytes for name in group.names) for group in groups]
 
     def run(self, jobs: int) -> None:
@@ -134,7 +138,7 @@ class _Writer:
             self._job.finish(self._staging)
         for folder in {(self._staging / name).parent for name in self._job.plan.files}:
             sync_folder(folder, fault)
-        with self._job.reopen(self._staging):  # with all files complete, and others beside
+        with self._job.reopen(self._staging):  # check that the complete folder can be opened
             pass
 
     def _write_groups(self, jobs: int, written: NativeTensors) -> None:
@@ -161,7 +165,7 @@ class _Writer:
         for name, rows in tensors.items():
             if (rows.dtype, rows.shape) != (group.foreign[name].dtype, group.foreign[name].shape):
                 raise TesseraError(
-                    f"the sources of {name} are stored in different types",
+                    f"tensors of different dtypes become {name}",
                     where=self._job.native.where,
                     code="weights.mixed-dtypes",
                 )
@@ -169,7 +173,7 @@ class _Writer:
         self._prove(group, native, written)
 
     def _prove(self, group: TensorGroup, native: Mapping[str, TensorRows], written: NativeTensors) -> None:
-        """Make the source of the first group of each kind again from the written files, and raise if it differs."""
+        """Read the first group of each kind from the written files, and raise if it differs from the source."""
         table, plans = self._job.weight_map, self._job.native.plans
         kind = tuple((rule[0], plans[name]) for name in group.names if (rule := table.rule_for(name)))
         if kind in self._proved or any(name in self._job.rounded for name in group.names):
@@ -180,7 +184,7 @@ class _Writer:
                 raise TesseraError(
                     f"{name} was read back with other bytes than were written",
                     where=str(self._staging),
-                    fix="nothing was published: report this: it is a fault",
+                    fix="report this fault of Tessera; nothing was published",
                     code="output.bytes-differ",
                 )
         self._proved.add(kind)
@@ -188,7 +192,7 @@ class _Writer:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Let operations of torch use one thread each: several of them run at the same time."""
+    """Let each operation of torch use one thread: several threads call torch at the same time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -201,7 +205,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def plan_safetensors(files: Mapping[str, Sequence[Entry]]) -> FolderPlan:
-    """Plan safetensors files of these tensors, by the name of the file."""
+    """Plan safetensors files. `files`: the tensors of each file name."""
     plans, places = dict[str, FilePlan](), dict[str, list[Place]]()
     for name, entries in files.items():
         ordered = storage_order(entries)
@@ -215,14 +219,14 @@ def plan_safetensors(files: Mapping[str, Sequence[Entry]]) -> FolderPlan:
 
 
 class PlannedFolder:
-    """Write the files of a plan: tensors in any order, by several threads. Use it as a context."""
+    """Write the files of a plan. Several threads may write tensors, in any order. Use it as a context."""
 
     def __init__(self, folder: Path, plan: FolderPlan) -> None:
         self._folder, self._plan = folder, plan
         self._handles: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        """Create the files and write everything but tensors."""
+        """Create the files and write all bytes that are not tensors."""
         try:
             for name, file in self._plan.files.items():
                 path = self._folder / name
@@ -242,9 +246,9 @@ class PlannedFolder:
             os.close(handle)
 
     def put(self, name: str, tensor: TensorRows) -> None:
-        """Write a tensor to its places, with the checksums that archives have. Several threads may do so.
+        """Write a tensor to its planned positions, and its checksums in zip archives. Several threads may call this.
 
-        Each chunk is read again behind its write, while it is in a processor's cache, and must be the same.
+        Each chunk is read back after its write and compared.
         """
         slices, checksums = self._plan.divide(name, tensor), dict[int, int]()
         for place in self._plan.places[name]:
@@ -258,7 +262,7 @@ class PlannedFolder:
                     raise TesseraError(
                         f"{name} was read back with other bytes than were written",
                         where=str(self._folder / place.file),
-                        fix="nothing was published: try again; if it happens twice, check the disk",
+                        fix="try again, and check the disk if it happens again; nothing was published",
                         code="output.bytes-differ",
                     )
                 position += len(chunk)
@@ -269,7 +273,7 @@ class PlannedFolder:
                 _write_at(handle, checksum.to_bytes(4, "little"), at)
 
     def sync(self) -> None:
-        """Wait until everything is on the disk."""
+        """Sync all files to the disk."""
         for handle in self._handles.values():
             os.fsync(handle)
 
@@ -282,7 +286,7 @@ def _write_at(handle: int, data: bytes | memoryview, position: int) -> None:
 
 
 def _read_at(handle: int, target: Bytes, position: int) -> bool:
-    """Fill an array with bytes of a file; return whether the file has so many."""
+    """Fill an array with bytes of a file; return False if the file is too short."""
     view = target.data
     while view:
         count = os.preadv(handle, [view], position)

@@ -156,23 +156,23 @@ def all_rank_files_behind_a_link() -> None:
     link_away("mm/release")
 
 
-@case("outside of its folder: '../secret.safetensors'", *TO_MM)
+@case("weights.path-outside-folder", *TO_MM)
 def an_index_that_leads_out() -> None:
     split(lambda table: table.update(strange="../secret.safetensors"))
 
 
-@case("names gone.safetensors, which is not there", *TO_MM)
+@case("weights.indexed-file-missing", *TO_MM)
 def an_index_of_a_missing_file() -> None:
     split(lambda table: table.update(strange="gone.safetensors"))
 
 
-@case("not an index of weights", *TO_MM)
+@case("weights.damaged-index", *TO_MM)
 def an_index_nested_too_deep() -> None:
     split()
     Path(f"hf/{INDEX}").write_text("[" * 100_000)
 
 
-@case("is stored in two files", *TO_MM)
+@case("weights.duplicate-tensor", *TO_MM)
 def a_tensor_in_two_files() -> None:
     split()
     first, two = (load_file(f"hf/{half}") for half in HALVES)
@@ -201,24 +201,24 @@ def an_iteration_that_leads_out() -> None:
     Path("mm/latest_checkpointed_iteration.txt").write_text("../release")
 
 
-@case("two entries of it have one name", *FROM_MM)
+@case("checkpoint.damaged-torch-file", *FROM_MM)
 def an_archive_with_two_pickles() -> None:
     with zipfile.ZipFile(RANK.format(0), "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("archive/data.pkl", b"N.")
 
 
-@case("is compressed; torch.save never does that", *FROM_MM)
+@case("checkpoint.damaged-torch-file", *FROM_MM)
 def an_archive_that_would_grow() -> None:
     with zipfile.ZipFile(RANK.format(0), "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(30 << 20))
 
 
-@case("there is a file in the way", *TO_MM)
+@case("output.target-is-file", *TO_MM)
 def a_file_as_target() -> None:
     Path("out").write_text("mine")
 
 
-@case("not empty and not an earlier export of the same source", *TO_MM)
+@case("output.folder-not-empty", *TO_MM)
 def a_target_with_other_files() -> None:
     Path("out").mkdir()
     Path("out/mine").write_text("mine")
@@ -230,45 +230,45 @@ def record_of(origin: Any) -> None:
     Path("out/tessera_export.json").write_text(json.dumps({"format": "tessera-export", "version": 1, "origin": origin}))
 
 
-@case("not empty and not an earlier export of the same source", *TO_MM)
+@case("output.folder-not-empty", *TO_MM)
 def an_earlier_export_of_another_source() -> None:
     record_of(made_from("mm", "other"))
 
 
-@case("not empty and not an earlier export of the same source", *TO_MM)
+@case("output.folder-not-empty", *TO_MM)
 def an_earlier_export_in_another_form() -> None:
     record_of(made_from("dcp", "hf"))
 
 
-@case("not empty and not an earlier export of the same source", *TO_MM)
+@case("output.folder-not-empty", *TO_MM)
 def a_record_that_says_something_else() -> None:
     record_of([[["form"]]])
 
 
-@case("not empty and not an earlier export of the same source", *TO_MM)
+@case("output.folder-not-empty", *TO_MM)
 def a_record_that_is_nested_without_end() -> None:
     record_of(0)
     Path("out/tessera_export.json").write_text("[" * 100_000)
 
 
-@case("not empty and not an earlier export of the same source", *TO_MM)
+@case("output.folder-not-empty", *TO_MM)
 def a_record_that_is_a_pipe() -> None:
     Path("out").mkdir()
     os.mkfifo("out/tessera_export.json")
 
 
-@case("nothing can be written there: ", "convert", "hf", "file/out", "--to", "mm")
+@case("output.write-failed", "convert", "hf", "file/out", "--to", "mm")
 def a_target_in_a_file() -> None:
     Path("file").write_text("mine")
 
 
-@case("the target is a link", *TO_MM, "--overwrite")
+@case("output.target-is-link", *TO_MM, "--overwrite")
 def a_link_as_target() -> None:
     Path("elsewhere").mkdir()
     Path("out").symlink_to("elsewhere")
 
 
-@case("the target is a link", *TO_MM)
+@case("output.target-is-link", *TO_MM)
 def a_link_to_nowhere_as_target() -> None:
     Path("out").symlink_to("nowhere")
 
@@ -276,7 +276,7 @@ def a_link_to_nowhere_as_target() -> None:
 CASES["a target where nothing can be"] = (
     nothing,
     ["convert", "hf", "/proc/out", "--to", "dcp"],
-    "nothing can be written",
+    "output.write-failed",
 )
 
 
