@@ -1,4 +1,4 @@
-"""Read the files in which people exchange LoRA adapters.
+"""Read LoRA adapters from files of PEFT, diffusers, ComfyUI and kohya.
 
 | form | names of a layer |
 |---|---|
@@ -34,9 +34,9 @@ FILES = {
     "comfyui": "comfyui_lora.safetensors",
     "kohya": "kohya_lora.safetensors",
 }
-MAGNITUDE_KEY = ".lora_magnitude_vector"  # norms of rows, of DoRA
-HEADER_KEY = "lora_adapter_metadata"  # in the header of a file of diffusers
-FIRST, SECOND = "transformer", "transformer_2"  # the models of a pipeline that files name
+MAGNITUDE_KEY = ".lora_magnitude_vector"  # suffix of DoRA's row norms
+HEADER_KEY = "lora_adapter_metadata"  # key of PEFT's configuration in the header of diffusers' files
+FIRST, SECOND = "transformer", "transformer_2"  # prefixes of the two experts of a pipeline
 DOTTED = "diffusion_model."
 UNDERSCORED = "lora_unet_"
 _PREFIXES = (PREFIX, f"{FIRST}.", f"{SECOND}.", f"model.{DOTTED}", DOTTED, UNDERSCORED, "lora_transformer_")
@@ -47,15 +47,15 @@ _ALPHA = ".alpha"
 
 
 def find_adapter_file(path: Path) -> Path | None:
-    """Return the file of weights at a path: itself, or the one that a folder has; None where there are no adapters."""
+    """Return the file of adapter weights: `path` itself, or the file in this folder; None if there are no adapters."""
     if path.is_file():
         return path if path.suffix == ".safetensors" and any(_KEY.fullmatch(key) for key in _keys(path)) else None
     if is_adapter_folder(path):
         if not (path / WEIGHTS).exists():
             raise TesseraError(
-                f"the adapters have no {WEIGHTS} (pickles are never read): {WEIGHTS} is needed",
+                f"the adapter folder has no {WEIGHTS}, and pickles are never read",
                 where=str(path),
-                fix="name the folder that has the file; PEFT writes it from a pickle that you trust: "
+                fix="name a folder with this file; PEFT can write it from a pickle that you trust: "
                 "PeftModel.from_pretrained(model, FOLDER).save_pretrained(OTHER)",
                 code="adapter.weights-missing",
             )
@@ -64,13 +64,13 @@ def find_adapter_file(path: Path) -> Path | None:
 
 
 def damaged(where: str, what: str) -> TesseraError:
-    """Return the error about a file of adapters whose tensors do not belong together."""
-    fix = "the file is damaged, or was put together from two: fetch or export it again"
+    """Return the error about an adapter file whose tensors or settings contradict each other."""
+    fix = "download or export the adapters again: the file is damaged, or merged from two files"
     return TesseraError(f"damaged adapters: {what}", where=where, fix=fix, code="adapter.damaged-file")
 
 
 def is_adapters(path: Path) -> bool:
-    """Return whether a path is that of adapters."""
+    """Return whether `path` is an adapter file or folder."""
     return find_adapter_file(path) is not None
 
 
@@ -81,7 +81,7 @@ def _keys(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """Hold the adapters of a file by the names of their layers there."""
+    """Hold the adapters of a file by the layer names of the file."""
 
     where: str
     sides: Mapping[str, Mapping[str, Tensor]]  # layer -> {"A", "B"}
@@ -89,7 +89,7 @@ class StoredAdapters:
     underscored: bool
     config: Mapping[str, Any] | None  # PEFT's configuration
     config_where: str
-    norms: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> norms of rows, of DoRA
+    norms: Mapping[str, Tensor] = field(default_factory=dict)  # layer -> row norms of DoRA
 
     def factors(self, names: Mapping[str, str], weight_map: WeightMap) -> dict[str, Factors]:
         """Return the adapters by canonical names. `names`: layer -> its canonical name."""
@@ -107,20 +107,20 @@ class StoredAdapters:
     def _norms_of(self, layer: str, adapter: Adapter, b: Tensor) -> Tensor | None:
         m = self.norms.get(layer)
         if adapter.dora and (m is None or m.shape != b.shape[:1] or not torch.isfinite(m.float()).all()):
-            raise damaged(self.where, f"{layer}: use_dora, and its {MAGNITUDE_KEY[1:]} is missing or wrong")
+            raise damaged(self.where, f"{layer}: use_dora is set, and {MAGNITUDE_KEY[1:]} is missing or wrong")
         return m if adapter.dora else None
 
     def adapter(self, layer: str, module: str, rank: int, stated: tuple[float, float] | None) -> Adapter:
-        """Return the adapter of a layer whose weights have a rank; raise if another one is stated, or an absurd one."""
-        if stated is None:  # without any alpha the product is taken as it is
+        """Return the adapter of a layer by the rank of its weights. Raise if the configuration states another rank."""
+        if stated is None:  # without an alpha the scale is 1
             alpha, rslora = self.alphas.get(layer, float(rank)), False
         else:
             if stated[0] != rank:
-                raise damaged(self.config_where, f"{module}: rank {stated[0]} is stated, the weights have {rank}")
+                raise damaged(self.config_where, f"{module} has rank {rank}, not {stated[0]} as configured")
             alpha, rslora = stated[1], bool((self.config or {}).get("use_rslora"))
         if rank > MAX_ADAPTER_RANK or not 0 < alpha <= MAX_ADAPTER_ALPHA:
             raise TesseraError(
-                f"{layer} has rank {rank} and alpha {alpha:g}",
+                f"{layer} has an invalid rank {rank} or alpha {alpha:g}",
                 where=self.where,
                 allowed=[f"a rank up to {MAX_ADAPTER_RANK:,}", f"an alpha above 0 and up to {MAX_ADAPTER_ALPHA:,.0f}"],
                 code="adapter.no-scale",
@@ -129,9 +129,9 @@ class StoredAdapters:
 
 
 def matrices(layer: str, sides: Mapping[str, Tensor], where: str) -> tuple[Tensor, Tensor]:
-    """Return A and B of a layer; raise if they are not two matrices that belong together."""
+    """Return the matrices A and B of a layer; raise if one is missing or their ranks differ."""
     if len(sides) != 2:
-        raise damaged(where, f"of the adapter of {layer} only lora_{next(iter(sides))} is there")
+        raise damaged(where, f"{layer} has only lora_{next(iter(sides))}: the other matrix is missing")
     a, b = (_matrix(layer, side, sides[side], where) for side in ("A", "B"))
     if a.shape[0] != b.shape[1]:
         raise damaged(where, f"{layer}: lora_A has rank {a.shape[0]}, lora_B {b.shape[1]}")
@@ -140,16 +140,16 @@ def matrices(layer: str, sides: Mapping[str, Tensor], where: str) -> tuple[Tenso
 
 def _matrix(layer: str, side: str, tensor: Tensor, where: str) -> Tensor:
     if tensor.dim() > 2 and all(size == 1 for size in tensor.shape[2:]):
-        tensor = tensor.flatten(1)  # a convolution over single points is a linear layer
+        tensor = tensor.flatten(1)  # a 1 x 1 convolution is a linear layer
     if tensor.dim() != 2 or not tensor.is_floating_point() or not tensor.numel():
         kind = str(tensor.dtype).removeprefix("torch.")
         raise TesseraError(
-            f"{layer}.lora_{side}, {kind} {list(tensor.shape)}, is no part of a linear layer's adapter",
+            f"{layer}.lora_{side} is no matrix of a linear layer: {kind} {list(tensor.shape)}",
             where=where,
             code="adapter.not-linear",
         )
     if not torch.isfinite(tensor.float()).all():
-        raise damaged(where, f"{layer}.lora_{side} holds numbers that are not finite")
+        raise damaged(where, f"{layer}.lora_{side} contains values that are not finite")
     return tensor
 
 
@@ -157,8 +157,7 @@ def _matrix(layer: str, side: str, tensor: Tensor, where: str) -> Tensor:
 
 
 def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
-    """Read the adapters at a path. `part`: the model of the pipeline whose adapters are wanted, where a file has those
-    of both experts."""
+    """Read the adapters at a path. `part`: which expert's adapters to return, if a file contains both."""
     file = find_adapter_file(path)
     if file is None:
         raise TesseraError(
@@ -179,49 +178,49 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
             norms[key.removesuffix(MAGNITUDE_KEY)] = tensor
             continue
         if stated.get("modules_to_save") and ".lora_" not in key:
-            saved += 1  # a parameter that was trained in full
+            saved += 1  # a fully trained parameter
             continue
         match = _KEY.fullmatch(key)
         if match is not None:
             halves, side = sides.setdefault(match[1], {}), _SIDES[match[2]]
             if side in halves:
-                raise damaged(str(file), f"{match[1]} has its lora_{side} twice, once as {key}")
+                raise damaged(str(file), f"{match[1]} has lora_{side} twice, once as {key}")
             halves[side] = tensor
         elif key.endswith(_ALPHA):
             alphas[key.removesuffix(_ALPHA)] = _alpha(key, tensor, str(file))
-        elif not (".diff" in key and not tensor.any()):  # differences of zero change nothing
+        elif not (".diff" in key and not tensor.any()):  # a weight difference of zeros has no effect
             raise TesseraError(
-                f"{key} is no part of a plain LoRA adapter of a linear layer",
+                f"{key} is not part of a plain LoRA adapter: DoRA, LoKr, LoHa and full differences are not supported",
                 where=str(file),
                 allowed=["lora_A and lora_B", "lora_down, lora_up and alpha"],
                 code="adapter.not-plain-lora",
             )
     if stated.get("modules_to_save") and not saved:
         named = f"{stated['modules_to_save']!r:.80}"
-        raise damaged(str(path / CONFIG), f"modules_to_save names {named}, and the weights have none of them")
+        raise damaged(str(path / CONFIG), f"modules_to_save names {named}, and the file contains none of these modules")
     if not sides:
-        raise TesseraError("no adapters here", where=str(file), code="adapter.none-in-file")
+        raise TesseraError("no adapters in this file", where=str(file), code="adapter.none-in-file")
     prefix, names = _stripped([*sides, *alphas, *norms], part, str(file))
     layers = {names[name]: halves for name, halves in sides.items() if name in names}
     layer_alphas = {names[name]: alpha for name, alpha in alphas.items() if name in names}
     _check_alphas(layers, layer_alphas, str(file))
     if not layers:
-        raise TesseraError("no adapters here", where=str(file), code="adapter.none-in-file")
+        raise TesseraError("no adapters in this file", where=str(file), code="adapter.none-in-file")
     config_where = str(path / CONFIG) if peft else f"{file}, {HEADER_KEY} of its header"
     config = stated if peft else _header_config(file, config_where, prefix)
     if config is not None and config.get("use_dora") and not norms:
-        raise damaged(config_where, f"use_dora, and the weights have no {MAGNITUDE_KEY[1:]}")
+        raise damaged(config_where, f"use_dora is set, and the file has no {MAGNITUDE_KEY[1:]}")
     if config is not None and layer_alphas:
-        raise damaged(str(file), "the scale is stated twice, by alpha beside the weights and by PEFT's configuration")
+        raise damaged(str(file), "the scale is given twice: by alpha tensors and by PEFT's configuration")
     underscored = prefix in (UNDERSCORED, "lora_transformer_")
     layer_norms = {names[name]: tensor for name, tensor in norms.items() if name in names}
     return StoredAdapters(str(file), layers, layer_alphas, underscored, config, config_where, layer_norms)
 
 
 def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | None) -> dict[str, Tensor]:
-    """Return the parameters of a PEFT folder that were trained in full, by native names.
+    """Return the fully trained parameters of a PEFT folder (`modules_to_save`), by native names.
 
-    `parameters`: all of the model.
+    `parameters`: all parameter names of the model.
     """
     if not is_adapter_folder(path) or weight_map is None or not read_config(path).get("modules_to_save"):
         return {}
@@ -235,14 +234,14 @@ def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | No
         if match is not None and all(foreign in by_foreign for foreign in match[1]):
             used.update(match[1])
             saved[name] = match[0].op.to_native([by_foreign[foreign] for foreign in match[1]])
-    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head, beside its embedding
+    used.update(key for key, native in weight_map.copies if native in saved)  # a tied head, stored beside its embedding
     if unused := [key for key in by_foreign if key not in used]:
-        what = f"{unused[0]} is neither a part of an adapter nor of this model"
+        what = f"{unused[0]} belongs neither to an adapter nor to a parameter of this model"
         raise TesseraError(what, where=str(path / WEIGHTS), code="adapter.unknown-tensor")
     tied = "head.weight" not in parameters and any(name.endswith(".embed.weight") for name in saved)
     if tied and not read_config(path).get("ensure_weight_tying"):
         raise TesseraError(
-            "the embedding was trained and the head, which shares its weight here, was not",
+            "the adapters train the embedding, but not the head that shares its weight in this model",
             where=str(path / CONFIG),
             fix="train with ensure_weight_tying=True in PEFT",
             code="adapter.tied-head",
@@ -251,20 +250,20 @@ def read_saved(path: Path, parameters: Sequence[str], weight_map: WeightMap | No
 
 
 def parts_in(path: Path) -> set[str]:
-    """Return the models of a pipeline, one or both experts, that the adapters at a path are for."""
+    """Return which experts of a pipeline the adapters at a path are for."""
     file = find_adapter_file(path)
     names = [] if file is None else _keys(file)
     return {SECOND if name.startswith(f"{SECOND}.") else FIRST for name in names}
 
 
 def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[str, str]]:
-    """Return the prefix that names have in a file, and the names without it. Those of the other expert are left out."""
+    """Return the name prefix of a file, and the names without it. Names of the other expert are left out."""
     texts = [name for name in names if name.startswith(_TEXT_ENCODERS)]
     if texts:
         raise TesseraError(
-            f"the file also adapts a text encoder ({texts[0]}): text encoders are used as they are",
+            f"the file also contains adapters of a text encoder ({texts[0]}), which are not supported",
             where=where,
-            fix="take a file with the adapters of the transformer alone",
+            fix="use a file that contains adapters of the transformer only",
             code="adapter.text-encoder",
         )
     prefixes = {name: next((start for start in _PREFIXES if name.startswith(start)), "") for name in names}
@@ -273,13 +272,13 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
         present = {f"{part}."}
     if len(present) > 1:
         examples = [next(name for name, start in prefixes.items() if start == prefix) for prefix in sorted(present)]
-        raise damaged(where, f"names of {len(present)} forms are mixed: {', '.join(examples)}")
+        raise damaged(where, f"it mixes names of {len(present)} formats: {', '.join(examples)}")
     (prefix,) = present
     if prefix == f"{SECOND}." and part != SECOND:
         raise TesseraError(
-            f"these adapters are for {SECOND}, the expert for little noise",
+            f"these adapters are for {SECOND}, the expert of low noise levels",
             where=where,
-            fix=f"give them to {SECOND}",
+            fix=f"load them for {SECOND}",
             code="adapter.other-expert",
         )
     return prefix, {name: name.removeprefix(prefix) for name, start in prefixes.items() if start == prefix}
@@ -293,7 +292,7 @@ def _alpha(key: str, tensor: Tensor, where: str) -> float:
 
 
 def _check_alphas(layers: Collection[str], alphas: Collection[str], where: str) -> None:
-    """Raise if some layers have an alpha and others do not: the scale of these is unknown."""
+    """Raise if some layers have an alpha and others do not: their scale would be unknown."""
     for names, others, what in ((layers, alphas, "no alpha"), (alphas, layers, "an alpha and no weights")):
         missing = [name for name in names if name not in others]
         if missing and alphas:
@@ -309,9 +308,9 @@ def _header_config(file: Path, where: str, prefix: str) -> dict[str, Any] | None
 def match_names(
     stored: StoredAdapters, paths: Sequence[str], weight_map: WeightMap
 ) -> tuple[WeightMap, dict[str, str]]:
-    """Return the table of the form that a file has, and for each of its layers the canonical name.
+    """Return the weight map of the file's format, and the canonical name of each layer in the file.
 
-    `paths`: the native layers of the model. The form is the one that has most names; it must have all of them.
+    `paths`: the native layers of the model. The format that matches most names is chosen; it must match all of them.
     """
     best: tuple[WeightMap, dict[str, str]] | None = None
     every: set[str] = set()
@@ -333,7 +332,7 @@ def _unknown(layers: Sequence[str], stored: StoredAdapters, modules: Collection[
     names = sorted(name.replace(".", "_") if stored.underscored else name for name in modules)
     near = nearest(layers[0], names)
     return TesseraError(
-        f"adapters for {few_names(layers, 5)}, which this model does not have",
+        f"the file has adapters for layers that this model does not have: {few_names(layers, 5)}",
         where=stored.where,
         nearest=near,
         fix="check that the adapters belong to this model",

@@ -1,9 +1,9 @@
-"""Adapters of stacked experts in the files of PEFT.
+"""Translate adapters of stacked experts to and from PEFT's files.
 
-PEFT adapts a parameter, which it finds by its name (`target_parameters`), and wraps the module that the parameter is
-in. So its files name that module: `experts.lora_A.weight`. Where both parameters of the experts are adapted, the first
-one is one wrapper further inside: `experts.base_layer.lora_A.weight` for gate_up_proj. Both matrices are flat there:
-A [experts x rank, in], with the experts outside, and B [out, rank x experts], with the experts inside.
+PEFT adapts a stacked parameter (`target_parameters`) by a wrapper around its module, so keys name the module:
+`experts.lora_A.weight`. If both parameters are adapted, the module has two wrappers, and gate_up_proj belongs to the
+inner wrapper: `experts.base_layer.lora_A.weight`. PEFT stores 2D matrices: A [experts x rank, in] with experts as the
+outer index, and B [out, rank x experts] with experts as the inner index.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tessera.lora.peft import ranks_and_alphas, target_parameters
 from tessera.runtime.modules import EXPERT_WEIGHTS
 from tessera.weights.map import WeightMap
 
-INNER = "base_layer"  # what PEFT calls the module inside of a wrapper
+INNER = "base_layer"  # PEFT's name of the module inside a wrapper
 
 
 def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
-    """Return adapters of experts, with flat matrices, by the names of their parameters in transformers."""
+    """Return adapters of experts as PEFT's 2D matrices, by parameter names of transformers."""
     flat: dict[str, Factors] = {}
     for path, factors in native.items():
         home, _, name = path.rpartition(".")
@@ -33,7 +33,7 @@ def to_peft(native: Mapping[str, Factors], weight_map: WeightMap, where: str) ->
 
 
 def wrapper_names(parameters: Mapping[str, Factors]) -> dict[str, str]:
-    """Return the name of the wrapper that PEFT makes for each adapted parameter: it wraps them one after another."""
+    """Return the wrapper's module name for each adapted parameter. PEFT nests the wrappers of one module."""
     order, wrappers = list(EXPERT_WEIGHTS), dict[str, str]()
     for parameter in parameters:
         home, _, name = parameter.rpartition(".")
@@ -45,13 +45,13 @@ def wrapper_names(parameters: Mapping[str, Factors]) -> dict[str, str]:
 def take_experts(
     stored: StoredAdapters, experts: Mapping[str, tuple[str, ...]], weight_map: WeightMap
 ) -> tuple[dict[str, Factors], StoredAdapters]:
-    """Return the adapters of experts among stored ones, by native paths, and the stored ones without them.
+    """Split stored adapters into those of experts, by native paths, and the rest.
 
-    `experts`: the adapters that the experts of the model can have, with the weights of each.
+    `experts`: paths of possible expert adapters, with the weights of each; see `expert_paths`.
     """
     homes = list(dict.fromkeys(path.rpartition(".")[0] for path in experts))
     modules = {weight_map.canonical(experts_in_memory(home, weight_map, stored.where)): home for home in homes}
-    wrapped: dict[str, dict[int, str]] = {}  # native home -> number of wrappers around -> layer of the file
+    wrapped: dict[str, dict[int, str]] = {}  # native module -> nesting depth of the wrapper -> layer name in the file
     for layer in stored.sides:
         outside = layer
         while outside.endswith(f".{INNER}"):
@@ -76,12 +76,12 @@ def take_experts(
 def _from_wrappers(
     home: str, layers: Mapping[int, str], stored: StoredAdapters, weight_map: WeightMap
 ) -> dict[str, Factors]:
-    """Return the adapters of one module of experts. `layers`: of the file, by the number of wrappers around them."""
+    """Return the adapters of one module of experts. `layers`: layer names in the file by nesting depth."""
     there = experts_in_memory(home, weight_map, stored.where)
     named = [name for name in EXPERT_WEIGHTS if _is_target(f"{there}.{name}", stored)]
     if sorted(layers) != list(range(len(named))):
         targets = few_names(named, 2) if named else "none of its parameters"
-        what = f"the weights have {len(layers)} adapters for {there}, and target_parameters names {targets}"
+        what = f"the file has {len(layers)} adapters for {there}, and target_parameters names {targets}"
         raise damaged(stored.config_where, what)
     adapters: dict[str, Factors] = {}
     for depth, name in enumerate(reversed(named)):
@@ -91,7 +91,7 @@ def _from_wrappers(
         rank = int(stated[0])
         if rank != stated[0] or a.shape[0] % rank or b.shape[0] % len(weights):
             shapes = f"{list(a.shape)} and {list(b.shape)}"
-            what = f"{parameter}: rank {stated[0]:g} is stated, and the weights have {shapes}"
+            what = f"{parameter}: the configuration states rank {stated[0]:g}, the weights have shapes {shapes}"
             raise damaged(stored.config_where, what)
         adapter = replace(stored.adapter(layer, parameter, rank, stated), stacked=weights)
         count = a.shape[0] // rank
@@ -102,6 +102,6 @@ def _from_wrappers(
 
 
 def _is_target(parameter: str, stored: StoredAdapters) -> bool:
-    """Return whether PEFT would adapt a parameter: one of the targets is its name, or the end of it behind a dot."""
+    """Return whether `target_parameters` names a parameter, by its full name or the end of its name."""
     targets = target_parameters(stored.config or {}, stored.config_where)
     return any(parameter == target or parameter.endswith(f".{target}") for target in targets)

@@ -1,4 +1,4 @@
-"""Write adapters in the forms that people exchange: a PEFT folder, and files of diffusers, ComfyUI and kohya."""
+"""Write adapters as a PEFT folder, or as files of diffusers, ComfyUI and kohya."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def save_adapters(
 ) -> None:
     """Write a folder of adapters. Every rank calls this with its part of the model and all `adapters`.
 
-    `saved`: parameters that were trained in full beside them. `forms`: the files that are written. `language`: whether
-    PEFT gives the model the methods of a language model; `reward`: those of a model with one number for a head.
+    `saved`: fully trained parameters to write as well. `forms`: the formats to write. `language` and `reward` select
+    PEFT's task type: a language model, or a reward model.
     """
     check_forms(forms, weight_map, language, str(folder))
     assert weight_map is not None, "checked"
     extra = bool(saved) or any(adapter.dora or adapter.stacked for adapter in adapters.values())
     if extra and any(form != "peft" for form in forms):
         raise TesseraError(
-            "DoRA, adapters of experts and modules that were trained in full have no such form",
+            "DoRA, adapters of experts and fully trained modules can only be written as a PEFT folder",
             where=str(folder),
             allowed=["peft"],
             code="adapter.peft-form-only",
         )
     tensors, adapters = plain_form(tensors, adapters)
-    in_memory = parameters_in_memory(saved, weight_map)  # a parameter without a name there is refused before gathering
+    in_memory = parameters_in_memory(saved, weight_map)  # raises before tensors are gathered
     modules_to_save = sorted({name.rpartition(".")[0] for names in in_memory.values() for name in names})
     wanted = {name for path, adapter in adapters.items() for name in tensor_names(path, adapter)} | set(saved)
     full = gather_on_rank0({name: tensor for name, tensor in tensors.items() if name in wanted})
@@ -74,7 +74,7 @@ def save_adapters(
         for form in dict.fromkeys(forms):
             if form in ("peft", "diffusers"):
                 modules = to_foreign(native, weight_map, str(folder))
-                # Modules of other stages of a pipeline have the same endings.
+                # `tensors` may be one pipeline stage: other stages have modules with the same name endings.
                 others, kind = all_modules(tensors, weight_map), _task_type(language, reward)
                 config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)
                 named = {name: experts[parameter] for parameter, name in wrapper_names(experts).items()}
@@ -91,22 +91,22 @@ def _task_type(language: bool, reward: bool) -> str | None:
 
 
 def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, language: bool, where: str) -> None:
-    """Raise if adapters of a model cannot be written in one of these forms."""
+    """Raise if adapters of this model cannot be written in one of the formats."""
     if weight_map is None:
         raise TesseraError(
-            "this family has no weight map: it cannot exchange adapters", where=where, code="adapter.no-weight-map"
+            "this family has no weight map, so adapters cannot be written", where=where, code="adapter.no-weight-map"
         )
     for form in forms:
         if language and form != "peft":
             raise TesseraError(
-                f"{form} loads adapters of models of images and videos; those of language models have one form",
+                f"{form} is a format for image and video models, not for language models",
                 where=where,
                 allowed=["peft"],
                 code="adapter.generation-form-only",
             )
         if form in ("comfyui", "kohya") and "original" not in weight_map.others:
             raise TesseraError(
-                f"adapters of {form} have the names of the original checkpoint, which this family does not have",
+                f"{form} uses layer names of the original checkpoint, which this family does not have",
                 where=where,
                 allowed=["peft", "diffusers"],
                 code="adapter.no-original-names",
@@ -120,7 +120,7 @@ def _write_peft(
     config: Mapping[str, object],
     saved: Mapping[str, Tensor],
 ) -> None:
-    """Write the matrices under the names of diffusers or transformers, with PEFT's configuration."""
+    """Write the matrices with PEFT's names and configuration, as a PEFT folder or a diffusers file."""
     if form == "peft":
         write_file(staging / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
     prefix = PREFIX if form == "peft" else f"{FIRST}."
@@ -137,11 +137,11 @@ def _write_peft(
 
 
 def _write_exchange(staging: Path, form: str, modules: Mapping[str, Factors]) -> None:
-    """Write the matrices and the alpha of each layer under the names of the original checkpoint."""
+    """Write the matrices and alpha of each layer under the layer names of the original checkpoint."""
     tensors: dict[str, Tensor] = {}
     for module, factors in modules.items():
         name = f"{DOTTED}{module}" if form == "comfyui" else UNDERSCORED + module.replace(".", "_")
-        # Readers scale by alpha / rank, whatever the run did.
+        # Readers scale by alpha / rank, also for rsLoRA, so alpha is computed from the scale.
         alpha = torch.tensor(factors.adapter.scale * factors.adapter.rank)
         tensors |= {f"{name}.lora_down.weight": factors.a, f"{name}.lora_up.weight": factors.b, f"{name}.alpha": alpha}
     _write(staging / FILES[form], tensors, None)
@@ -157,13 +157,13 @@ def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] 
 def _saved_tensors(
     tensors: Mapping[str, Tensor], in_memory: Mapping[str, Sequence[str]], weight_map: WeightMap
 ) -> dict[str, Tensor]:
-    """Return parameters that were trained in full by their names in PEFT's files. `tensors`: unsharded ones."""
+    """Return fully trained parameters by their names in PEFT's files. `tensors`: unsharded."""
     stored: dict[str, Tensor] = {}
     for name, foreign in in_memory.items():
         match = weight_map.rule_for(name)
         assert match is not None, "checked"
         stored |= dict(zip(foreign, match[0].op.to_foreign(tensors[name].cpu()), strict=True))
-        for copy, native in weight_map.copies:  # a tied head, which PEFT expects beside its embedding
+        for copy, native in weight_map.copies:  # PEFT expects a tied head beside its embedding
             if native == name:
                 stored[weight_map.in_memory(copy)] = tensors[name].cpu()
     return stored

@@ -1,11 +1,11 @@
-"""The matrices of LoRA adapters: translated between native layers and those of a file, and merged into weights.
+"""Translate LoRA matrices between native layers and layers of a file, and merge them into weights.
 
-Where one native layer is several foreign ones, or the other way round, matrices are put side by side: their ranks add
-up, and the product is exactly the same. PiSSA becomes plain LoRA of twice the rank: B A less its initial value.
+If a native layer is several foreign layers (q, k, v), or the reverse, their adapters become one adapter: the matrices
+are concatenated, the ranks add up, and the product is exactly the same. PiSSA is exported as plain LoRA of twice the
+rank: B A minus its initial value.
 
-A weight map has rules for parameters. Adapters belong to modules, so here a module is the name of its weight without
-the ending. "Canonical" is the spelling that the rules use; "in memory" is that of the classes of transformers, which
-PEFT uses.
+A weight map has rules for weights. The name of a module is here the name of its weight without `.weight`. "Canonical"
+names are spelled as in the rules of the weight map, names "in memory" as in the classes of transformers and in PEFT.
 """
 
 from __future__ import annotations
@@ -53,56 +53,56 @@ class Factors:
     adapter: Adapter
     a: Tensor  # [rank, in]; of stacked experts [experts, rank, in]
     b: Tensor  # [out, rank]; of stacked experts [experts, weights, out, rank]
-    m: Tensor | None = None  # [out]: norms of rows, of DoRA
+    m: Tensor | None = None  # [out]: row norms of DoRA
 
 
 # ---------------------------------------------------------------------------------------------- names
 
 
 def layer_paths(parameters: Iterable[str]) -> list[str]:
-    """Return the layers that parameters are the weights of."""
+    """Return the names of all layers that have a parameter `weight`."""
     return [name.removesuffix(_WEIGHT) for name in parameters if name.endswith(_WEIGHT)]
 
 
 def modules_of(path: str, weight_map: WeightMap) -> tuple[Operation, list[str]] | None:
-    """Return the modules, by canonical names, that make a native layer, and how; None where the map has no rule."""
+    """Return the operation and the canonical module names of a native layer; None if the map has no rule."""
     match = weight_map.rule_for(f"{path}{_WEIGHT}")
     return None if match is None else (match[0].op, [name.removesuffix(_WEIGHT) for name in match[1]])
 
 
 def native_group(path: str, weight_map: WeightMap) -> list[str]:
-    """Return the native layers that are one module together with this one, in order."""
+    """Return the native layers that are fused with this layer into one foreign module, in order."""
     return [name.removesuffix(_WEIGHT) for name in weight_map.group_of(f"{path}{_WEIGHT}")]
 
 
 def canonical(module: str, weight_map: WeightMap) -> str:
-    """Return the name of a module in the spelling of the rules."""
+    """Return the canonical name of a module."""
     return weight_map.canonical(f"{module}{_WEIGHT}").removesuffix(_WEIGHT)
 
 
 def in_memory(module: str, weight_map: WeightMap) -> str:
-    """Return the name of a module, which is canonical, in the classes of transformers."""
+    """Return the name of a module in the classes of transformers. `module`: its canonical name."""
     return weight_map.in_memory(f"{module}{_WEIGHT}").removesuffix(_WEIGHT)
 
 
 def all_modules(parameters: Iterable[str], weight_map: WeightMap) -> set[str]:
-    """Return the names in memory of all modules that parameters become."""
+    """Return the names, in transformers, of all modules of these parameters."""
     rules = [modules_of(path, weight_map) for path in layer_paths(parameters)]
     return {in_memory(module, weight_map) for rule in rules if rule for module in rule[1]}
 
 
 def experts_in_memory(path: str, weight_map: WeightMap, where: str) -> str:
-    """Return the name of a module of experts in memory, where experts are stacked whatever the folder has."""
+    """Return the name of a module of experts in transformers, whose classes always stack experts."""
     match = weight_map.rule_for(f"{path}.down")
     if match is None:
         raise TesseraError(f"the weight map has no rule for {path}.down", where=where, code="model.no-weight-rule")
     rule, names = match
-    # A folder has X.experts.down_proj, or a tensor for each expert: X.experts.0.down_proj.weight.
+    # A folder stores X.experts.down_proj, or one tensor per expert: X.experts.0.down_proj.weight.
     return weight_map.in_memory(names[0]).rsplit(".", 3 if isinstance(rule.op, Stack) else 1)[0]
 
 
 def parameters_in_memory(names: Collection[str], weight_map: WeightMap) -> dict[str, tuple[str, ...]]:
-    """Return the names in memory of parameters that were trained in full, which PEFT stores beside adapters."""
+    """Return the names in transformers of fully trained parameters."""
     renamed: dict[str, tuple[str, ...]] = {}
     for name in names:
         match = weight_map.rule_for(name)
@@ -120,7 +120,7 @@ def parameters_in_memory(names: Collection[str], weight_map: WeightMap) -> dict[
 
 
 def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str) -> dict[str, Factors]:
-    """Return adapters by the names in memory that their modules have in the form of a weight map."""
+    """Translate native adapters to the modules of a weight map's format, named as in transformers."""
     foreign: dict[str, Factors] = {}
     for path, factors in native.items():
         match = modules_of(path, weight_map)
@@ -137,7 +137,7 @@ def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str)
         if isinstance(op, ColumnsByHead):
             foreign[modules[0]] = replace(factors, a=op.to_foreign(factors.a)[0])
             continue
-        # Norms belong to rows: an operation that moves the rows of B moves them, too.
+        # DoRA's norms belong to rows: they are reordered like the rows of B.
         norms = [None] * len(modules) if factors.m is None else op.to_foreign(factors.m.unsqueeze(1))
         for module, b, m in zip(modules, op.to_foreign(factors.b), norms, strict=True):
             foreign[module] = Factors(factors.adapter, factors.a, b, None if m is None else m.flatten())
@@ -145,7 +145,7 @@ def to_foreign(native: Mapping[str, Factors], weight_map: WeightMap, where: str)
 
 
 def join_to_native(op: Operation, members: Sequence[Factors | None]) -> Factors:
-    """Return one native adapter from those of the foreign modules that the native layer is made of."""
+    """Join the adapters of the foreign modules of one native layer into a native adapter."""
     present = [factors for factors in members if factors is not None]
     first = present[0]
     if isinstance(op, ColumnsByHead):
@@ -161,7 +161,7 @@ def join_to_native(op: Operation, members: Sequence[Factors | None]) -> Factors:
 
 
 def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
-    """Return the adapter of one foreign module that is several native layers."""
+    """Join the adapters of several native layers into the adapter of one fused foreign module."""
     present = [factors for factors in members if factors is not None]
     m = op.join_chunks(_norms(members))[0].whole().flatten() if present[0].adapter.dora else None
     if len(present) == len(members) and _same_input(present):
@@ -172,20 +172,20 @@ def _joined(op: TensorChunk, members: Sequence[Factors | None]) -> Factors:
 
 
 def _norms(members: Sequence[Factors | None]) -> list[Tensor]:
-    """Return the norms of rows [out, 1] of layers that are one elsewhere; raise if one of them has no adapter."""
+    """Return DoRA's row norms [out, 1] of fused layers; raise if a layer has no adapter."""
     norms = [factors.m for factors in members if factors is not None and factors.m is not None]
     if len(norms) != len(members):
         raise TesseraError(
-            "adapted layers are one layer with others in the other form, and with dora all of these need an adapter",
+            "with dora, all layers that are fused in the file format need an adapter (such as q, k and v)",
             where="model.lora.targets",
-            fix="adapt all layers that belong together, or none of them",
+            fix="adapt all layers that are fused, or none of them",
             code="adapter.fused-layers-incomplete",
         )
     return [m.unsqueeze(1) for m in norms]
 
 
 def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
-    """Return the number of outputs of each native layer, also of those without an adapter."""
+    """Return the number of outputs of each native layer, with or without an adapter."""
     number, first = next((n, factors) for n, factors in enumerate(members) if factors is not None)
     if not isinstance(op, GroupedRows):
         return [first.b.shape[0]] * len(members)
@@ -194,15 +194,15 @@ def _rows(op: TensorChunk, members: Sequence[Factors | None]) -> list[int]:
 
 
 def _same_input(members: Sequence[Factors]) -> bool:
-    """Return whether adapters have one matrix A, so that their blocks of B can be stacked."""
+    """Return whether all adapters have the same matrix A, so that only their B matrices need joining."""
     first = members[0]
     return all(factors.adapter == first.adapter and torch.equal(factors.a, first.a) for factors in members)
 
 
 def side_by_side(members: Sequence[Factors | None], rows: Sequence[int]) -> tuple[Adapter, Tensor, list[Tensor]]:
-    """Return an adapter whose rank is the sum of all ranks, matrix A, and a block of matrix B for each layer.
+    """Concatenate adapters: return an adapter with the sum of ranks, its matrix A, and each layer's block of B.
 
-    `rows`: the number of outputs of each layer. A layer without an adapter has a block of zeros.
+    `rows`: the number of outputs of each layer. A layer without an adapter gets a block of zeros.
     """
     present = [factors for factors in members if factors is not None]
     like, rank = present[0].adapter, sum(factors.adapter.rank for factors in present)
@@ -217,14 +217,14 @@ def side_by_side(members: Sequence[Factors | None], rows: Sequence[int]) -> tupl
 
 
 def of_rank(like: Adapter, rank: int) -> Adapter:
-    """Return an adapter of another rank with the same scale."""
+    """Return an adapter like `like` with another rank and the same scale."""
     return replace(like, rank=rank, alpha=like.scale * (math.sqrt(rank) if like.rslora else rank))
 
 
 def _without_idle_ranks(factors: Factors) -> Factors:
-    """Remove columns of B that are zero, with their rows of A: those of other layers, put side by side.
+    """Remove zero columns of B and the matching rows of A: in a fused adapter they belong to other layers.
 
-    All zeros are an adapter that was not trained, and stay.
+    An adapter with only zeros is untrained and stays unchanged.
     """
     used = factors.b.any(dim=0)
     if not used.any() or used.all():
@@ -234,10 +234,10 @@ def _without_idle_ranks(factors: Factors) -> Factors:
 
 
 def check_operation(op: Operation, path: str, where: str) -> None:
-    """Raise if the layer is not a linear layer in the target form."""
-    if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # columns are reordered in matrix A
+    """Raise if the layer is not a linear layer in the target format."""
+    if not (_of_outputs(op) or isinstance(op, ColumnsByHead)):  # reordered columns are handled in matrix A
         raise TesseraError(
-            f"{path} is no linear layer there ({type(op).__name__}): its adapter has no such form",
+            f"{path} is not a linear layer in this format ({type(op).__name__}): its adapter cannot be translated",
             where=where,
             fix="leave it out of model.lora.targets, or export with model.lora.merge",
             code="adapter.not-linear-elsewhere",
@@ -245,7 +245,7 @@ def check_operation(op: Operation, path: str, where: str) -> None:
 
 
 def _of_outputs(op: Operation) -> bool:
-    """Return whether an operation only reorders and joins the outputs of layers: then it does the same to matrix B."""
+    """Return whether an operation only reorders or joins outputs, so that it can be applied to matrix B."""
     if isinstance(op, TensorChunk):
         return op.dim == 0 and _of_outputs(op.op)
     return isinstance(op, (Identity, RowOrder)) or (isinstance(op, Concat) and op.dim == 0)
@@ -256,15 +256,15 @@ def _of_outputs(op: Operation) -> bool:
 
 @torch.no_grad()
 def plain_form(tensors: Mapping[str, Tensor], adapters: Adapters) -> tuple[dict[str, Tensor], Adapters]:
-    """Return tensors and adapters with PiSSA as plain LoRA: twice the rank, and the same scale.
+    """Convert PiSSA adapters to plain LoRA of twice the rank and the same scale.
 
-    `tensors` may belong to a pipeline stage; `adapters` are those of all stages.
+    `tensors` may belong to one pipeline stage; `adapters` are those of all stages.
     """
     matrices, plain = dict(tensors), dict(adapters)
     for path, adapter in adapters.items():
         if not adapter.pissa:
             continue
-        alpha = adapter.alpha * (2**0.5 if adapter.rslora else 2)  # the scale stays
+        alpha = adapter.alpha * (2**0.5 if adapter.rslora else 2)  # keeps the scale
         plain[path] = replace(adapter, rank=2 * adapter.rank, alpha=alpha, pissa=False)
         (a, b), (a0, b0) = factor_names(path), start_names(path)
         if a in tensors:
@@ -275,9 +275,9 @@ def plain_form(tensors: Mapping[str, Tensor], adapters: Adapters) -> tuple[dict[
 
 @torch.no_grad()
 def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adapters: Adapters) -> Tensor:
-    """Return a new weight with its adapter added; the weight itself if it has none.
+    """Return a new weight with its adapter merged; the weight itself if it has no adapter.
 
-    All ranks that hold the weight call this together.
+    All ranks that have a shard of the weight call this together.
     """
     match = adapter_for(name, adapters)
     if match is None:
@@ -293,7 +293,7 @@ def merge_adapter(name: str, weight: Tensor, tensors: Mapping[str, Tensor], adap
 
 
 def _with_norms(weight: Tensor, magnitude: Tensor) -> Tensor:
-    """Return a weight, which already has its adapter, with rows of the trained norms (DoRA)."""
+    """Scale the rows of a merged weight to DoRA's trained norms."""
     norms = torch.linalg.vector_norm(whole_tensor(weight), dim=1, dtype=torch.float32)
     ratio = (whole_tensor(magnitude).float() / norms.clamp(min=1e-38)).to(weight.dtype).unsqueeze(1)
     if isinstance(weight, DTensor):
@@ -304,20 +304,20 @@ def _with_norms(weight: Tensor, magnitude: Tensor) -> Tensor:
 
 @torch.no_grad()
 def merge_factors(adapters: Mapping[str, Factors], tensors: Mapping[str, Tensor], strength: float, where: str) -> None:
-    """Add adapters, `strength` times, to the weights of a model in place. Weights may be sharded."""
+    """Merge adapters, multiplied by `strength`, into the weights of a model in place. Weights may be sharded."""
     every = (
         (path, factors, name) for path, factors in adapters.items() for name in weight_names(path, factors.adapter)
     )
     for path, factors, name in every:
         weight = tensors.get(name)
         if weight is None:
-            continue  # of another stage of a pipeline
+            continue  # on another pipeline stage
         check_shapes(path, factors, tuple(weight.shape), where)
         if factors.m is not None:
             raise TesseraError(
-                f"the adapter of {path} is of DoRA, which has no strength",
+                f"{path} has a DoRA adapter, which cannot be merged with a strength",
                 where=where,
-                fix="load the adapters by themselves: they name their model",
+                fix="load the adapter folder itself instead of a model with --adapter",
                 code="adapter.dora-strength",
             )
         a, b = (matrix.to(weight.device) for matrix in (factors.a, factors.b))
@@ -327,7 +327,7 @@ def merge_factors(adapters: Mapping[str, Factors], tensors: Mapping[str, Tensor]
 
 
 def check_shapes(path: str, factors: Factors, shape: Sequence[int], where: str) -> None:
-    """Raise if an adapter does not fit the layer that it is for, whose weight has `shape`."""
+    """Raise unless an adapter fits a layer whose weight has `shape`."""
     experts = factors.a.shape[:-2]
     product = (*experts, factors.b.shape[-2], factors.a.shape[-1])
     if product != tuple(shape):
@@ -336,6 +336,6 @@ def check_shapes(path: str, factors: Factors, shape: Sequence[int], where: str) 
             f"the adapter of {path} is for {each or 'a layer '}of {product[-1]} inputs and {product[-2]} outputs, this "
             f"model has {has}{shape[-1]} and {shape[-2]}",
             where=where,
-            fix="check that the adapters belong to this model: another size of the family has other layers",
+            fix="check that the adapters belong to this size of the model",
             code="adapter.shape-mismatch",
         )

@@ -1,4 +1,4 @@
-"""Fill a model's adapters from files, runs and checkpoints, in any layout; or merge them into its weights."""
+"""Load adapters from files, runs and checkpoints into a model of any layout, or merge them into its weights."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tessera.weights.operations import Identity
 
 
 def part_of(model: Path | None) -> str:
-    """Return which model of a pipeline a folder holds: files name the second of two experts apart."""
+    """Return which expert of a pipeline a model folder contains; adapter files have a prefix for each."""
     return SECOND if model is not None and model.name == SECOND else FIRST
 
 
 def settled(
     section: LoraSection, parameters: Iterable[str], weight_map: WeightMap | None, part: str = FIRST
 ) -> LoraSection:
-    """Return the section with its targets filled in if it only names adapters to start from.
+    """Fill in targets, rank and alpha from the adapters that a recipe starts from (`model.lora.path`).
 
     `parameters`: names of all parameters of the model. `part`: see `part_of`.
     """
@@ -69,7 +69,7 @@ def settled(
 
 
 def targets_origin(section: LoraSection) -> str | None:
-    """Return the file that has the targets of adapters to start from; None where it is the recipe."""
+    """Return the file that the adapter targets come from; None if the recipe names them."""
     path = section.path
     if path is None or section.targets:
         return None
@@ -89,9 +89,9 @@ def fill_adapters(
 ) -> None:
     """Fill the matrices of adapters, plain or sharded, from a file, a PEFT folder, a run or a checkpoint.
 
-    Parameters that were trained in full are filled, too: those of the folder, or `saved`. `tensors` may belong to a
-    pipeline stage; `adapters`, and `parameters`, the names of all parameters, are those of all stages. A file must have
-    the same adapters as `adapters`; `weight_map` translates its names.
+    Fully trained parameters are filled, too: those in the folder, or `saved` from a run. `tensors` may belong to one
+    pipeline stage; `adapters` and `parameters` (all parameter names) cover all stages. A file must contain exactly
+    `adapters`; `weight_map` translates its names.
     """
     parameters = list(parameters)
     full = read_saved(path, parameters, weight_map)
@@ -122,7 +122,7 @@ def _fill(
         raise TesseraError(
             f"the recipe and the folder have adapters for different layers: {few_names(differing, 5)}",
             where=str(where),
-            fix="leave out model.lora.targets: the adapters name the layers that they are for",
+            fix="leave out model.lora.targets: the folder states its layers",
             code="adapter.layers-differ",
         )
     full = dict(saved)
@@ -161,15 +161,15 @@ def merge_into(
     weight_map: WeightMap | None,
     part: str = FIRST,
 ) -> None:
-    """Add the adapters of a file or a folder, `strength` times, to the weights of a model, which may be sharded.
+    """Merge the adapters of a file or folder, multiplied by `strength`, into the weights of a model.
 
-    `parameters`: names of all parameters of the model, of which `tensors` may be those of a pipeline stage.
+    `tensors` may be sharded and belong to one pipeline stage. `parameters`: names of all parameters of the model.
     """
     if not math.isfinite(strength):
         raise TesseraError(
-            f"a strength of {strength}",
+            f"the strength of adapters is {strength}",
             where=str(path),
-            allowed=["a finite number, 1 as it was trained"],
+            allowed=["a finite number; 1 is the trained strength"],
             code="adapter.bad-strength",
         )
     parameters = list(parameters)
@@ -186,12 +186,12 @@ def read_adapters(
 ) -> dict[str, Factors]:
     """Read all adapters of a file or a PEFT folder and return them by the paths of native layers.
 
-    `paths`: the layers of the model. An adapter for a layer that is not among them is an error; one for a layer without
-    any effect is passed over. `part`: see `part_of`. `experts`: see `expert_paths`.
+    `paths`: the layers of the model. An adapter for any other layer raises. Adapters of layers without effect are
+    ignored. `part`: see `part_of`. `experts`: see `expert_paths`.
     """
     if weight_map is None:
         raise TesseraError(
-            "this family has no weight map: it cannot exchange adapters", where=str(path), code="adapter.no-weight-map"
+            "this family has no weight map, so adapters cannot be read", where=str(path), code="adapter.no-weight-map"
         )
     stored = open_adapters(path, part)
     stacked: dict[str, Factors] = {}
@@ -210,5 +210,5 @@ def read_adapters(
             check_operation(match[0], layer, stored.where)
             adapters[layer] = join_to_native(match[0], members)
     if not adapters and not stacked:
-        raise TesseraError("no adapters here", where=stored.where, code="adapter.none-in-file")
+        raise TesseraError("no adapters in this file", where=stored.where, code="adapter.none-in-file")
     return {**adapters, **stacked}

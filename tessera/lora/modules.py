@@ -1,4 +1,4 @@
-"""LoRA as a transform of a module on the meta device: chosen linear layers and experts get an adapter.
+"""Add LoRA adapters to chosen linear layers and experts of a module on the meta device.
 
 All other parameters are frozen.
 """
@@ -39,7 +39,7 @@ PACKED, SCALES = "packed", "scales"
 
 
 class Factor(nn.Module):
-    """Hold one parameter of an adapter. It is never called."""
+    """Hold one parameter of an adapter. The module is never called."""
 
     def __init__(self, *shape: int, like: Tensor, trained: bool = True) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Factor(nn.Module):
 
 
 class LoraLinear(nn.Linear):
-    """Replace a linear layer, with its weight, bias and name."""
+    """Compute a linear layer with an adapter. It takes over the layer's weight, bias and name."""
 
     def __init__(self, linear: nn.Linear, adapter: Adapter, dropout: float = 0.0) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -86,7 +86,7 @@ class LoraLinear(nn.Linear):
 
 
 class QuantizedLoraLinear(LoraLinear):
-    """Store the weight of the layer quantized: two buffers instead of a parameter, replicated on every rank.
+    """Compute an adapted linear layer with a quantized weight: two buffers, replicated on every rank.
 
     Scales are fp32 values stored as int32 bits, so that a cast of the module does not change them.
     """
@@ -122,9 +122,9 @@ class QuantizedLoraLinear(LoraLinear):
 
 
 class LoraExperts(ExpertAdapter):
-    """Hold the adapter of stacked weights, a pair of matrices for each expert.
+    """Hold the adapter of stacked experts: two matrices for each expert.
 
-    It is never called. The module of experts, its parent, takes the factors to the product of tokens and weights.
+    The module is never called. Its parent, the module of experts, reads `factors`.
     """
 
     def __init__(self, weight: Tensor, adapter: Adapter, dropout: float = 0.0) -> None:
@@ -137,7 +137,7 @@ class LoraExperts(ExpertAdapter):
         self.adapted = True  # False: the adapter is skipped
 
     def factors(self) -> LowRank | None:
-        """Return the matrices as they are now, or None where the adapter is skipped."""
+        """Return the current matrices; None while the adapter is skipped."""
         if not self.adapted:
             return None
         dropout = self.dropout if self.training else 0.0
@@ -147,7 +147,7 @@ class LoraExperts(ExpertAdapter):
 def find_adapters(
     section: LoraSection, module: nn.Module, plan: ModelPlan, origin: str | None = None
 ) -> dict[str, Adapter]:
-    """Return the adapters of the layers that a recipe selects. `origin`: the file that `targets` were read from."""
+    """Return the adapters that a recipe selects, by layer. `origin`: the file that the targets come from."""
     layers: list[str] = []
     refused: dict[str, str] = {}
     experts: dict[str, tuple[str, ...]] = {}
@@ -155,15 +155,15 @@ def find_adapters(
         if isinstance(part, StackedExperts) and part.adapted_weights:
             experts |= {f"{path}.{name}": weights for name, weights in part.adapted_weights.items()}
         elif any(matches(pattern, path) for pattern in plan.experts):
-            refused[path] = f"experts have their weights stacked, and {type(part).__name__} takes no adapters of them"
+            refused[path] = f"{type(part).__name__} stacks the weights of experts and supports no adapters"
         elif any(matches(pattern, path) for pattern in plan.fsdp_root):
-            refused[path] = "its weight is also read outside of its own forward pass"
+            refused[path] = "its weight is also used outside of its forward pass"
         elif isinstance(part, nn.Linear) and not part.weight.requires_grad:
-            refused[path] = "nothing is computed with it: it is kept for the folder alone"
+            refused[path] = "it is not used in the forward pass, only stored in the folder"
         elif type(part) is nn.Linear:
             layers.append(path)
         elif next(part.parameters(recurse=False), None) is not None:
-            refused[path] = f"{type(part).__name__} is no plain linear layer"
+            refused[path] = f"{type(part).__name__} is not a plain linear layer"
     encoders = [path for stream in plan.encoders.values() for path in (stream.module, stream.projector) if path]
     blocks = [path for path, _ in module.named_modules() if any(matches(pattern, path) for pattern in plan.blocks)]
     usual = [path for path in layers if home(path, blocks) is not None and home(path, encoders) is None]
@@ -181,8 +181,8 @@ def add_adapters(
 ) -> None:
     """Add adapters to `module` in place and freeze everything else.
 
-    `quantize`: store the weights of the layers in so many bits; `QuantizedLoraLinear.keep` fills them. `trained`:
-    parameters that stay trained.
+    `quantize`: the format of the frozen weights of adapted layers; `QuantizedLoraLinear.keep` fills them. `trained`:
+    parameters that are not frozen.
     """
     module.requires_grad_(False)
     for name in trained:
@@ -202,7 +202,7 @@ def add_adapters(
 
 
 def trained_in_full(section: LoraSection, module: nn.Module, adapters: Adapters) -> list[str]:
-    """Return the parameters of the modules that `modules_to_save` names: they are trained beside the adapters."""
+    """Return the parameters of all modules in `modules_to_save`, which are trained fully beside the adapters."""
     if not section.modules_to_save:
         return []
     used = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -211,16 +211,16 @@ def trained_in_full(section: LoraSection, module: nn.Module, adapters: Adapters)
         if adapter_for(name, adapters) is not None:
             layer = name.removesuffix(".weight")
             raise TesseraError(
-                f"{layer} has an adapter, and model.lora.modules_to_save trains it in full",
+                f"{layer} has an adapter and is also in model.lora.modules_to_save",
                 where="model.lora.modules_to_save",
-                fix="leave it out of one of them",
+                fix="remove it from model.lora.targets or from modules_to_save",
                 code="adapter.trained-in-full",
             )
     return names
 
 
 def with_adapters(plan: ModelPlan) -> ModelPlan:
-    """Return the plan with tensor-parallel styles of the adapters, which follow from those of their layers."""
+    """Return the plan with tensor-parallel styles for adapters, derived from the styles of their layers."""
     styles: dict[str, TensorStyle] = {}
     for pattern, style in plan.tensor.items():
         path, _, kind = pattern.rpartition(".")
@@ -228,7 +228,7 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
             continue
         adapted = [f"{path}.{name}" for name, weights in EXPERT_WEIGHTS.items() if matches(kind, weights[0])]
         for layer in [*adapted, *([path] if matches(kind, "weight") else [])]:
-            # "heads": replicated, with a partial gradient on each rank.
+            # The style "heads" replicates a parameter and sums its partial gradients over ranks.
             of_a: TensorStyle = "heads" if style == "column" else style
             of_b: TensorStyle = "heads" if style == "row" else style
             for a, b in (factor_names(layer), start_names(layer)):
@@ -238,7 +238,7 @@ def with_adapters(plan: ModelPlan) -> ModelPlan:
 
 @torch.no_grad()
 def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fill an adapter's parameter, which is unsharded, with initial weights that do not change the model's output."""
+    """Fill an unsharded adapter parameter with its initial values: A random, B zero, so the output is unchanged."""
     if name == factor_names(name.rsplit(".", 2)[0])[0]:
         bound = 1 / math.sqrt(tensor.shape[-1])  # Kaiming uniform with a = sqrt(5), as in PEFT and nn.Linear
         tensor.uniform_(-bound, bound, generator=generator)
@@ -247,20 +247,20 @@ def start_factor(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def adapters_of(module: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters of this module (of this pipeline stage) by the names of their layers."""
+    """Return the adapters in this module by layer name."""
     parts = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
     return {name: part.adapter for name, part in parts if isinstance(part, LoraLinear | LoraExperts)}
 
 
 def adapted_layers(module: nn.Module) -> dict[str, LoraLinear]:
-    """Return the adapted linear layers of this module by their names; experts are not among them."""
+    """Return the adapted linear layers of this module by name, without experts."""
     parts = ((clean_name(name + ".")[:-1], part) for name, part in module.named_modules())
     return {name: part for name, part in parts if isinstance(part, LoraLinear)}
 
 
 @contextlib.contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Skip the adapters inside the context: the model computes as before it was adapted."""
+    """Skip all adapters inside the context, so that the model computes like the base model."""
     layers = [part for part in module.modules() if isinstance(part, LoraLinear | LoraExperts)]
     for layer in layers:
         layer.adapted = False

@@ -1,6 +1,6 @@
-"""PEFT's configuration of adapters: read, checked and written.
+"""Read, check and write PEFT's configuration of adapters.
 
-It is `adapter_config.json` of a PEFT folder, and in the header of the files of diffusers.
+It is the file `adapter_config.json` in a PEFT folder, and a header entry in files of diffusers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _MAX_CONFIG_BYTES = 4 << 20
-# Settings that change the computation of an adapter, and their values for plain LoRA.
+# PEFT options that would change the computation, with the values that are supported.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_qalora": (False, None),
@@ -36,14 +36,14 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def is_adapter_folder(path: Path) -> bool:
-    """Return whether a folder is one of PEFT."""
+    """Return whether a folder is a PEFT adapter folder."""
     return (path / CONFIG).is_file()
 
 
 def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id: None) -> Path:
-    """Return the folder of the model that adapters belong to. Only folders of this machine are opened.
+    """Return the folder of the base model of adapters. Nothing is downloaded.
 
-    `downloaded`: returns the folder of a model of a hub on this machine, without network access.
+    `downloaded`: returns the local folder of a hub's model; None if it was not downloaded.
     """
     usage = (
         f"tessera generate MODEL --adapter {folder}, tessera convert {folder} OUT --like MODEL, or "
@@ -52,11 +52,12 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
     named = str(read_config(folder).get("base_model_name_or_path") or "") if is_adapter_folder(folder) else ""
     if not named:
         run = folder.absolute().parent
-        from_seed = f"; the run's own weights: tessera convert {run} OUT" if (run / "config.yaml").is_file() else ""
+        of_run = (run / "config.yaml").is_file()
+        from_seed = f"; or export the merged model of the run: tessera convert {run} OUT" if of_run else ""
         raise TesseraError(
-            "these adapters do not name the model that they belong to",
+            "the adapters do not name their base model",
             where=str(folder),
-            fix=f"name the model as well: {usage}{from_seed}",
+            fix=f"name the base model: {usage}{from_seed}",
             code="adapter.base-unnamed",
         )
     for candidate in (Path(named), folder / named):
@@ -68,7 +69,7 @@ def base_of(folder: Path, downloaded: Callable[[HubId], Path | None] = lambda id
         return cached
     fetch = "" if id is None else f"`tessera download {id}` fetches it; or "
     raise TesseraError(
-        f"the adapters belong to {named!r}, which is {'no folder' if id is None else 'not'} on this machine",
+        f"the base model of the adapters, {named!r}, is not on this machine",
         where=str(folder / CONFIG),
         fix=f"{fetch}name the model's folder: {usage}; in a recipe model.path=MODEL model.lora.path={folder}",
         code="adapter.base-missing",
@@ -80,7 +81,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError("far too large")
+            raise ValueError("larger than 4 MB")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise TesseraError(
@@ -90,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
-    """Return the checked configuration in a JSON text. `prefix`: of its keys; others belong to other models."""
+    """Parse and check a configuration. `prefix`: of the keys to use; other keys belong to other models."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -99,7 +100,7 @@ def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise TesseraError(
-            f"a configuration is a mapping, this is a {type(config).__name__}",
+            f"the adapter configuration is a {type(config).__name__}, not a mapping",
             where=where,
             code="adapter.unreadable-config",
         )
@@ -116,15 +117,15 @@ def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
 
 
 def target_parameters(config: Mapping[str, Any], where: str) -> list[str]:
-    """Return the parameters that a configuration adapts by their names, which are those of experts."""
+    """Return `target_parameters` of a configuration: stacked parameters of experts."""
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise TesseraError("target_parameters is a list of names", where=where, code="adapter.bad-config-value")
+        raise TesseraError("target_parameters must be a list of names", where=where, code="adapter.bad-config-value")
     return targets
 
 
 def ranks_and_alphas(config: Mapping[str, Any], modules: Collection[str], where: str) -> dict[str, tuple[float, float]]:
-    """Return the rank and the alpha that a configuration states for each module."""
+    """Return (rank, alpha) of each module by a configuration."""
     ranks = _by_pattern(config, "rank_pattern", modules, config.get("r", 8), where)
     alphas = _by_pattern(config, "alpha_pattern", modules, config.get("lora_alpha", 8), where)
     return {module: (ranks[module], float(alphas[module])) for module in modules}
@@ -133,27 +134,25 @@ def ranks_and_alphas(config: Mapping[str, Any], modules: Collection[str], where:
 def _by_pattern(
     config: Mapping[str, Any], key: str, modules: Collection[str], default: Any, where: str
 ) -> dict[str, Any]:
-    """Return a number for each module by PEFT's rule: that of the first pattern that matches the end of its name.
+    """Return the number of each module: of the first pattern that matches the end of its name, after a dot.
 
-    The match begins at a dot. `default` is for modules that no pattern matches.
+    Modules without a matching pattern get `default`. This is PEFT's rule.
     """
     patterns = config.get(key) or {}
     numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
     if not all(_is_size(number) for number in numbers):
-        raise TesseraError(
-            f"{key} is a mapping of patterns to numbers above 0", where=where, code="adapter.bad-config-value"
-        )
+        raise TesseraError(f"{key} must map patterns to numbers above 0", where=where, code="adapter.bad-config-value")
     if not _is_size(default):
         name = "r" if key == "rank_pattern" else "lora_alpha"
         raise TesseraError(
-            f"{name} = {str(default)[:40]!r} is no number above 0", where=where, code="adapter.bad-config-value"
+            f"{name} = {str(default)[:40]!r} is not a number above 0", where=where, code="adapter.bad-config-value"
         )
     matched = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{where}, {key}")
     return {module: default if number is None else numbers[number] for module, number in matched.items()}
 
 
 def _is_size(number: Any) -> bool:
-    """Return whether a rank or an alpha is a number above 0 that a float can hold."""
+    """Return whether a value is a positive finite number."""
     return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number <= sys.float_info.max
 
 
@@ -167,10 +166,10 @@ def make_config(
     experts: Mapping[str, Factors] | None = None,
     other_experts: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the configuration of adapters by module.
+    """Return PEFT's configuration of the adapters in `adapted`, by module.
 
-    `others`: all modules. `task_type`: which methods PEFT gives the model. `saved`: modules that were trained in full.
-    `experts`: adapters by stacked parameter; `other_experts`: all such parameters.
+    `others`: all modules. `task_type`: PEFT's model type. `saved`: fully trained modules. `experts`: adapters of
+    stacked parameters; `other_experts`: all stacked parameters.
     """
     experts = experts or {}
     every = {**adapted, **experts}
@@ -182,7 +181,7 @@ def make_config(
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": _plain(alpha),
-        "lora_dropout": 0.0 if experts else dropout,  # PEFT takes none where parameters are adapted
+        "lora_dropout": 0.0 if experts else dropout,  # PEFT supports no dropout with target_parameters
         "use_rslora": next(iter(every.values())).adapter.rslora,
         "use_dora": next(iter(every.values())).adapter.dora,
         "bias": "none",
@@ -190,7 +189,7 @@ def make_config(
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": list(saved) or None,
-        "ensure_weight_tying": bool(saved),  # a head that shares the weight of an embedding goes with it
+        "ensure_weight_tying": bool(saved),  # a tied head is saved with its embedding
         "target_modules": _targets(adapted, others),
         "target_parameters": _targets(experts, other_experts, parts=2) if experts else None,
         "rank_pattern": {m: f.adapter.rank for m, f in every.items() if f.adapter.rank != rank},
@@ -200,7 +199,7 @@ def make_config(
 
 
 def _targets(adapted: Collection[str], others: Collection[str], parts: int = 1) -> list[str]:
-    """Return the endings of names, of so many parts, by which PEFT finds adapted modules.
+    """Return the last `parts` segments of the names of adapted modules: PEFT selects modules by name endings.
 
     Return full names if other modules have the same endings.
     """

@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA): names, ranks and scales, and the choice of layers. W x becomes W x + scale B A x.
+"""Define adapters (LoRA): their names, ranks and scales, and which layers get one. W x becomes W x + scale B A x.
 
-The layer keeps its name and its weight, and gets `q.lora_a.weight` [rank, in] and `q.lora_b.weight` [out, rank].
+A layer `q` keeps its name and weight, and gets `q.lora_a.weight` [rank, in] and `q.lora_b.weight` [out, rank].
 
-DoRA scales the rows of W + scale B A to trained norms, `q.lora_m.weight` [out]. With PiSSA the matrices begin as a part
-of W: their initial values, `q.lora_a0.weight` and `q.lora_b0.weight`, are frozen and subtracted.
+DoRA scales the rows of W + scale B A to trained norms, `q.lora_m.weight` [out]. With PiSSA, A and B start from singular
+vectors of W; their initial values, `q.lora_a0.weight` and `q.lora_b0.weight`, are frozen and subtracted.
 
-Experts have their weights stacked. An adapter of theirs is a pair of matrices for each expert, and has a name beside
-those of the weights: `experts.gate_up_proj.lora_a.weight` [experts, rank, in], one for gate and up, and
-`experts.gate_up_proj.lora_b.weight` [experts, 2, out, rank]; `experts.down_proj` likewise, with one weight.
+The weights of experts are stacked. Their adapter has two matrices per expert, and a path beside the weights: gate and
+up share `experts.gate_up_proj.lora_a.weight` [experts, rank, in] and `experts.gate_up_proj.lora_b.weight` [experts, 2,
+out, rank]. `experts.down_proj` has the same names for one weight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Adapter:
     rslora: bool = False
     dora: bool = False
     pissa: bool = False
-    stacked: tuple[str, ...] = ()  # of experts: the weights that share it, which are its siblings
+    stacked: tuple[str, ...] = ()  # of experts: names of the stacked weights that share this adapter
 
     @property
     def scale(self) -> float:
@@ -46,17 +46,17 @@ Adapters = Mapping[str, Adapter]  # path of a layer -> its adapter
 
 
 def factor_names(path: str) -> tuple[str, str]:
-    """Return the names of the two parameters of a layer's adapter."""
+    """Return the parameter names of matrices A and B of a layer's adapter."""
     return f"{path}{_TAILS[0]}", f"{path}{_TAILS[1]}"
 
 
 def magnitude_name(path: str) -> str:
-    """Return the name of the norms of rows that DoRA trains."""
+    """Return the parameter name of DoRA's row norms."""
     return f"{path}{_TAILS[2]}"
 
 
 def start_names(path: str) -> tuple[str, str]:
-    """Return the names of the initial values of both matrices, with PiSSA."""
+    """Return the parameter names of PiSSA's initial matrices."""
     return f"{path}{_TAILS[3]}", f"{path}{_TAILS[4]}"
 
 
@@ -70,13 +70,13 @@ def tensor_names(path: str, adapter: Adapter) -> tuple[str, ...]:
 
 
 def weight_names(path: str, adapter: Adapter) -> tuple[str, ...]:
-    """Return the names of the weights that an adapter is for: that of its layer, or those of stacked experts."""
+    """Return the names of the weights that an adapter changes: one weight, or several of stacked experts."""
     home = path.rpartition(".")[0]
     return tuple(f"{home}.{name}" for name in adapter.stacked) or (f"{path}.weight",)
 
 
 def adapter_for(weight: str, adapters: Adapters) -> tuple[str, int] | None:
-    """Return the path of the adapter of a weight, and which of the weights that share it this is; None: it has none."""
+    """Return the adapter's path for a weight, and the weight's index in the adapter; None without an adapter."""
     owner, _, kind = weight.rpartition(".")
     if kind == "weight" and owner in adapters:
         return owner, 0
@@ -88,7 +88,7 @@ def adapter_for(weight: str, adapters: Adapters) -> tuple[str, int] | None:
 
 
 def factor_shapes(adapter: Adapter, weight: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of A and B for a layer whose weight, or each of whose stacked weights, has a shape."""
+    """Return the shapes of A and B. `weight`: the shape of the layer's weight, or of each stacked weight."""
     *experts, outputs, inputs = weight
     shared = [len(adapter.stacked)] if adapter.stacked else []
     return (*experts, adapter.rank, inputs), (*experts, *shared, outputs, adapter.rank)
@@ -104,7 +104,7 @@ def tensor_shapes(path: str, adapter: Adapter, weight: Sequence[int]) -> dict[st
 
 
 def expert_paths(parameters: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the adapters that the stacked experts among parameters can have, with the weights of each."""
+    """Return the possible adapter paths of all stacked experts, with the weight names of each."""
     names = set(parameters)
     owners = [name.removesuffix(".down") for name in parameters if name.endswith(".down")]
     needed = [weight for weights in EXPERT_WEIGHTS.values() for weight in weights]
@@ -127,7 +127,7 @@ def is_output_factor(name: str) -> bool:
 
 
 def adapter_of(section: LoraSection) -> Adapter:
-    """Return the adapter of layers that have no settings of their own."""
+    """Return the adapter with the settings of the section, without those of single targets."""
     return Adapter(section.rank, section.alpha, section.rslora, section.dora, section.init == "pissa")
 
 
@@ -139,12 +139,11 @@ def choose(
     experts: Mapping[str, tuple[str, ...]] | None = None,
     origin: str | None = None,
 ) -> dict[str, Adapter]:
-    """Return the adapters that a recipe selects among `layers`; `default`: those that it means when it names none.
+    """Return the adapters that a recipe selects from `layers`. `default`: layers to adapt if it names no targets.
 
-    `refused`: other paths -> why nothing there can have an adapter. `experts`: the adapters that stacked experts can
-    have; they get one where a pattern names the module of experts or something in it, for there are very many of them.
-    Of several patterns that match a layer the last one wins. `origin`: the file that the targets were read from;
-    default: the recipe.
+    `refused`: paths that cannot have an adapter -> the reason. `experts`: possible adapters of stacked experts, which
+    are selected only by patterns that name them. If several patterns match a layer, the last pattern wins. `origin`:
+    the file that the targets come from; default: the recipe.
     """
     experts = experts or {}
     chosen: dict[str, Adapter] = {}
@@ -166,9 +165,9 @@ def choose(
         chosen = dict.fromkeys(default, adapter_of(section))
     if not chosen:
         raise TesseraError(
-            "no layer to adapt: this model has no plain linear layer in its text blocks",
+            "there is no layer to adapt: the text blocks of this model have no plain linear layer",
             where="model.lora.targets",
-            fix="name linear layers by pattern",
+            fix="name linear layers in model.lora.targets",
             code="adapter.no-layer",
         )
     _check_experts(section, [path for path, adapter in chosen.items() if adapter.stacked])
@@ -178,13 +177,14 @@ def choose(
 def _check_refused(
     pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str, trained: bool
 ) -> None:
-    """Raise if a pattern that matches no layer names something that has no adapters, or a part of experts.
-    `trained`: adapters that exist already name it."""
+    """Raise if a pattern without a matching layer names a module without adapter support, or a part of experts.
+
+    `trained`: the pattern comes from existing adapters."""
     for path, weights in experts.items():
         owner = path.rpartition(".")[0]
         if any(matches(pattern, name) for name in (*ancestors(path), *(f"{owner}.{weight}" for weight in weights))):
             raise TesseraError(
-                f"{pattern} matches no plain linear layer, and names no adapter of experts",
+                f"{pattern} matches no plain linear layer, and is no path of an expert adapter",
                 where=where,
                 allowed=[owner, *(f"{owner}.{name}" for name in EXPERT_WEIGHTS)],
                 code="adapter.expert-pattern",
@@ -194,13 +194,13 @@ def _check_refused(
             raise TesseraError(
                 f"{path} cannot have an adapter: {why}",
                 where=where,
-                fix="adapters that were trained without this layer can be used here" if trained else None,
+                fix="use adapters that were trained without this layer" if trained else None,
                 code="adapter.unsupported-layer",
             )
 
 
 def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
-    """Raise if adapters of experts are asked for in a form that they do not have."""
+    """Raise if adapters of experts are combined with options that support linear layers only."""
     unserved = {
         "dora": (section.dora, "DoRA"),
         "init": (section.init == "pissa", "an initialisation by singular vectors (PiSSA)"),
@@ -209,15 +209,15 @@ def _check_experts(section: LoraSection, paths: Sequence[str]) -> None:
     for key, (is_set, what) in unserved.items():
         if paths and is_set:
             raise TesseraError(
-                f"{paths[0]}: adapters of experts are plain LoRA, without {what}",
+                f"{paths[0]}: adapters of experts do not support {what}",
                 where=f"model.lora.{key}",
-                fix=f"leave {key} out, or take experts out of model.lora.targets",
+                fix=f"leave out {key}, or remove experts from model.lora.targets",
                 code="adapter.experts-plain-only",
             )
 
 
 def spelled_out(section: LoraSection, adapters: Adapters) -> LoraSection:
-    """Return the section with every layer named, as a run saves it: no other file is needed to understand it."""
+    """Return the section with all adapted layers listed in `targets`, as a run saves it in config.yaml."""
     plain = adapter_of(section)
     targets: list[str | LoraTarget] = [
         path

@@ -1,7 +1,7 @@
-"""Positions of tensors in files: planned before any tensor is written, and mapped to be read.
+"""Plan the positions of tensors in files before they are written, and memory-map stored tensors.
 
-A plan holds everything of the files but the bytes of tensors. So tensors can be written in any order, by several
-threads, into files that readers can open from the beginning (`checkpoint.writer`).
+A plan contains all bytes of the files except those of tensors. So several threads can write tensors in any order
+(`checkpoint.writer`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Describe a file: its size, and everything in it that is no tensor, by position."""
+    """Describe a file: its size, and all bytes that are not tensors, with their positions."""
 
     size: int
     pieces: tuple[tuple[int, bytes], ...]
@@ -47,15 +47,15 @@ class FilePlan:
 
 @dataclass(frozen=True)
 class Place:
-    """Locate the bytes of a slice of a tensor in a file that will be written."""
+    """Locate a slice of a tensor in a file that will be written."""
 
     file: str
     """Path below the folder."""
     offset: int
     slice: int = 0
-    """Which of the slices that `FolderPlan.divide` returns."""
+    """Index into the slices that `FolderPlan.divide` returns."""
     checksums: tuple[int, ...] = ()
-    """Positions in the file that hold the CRC-32 of these bytes."""
+    """Positions in the file at which the CRC-32 of the slice is written."""
 
 
 def _whole(name: str, tensor: TensorRows) -> Sequence[TensorRows]:
@@ -64,7 +64,7 @@ def _whole(name: str, tensor: TensorRows) -> Sequence[TensorRows]:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """Describe the files of a folder, and for each of its tensors the places of its slices."""
+    """Describe the files of a folder, and the places of each tensor's slices."""
 
     files: Mapping[str, FilePlan]
     places: Mapping[str, Sequence[Place]]
@@ -75,7 +75,7 @@ class FolderPlan:
         return sum(file.size for file in self.files.values())
 
     def below(self, folder: str) -> FolderPlan:
-        """Return the plan of the same files in a folder inside of the one that is written."""
+        """Return the plan of the same files inside the sub-folder `folder`."""
         files = {f"{folder}/{name}": file for name, file in self.files.items()}
         moved = {
             name: [replace(place, file=f"{folder}/{place.file}") for place in places]
@@ -85,10 +85,10 @@ class FolderPlan:
 
 
 def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all_soon: bool = False) -> Tensor:
-    """Return elements of a file as a flat tensor over its pages.
+    """Return elements of a file as a flat tensor over a memory map.
 
-    Nothing is read before it is used, and the pages leave this process's memory with the tensor. `all_soon`: all of it
-    will be used, and the system may read ahead.
+    Pages are read on access, and freed with the tensor. `all_soon`: all elements will be used, so the system may read
+    ahead.
     """
     if not count:
         return torch.empty(0, dtype=dtype)
@@ -98,7 +98,7 @@ def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all
             raise TesseraError(
                 "the file has become shorter since it was opened", where=str(path), code="weights.source-changed"
             )
-        # A private mapping: torch wants memory that could be written to.
+        # A private copy-on-write map: torch.frombuffer warns about read-only memory.
         mapped = mmap.mmap(opened.fileno(), before + length, offset=offset - before, access=mmap.ACCESS_COPY)
     if all_soon:
         mapped.madvise(mmap.MADV_WILLNEED)

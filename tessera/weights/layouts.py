@@ -1,9 +1,8 @@
-"""Folder layouts: where a published model keeps the configuration and the weights of its components.
+"""Locate the configuration and the weights of a published model's components in its folder.
 
-A transformers folder is one component: `config.json` and `model*.safetensors`. A diffusers folder is a pipeline:
-`model_index.json` names components, each with a sub-folder of its own; those of diffusers keep their weights in
-`diffusion_pytorch_model*.safetensors`, those of transformers in `model*.safetensors`. Loading, converting and exporting
-ask a layout and know no file names.
+A transformers folder has one component: `config.json` and `model*.safetensors`. A diffusers folder is a pipeline:
+`model_index.json` lists components, each in a sub-folder. Components of diffusers store their weights in
+`diffusion_pytorch_model*.safetensors`, components of transformers in `model*.safetensors`.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from tessera.errors import TesseraError, nearest
 from tessera.runtime.files import PICKLE_SUFFIXES, check_inside, read_json, read_json_mapping, refuse_pickle
 
 CONFIG_FILE = "config.json"
-CLASS_NAME = "_class_name"  # in the config.json of a component of diffusers
-ROOT = ""  # the name of the only component of a folder without sub-folders
-_MOST_LISTED = 20  # folders that an error lists
+CLASS_NAME = "_class_name"  # key in config.json of diffusers components
+ROOT = ""  # component name of a transformers folder
+_MOST_LISTED = 20  # most folders that an error message lists
 _INDEX = ".safetensors.index.json"
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_INDEX_BYTES = 256 << 20
 
 
 def nearest_folder(path: Path) -> str | None:
-    """Return the existing folder whose name is nearest to that of a missing one, which may be mistyped further up."""
+    """Return the existing folder with the most similar path. Any segment of the missing path may be mistyped."""
     existing, missing = path.parent, path.name
     while not existing.is_dir() and existing != existing.parent:
         existing, missing = existing.parent, existing.name
@@ -39,9 +38,9 @@ def nearest_folder(path: Path) -> str | None:
 
 
 def no_such_folder(path: Path, where: str | None = None) -> TesseraError:
-    """Return the error for a folder that is not there, with the nearest one that is and the few beside it."""
+    """Return the error about a missing folder, with similar folders and, if they are few, its siblings."""
     near, beside = nearest_folder(path), _folders_in(path.parent)
-    # A name under an existing folder is no name on a hub: a path in that folder was meant.
+    # List the siblings of a missing sub-folder; a single word may be a hub's model instead.
     listed = beside if path.parent.name and len(beside) <= _MOST_LISTED else []
     named = "name a folder on this machine" + ("" if path.is_absolute() else ", or a model on a hub: hf://org/name")
     return TesseraError(
@@ -64,7 +63,7 @@ def _folders_in(folder: Path) -> list[str]:
 class FolderLayout:
     """Describe a folder of transformers, which has one component: `ROOT`. `DiffusersFolder` has several."""
 
-    marker = CONFIG_FILE  # the file by which the layout is known
+    marker = CONFIG_FILE  # the file that identifies the layout
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -79,10 +78,10 @@ class FolderLayout:
         return (ROOT,)
 
     def component_folder(self, component: str) -> Path:
-        """Return the folder that holds the files of a component."""
+        """Return the folder with the files of a component."""
         if component != ROOT:
             raise TesseraError(
-                f"this folder has one component, and no {component!r}",
+                f"this transformers folder has no component {component!r}",
                 where=str(self.folder),
                 fix="name a diffusers folder (model_index.json), or leave the component out",
                 code="model.unknown-component",
@@ -90,8 +89,8 @@ class FolderLayout:
         return self.folder
 
     def weights_stem(self, component: str) -> str:
-        """Return how the names of a component's weight files begin."""
-        # A component that was taken out of a diffusers folder keeps the file names it had there.
+        """Return the prefix of a component's weight file names."""
+        # A copied component of a diffusers folder keeps diffusers' file names.
         stems = ("model", DiffusersFolder.STEM)
         return next((stem for stem in stems if any(self.folder.glob(f"{stem}*.safetensors*"))), "model")
 
@@ -104,13 +103,13 @@ class FolderLayout:
             raise TesseraError(
                 f"no {CONFIG_FILE} in {folder}",
                 where="model.path",
-                fix=f"give the folder that holds {CONFIG_FILE} and weights",
+                fix=f"name the folder that contains {CONFIG_FILE} and the weights",
                 code="model.no-config",
             )
         return read_json_mapping(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
 
     def weight_files(self, component: str = ROOT) -> list[Path]:
-        """Return the safetensors files of a component: by its index, or the one file, or all there are."""
+        """Return the safetensors files of a component: those in its index, its single file, or all in its folder."""
         folder = self.component_folder(component)
         if folder.is_file():
             refuse_pickle(folder)
@@ -131,7 +130,7 @@ class FolderLayout:
             if path.suffix in PICKLE_SUFFIXES:
                 refuse_pickle(path)
         raise TesseraError(
-            "no safetensors file here",
+            "the folder contains no safetensors file",
             where=str(folder),
             allowed=[index, single, "*.safetensors"],
             fix="name the model's folder",
@@ -139,17 +138,17 @@ class FolderLayout:
         )
 
     def indexed_tensors(self, component: str = ROOT) -> list[str]:
-        """Return the names of the tensors that the index of a component lists; none where it has no index."""
+        """Return the tensor names in the index of a component; an empty list without an index."""
         index = self.component_folder(component) / self.index_file(component)
         return list(_weight_map(index)) if index.is_file() else []
 
     def index_file(self, component: str = ROOT) -> str:
-        """Return the name of the index of a component's weight files."""
+        """Return the file name of a component's index."""
         return f"{self.weights_stem(component)}{_INDEX}"
 
 
 def new_weight_files(config: Mapping[str, Any], count: int) -> tuple[list[str], str]:
-    """Return the names of the weight files, and of their index, of a new folder with this config.json."""
+    """Return the file names of `count` weight files and of their index, for a new folder with this config.json."""
     stem = DiffusersFolder.STEM if CLASS_NAME in config else "model"
     if count == 1:
         return [f"{stem}.safetensors"], f"{stem}{_INDEX}"
@@ -157,7 +156,7 @@ def new_weight_files(config: Mapping[str, Any], count: int) -> tuple[list[str], 
 
 
 class DiffusersFolder(FolderLayout):
-    """Describe a pipeline of diffusers. Without the name of a component, the trained one is meant: the transformer."""
+    """Describe a diffusers folder. The component `ROOT` is the transformer."""
 
     marker = "model_index.json"
     STEM = "diffusion_pytorch_model"
@@ -178,13 +177,13 @@ class DiffusersFolder(FolderLayout):
         return "model" if self._library(component) == "transformers" else self.STEM
 
     def _classes(self) -> dict[str, Sequence[Any]]:
-        """Return library and class of every part of the pipeline. Values that are no pair of names are settings."""
+        """Return library and class of each component. Other values of model_index.json are settings."""
         classes: dict[str, Sequence[Any]] = {}
         for name, value in self.index.items():
             if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value):
                 if Path(name).name != name or name in ("", ".", ".."):
                     raise TesseraError(
-                        f"a component outside of the folder: {name!r}",
+                        f"model_index.json names a component outside of the folder: {name!r}",
                         where=str(self.folder / self.marker),
                         code="weights.path-outside-folder",
                     )
@@ -200,38 +199,39 @@ class DiffusersFolder(FolderLayout):
                 where=str(self.folder / self.marker),
                 allowed=list(classes),
                 nearest=nearest(component, classes),
-                fix="name the sub-folder of one component",
+                fix="name the sub-folder of a component",
                 code="model.unknown-component",
             )
         return str(classes[component][0])
 
 
 def detect_layout(folder: Path) -> FolderLayout | None:
-    """Return the layout of a folder; None if it has none of the known ones."""
+    """Return the layout of a folder; None if it has neither model_index.json nor config.json."""
     return next((layout(folder) for layout in (DiffusersFolder, FolderLayout) if layout.detect(folder)), None)
 
 
 def folder_layout(folder: Path) -> FolderLayout:
-    """Return the layout of a folder. One without a configuration is treated as a transformers folder."""
+    """Return the layout of a folder. A folder without config.json counts as a transformers folder."""
     return detect_layout(folder) or FolderLayout(folder)
 
 
 def pipeline_folder(place: Path) -> Path | None:
-    """Return the diffusers folder that a folder is, or is a component of."""
+    """Return `place` if it is a diffusers folder, or its parent if `place` is a component; otherwise None."""
     return next((folder for folder in (place, place.parent) if DiffusersFolder.detect(folder)), None)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the files of tensors, by their names, as an index of weights lists them."""
+    """Read an index of weights: file names by tensor."""
     try:
         return {name: os.fspath(file) for name, file in read_json(index, _MAX_INDEX_BYTES)["weight_map"].items()}
     except (TesseraError, KeyError, TypeError, AttributeError) as error:
         why = error.what if isinstance(error, TesseraError) else repr(error)
-        raise TesseraError(f"not an index of weights: {why}", where=str(index), code="weights.damaged-index") from error
+        what = f"the index of weights is damaged: {why}"
+        raise TesseraError(what, where=str(index), code="weights.damaged-index") from error
 
 
 def _indexed(index: Path) -> list[Path]:
-    """Return the files that an index of weights names, all of which must be beside it."""
+    """Return the files that an index lists. They must be in the folder of the index."""
     paths = []
     for name in sorted(set(_weight_map(index).values())):
         if Path(name).name != name or name in ("", ".", ".."):
@@ -244,7 +244,7 @@ def _indexed(index: Path) -> list[Path]:
         refuse_pickle(path)
         if not path.is_file():
             raise TesseraError(
-                f"the index names {name}, which is not there", where=str(index), code="weights.indexed-file-missing"
+                f"the index lists {name}, which does not exist", where=str(index), code="weights.indexed-file-missing"
             )
         paths.append(path)
     return paths

@@ -1,11 +1,11 @@
-"""A weight map is data: reversible name templates and tensor operations, one table for both directions.
+"""Translate names and tensors between this library and published folders by a table of rules, in both directions.
 
     Rule("text.layers.{i}.attn.q.weight", "model.layers.{i}.self_attn.q_proj.weight")
 
-`{i}` stands for one dotted segment and must appear on both sides. An operation makes one native tensor from one or
-more foreign ones, and back (`weights.operations`). `checkpoint.weights` reads and writes files by such a map.
+`{i}` matches one segment between dots and must appear on both sides. The operation of a rule makes one native tensor
+from one or more foreign tensors, and the reverse (`weights.operations`).
 
-"Native" are names and tensors of this library's modules, "foreign" those of a folder (transformers, diffusers, ...).
+"Native" names and tensors are those of this library's modules, "foreign" those of a folder (transformers, diffusers).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rule:
         return (self.foreign,) if isinstance(self.foreign, str) else self.foreign
 
     def as_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> Rule:
-        """Return the rule that writes stacked experts in the order of a folder with these shapes."""
+        """Return the rule that writes stacked experts transposed as in a folder with these shapes."""
         op = self.op.op if isinstance(self.op, TensorChunk) else self.op
         if not isinstance(op, TransposeIfNeeded):
             return self
@@ -51,9 +51,9 @@ class Rule:
 
 
 def fused_rules(native: str, names: Sequence[str], foreign: str, rows: Sequence[int] = ()) -> list[Rule]:
-    """Return the rules of layers `native`.name that are one layer, one after another, in foreign files.
+    """Return the rules of native layers `native`.NAME that are fused into one foreign layer.
 
-    `rows`: outputs of each, where they are not all equal.
+    `rows`: output sizes of the layers in a group, if the foreign rows are grouped by key-value head.
     """
     count = len(names)
     ops = [
@@ -66,24 +66,25 @@ def fused_rules(native: str, names: Sequence[str], foreign: str, rows: Sequence[
 @dataclass(frozen=True)
 class WeightMap:
     rules: tuple[Rule, ...]
-    # (old prefix, new prefix): other spellings of foreign names, accepted on reading
+    # (old prefix, new prefix): other spellings of foreign names, which are accepted for reading
     renames: tuple[tuple[str, str], ...] = ()
     skip: tuple[str, ...] = ()  # foreign name templates without a native weight (buffers, caches)
-    # (foreign name that is skipped, native name whose tensor it has to equal): tables that some folders store twice
+    # (foreign name, native name): a foreign tensor that must equal the native one, such as a tied head stored twice
     copies: tuple[tuple[str, str], ...] = ()
-    same_names: bool = False  # a name without a rule is the same on both sides
-    idle: tuple[str, ...] = ()  # native layers that nothing is computed with: adapters for them change nothing
-    mark: str = ""  # a foreign name that no other form of the family has
-    # The tables of other forms that folders of the family have, by form.
+    same_names: bool = False  # names without a rule are the same on both sides
+    idle: tuple[str, ...] = ()  # native layers that the forward pass does not use: their adapters have no effect
+    mark: str = ""  # a foreign name that identifies this format
+    # Weight maps of the family's other folder formats, by format name.
     others: Mapping[str, WeightMap] = field(default_factory=dict)
 
     def for_names(self, foreign: Collection[str]) -> WeightMap:
-        """Return the table of the form that a folder with these names has: one of the others, or this one."""
+        """Return the weight map of the format of a folder with these tensor names."""
         return next((other for other in self.others.values() if other.mark in foreign), self)
 
     def as_stored(self, shapes: Mapping[str, Sequence[int]]) -> WeightMap:
-        """Return the table that writes tensors as a folder with these shapes: stacked experts in the same order, and a
-        tied head again if it stores one."""
+        """Return the weight map that writes tensors as in a folder with these shapes.
+
+        Stacked experts are transposed as in the folder, and a tied head is written if the folder stores it."""
         there = {self.canonical(name): tuple(shape) for name, shape in shapes.items()}
         twice = {native: copy for copy, native in self.copies if copy in there}
         rules = [rule.as_stored(there) for rule in self.rules]
@@ -98,12 +99,12 @@ class WeightMap:
         return replace(self, rules=tuple(rules), skip=tuple(skip), copies=tuple(copies))
 
     def spelled_as(self, foreign: Collection[str]) -> WeightMap:
-        """Return the table that writes names as a folder with these spells them, where `renames` knows the spelling."""
+        """Return the weight map that spells foreign names as in a folder with these names, by `renames`."""
         spellings: dict[str, set[str]] = {}
         for name in foreign:
             old, new = next((pair for pair in self.renames if name.startswith(pair[0])), ("", ""))
             spellings.setdefault(new, set()).add(old)
-        # A prefix that a folder spells in two ways stays as it is in the rules.
+        # If a folder spells a prefix in two ways, the spelling of the rules is used.
         prefixes = {new: olds.pop() for new, olds in spellings.items() if len(olds) == 1}
 
         def spelled(template: str) -> str:
@@ -115,7 +116,7 @@ class WeightMap:
         return replace(self, rules=tuple(rules))
 
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
-        """Return the rule for a native name and the foreign names it is made of; None when no rule matches."""
+        """Return the rule for a native name and its foreign names; None if no rule matches."""
         for rule in self.rules:
             match = _template(rule.native).fullmatch(name)
             if match:
@@ -123,7 +124,7 @@ class WeightMap:
         return (Rule(name, name), (name,)) if self.same_names else None
 
     def group_of(self, name: str) -> tuple[str, ...]:
-        """Return the native names that share foreign tensors with this one, in order; mostly the name alone."""
+        """Return the native names that share a foreign tensor with this name, in order."""
         for rule in self.rules:
             match = _template(rule.native).fullmatch(name)
             if match and isinstance(rule.op, TensorChunk):
@@ -137,12 +138,12 @@ class WeightMap:
         return (name,)
 
     def to_foreign(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the foreign tensors that native ones become. Those of one `group_of` must be given together."""
+        """Translate native tensors to foreign tensors. All tensors of a `group_of` must be passed together."""
         rows = {name: TensorRows.of(tensor) for name, tensor in native.items()}
         return {name: made.whole() for name, made in self.to_foreign_rows(rows).items()}
 
     def to_foreign_rows(self, native: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
-        """Do as `to_foreign` does, and leave parts that need only be joined as they are."""
+        """Translate native tensors to foreign tensors like `to_foreign`, without concatenating row blocks."""
         foreign_tensors: dict[str, TensorRows] = {}
         for name, rows in native.items():
             match = self.rule_for(name)
@@ -162,15 +163,16 @@ class WeightMap:
         return foreign_tensors
 
     def canonical(self, foreign: str) -> str:
-        """Return a foreign name in the spelling the rules use."""
+        """Return a foreign name in the spelling of the rules."""
         for old, new in self.renames:
             if foreign.startswith(old):
                 return new + foreign[len(old) :]
         return foreign
 
     def in_memory(self, foreign: str) -> str:
-        """Return a foreign name as the classes of transformers have it. They keep their encoders under `model.`, which
-        folders may omit as `renames` lists; of several spellings the shortest is today's."""
+        """Return a foreign name as in the current classes of transformers.
+
+        They may have a prefix `model.` that folders omit (`renames`). The shortest spelling is the current one."""
         spellings = [
             old + foreign[len(new) :]
             for old, new in self.renames
@@ -182,7 +184,7 @@ class WeightMap:
         return any(_template(pattern).fullmatch(foreign) for pattern in self.skip)
 
 
-@functools.lru_cache(maxsize=4096)  # each is asked for once per tensor of a folder
+@functools.lru_cache(maxsize=4096)  # each template is compared with every tensor name
 def _template(template: str) -> re.Pattern[str]:
     parts = re.split(r"\{(\w+)\}", template)
     pattern = "".join(re.escape(p) if i % 2 == 0 else f"(?P<{p}>[^.]+)" for i, p in enumerate(parts))

@@ -1,4 +1,4 @@
-"""The operations of weight maps: how one native tensor is made from foreign ones, and how it goes back."""
+"""Operations of weight maps: make a native tensor from foreign tensors, and the reverse."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tessera.weights.rows import TensorRows
 
-Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of a foreign tensor, offsets and sizes in it
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of a foreign tensor, offsets, sizes
 Shapes = Sequence[tuple[int, ...]]
 
 
 class Operation(Protocol):
-    """Make one native tensor from foreign ones, and those from it. One that is `ByBox`, too, can make a part of it."""
+    """Make a native tensor from foreign tensors, and the reverse. See `ByBox` for parts of tensors."""
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
 
@@ -27,22 +27,21 @@ class Operation(Protocol):
 
 @runtime_checkable
 class ByBox(Protocol):
-    """Make a box of the native tensor (offsets and sizes along every dimension) from boxes of foreign ones, so that a
-    rank reads the bytes of its own shard alone, whatever dimensions are sharded."""
+    """Make a box of the native tensor from boxes of foreign tensors, so that a rank reads only its shard."""
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
-        """Return the foreign boxes of a native box that is not empty. `foreign`: the full shapes."""
+        """Return the foreign boxes that a native box needs. `foreign`: full shapes of the foreign tensors."""
         ...
 
     def join_boxes(
         self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
     ) -> Tensor:
-        """Return the native box at `offsets` of `sizes` from the foreign boxes."""
+        """Make the native box at `offsets` with `sizes` from the foreign boxes."""
         ...
 
 
 def shape_of(op: Operation, foreign: Shapes) -> tuple[int, ...]:
-    """Return the native shape that foreign shapes give, without any data."""
+    """Return the native shape for foreign shapes."""
     return tuple(op.to_native([torch.empty(shape, device="meta") for shape in foreign]).shape)
 
 
@@ -64,7 +63,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Reshape:
-    """Keep the elements and change the shape, such as that of a convolution which is a linear layer over patches."""
+    """Change the shape, for example from a convolution over patches to a linear layer."""
 
     native: tuple[int, ...]
     foreign: tuple[int, ...]
@@ -78,7 +77,7 @@ class Reshape:
 
 
 class RowOrder(ABC):
-    """Read boxes for an operation that only moves rows: moving their numbers shows where rows come from."""
+    """Base class of operations that only reorder rows. Applied to row numbers, they show the source of each row."""
 
     @abstractmethod
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor: ...
@@ -98,7 +97,7 @@ class RowOrder(ABC):
     def join_boxes(
         self, boxes: Sequence[Tensor], offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes
     ) -> Tensor:
-        order = self._rows(offsets, sizes, foreign).argsort()  # boxes come in the order of the foreign rows
+        order = self._rows(offsets, sizes, foreign).argsort()  # the boxes are sorted by foreign row
         return torch.cat(list(boxes))[order.argsort()]
 
     def _rows(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> Tensor:
@@ -109,8 +108,9 @@ class RowOrder(ABC):
 
 @dataclass(frozen=True)
 class GroupByHead(RowOrder):
-    """Order the output rows of a fused projection (queries, keys, values: `kinds`) by head. Foreign rows are
-    ordered by kind, each kind in a tensor of its own if `separate`."""
+    """Group the output rows of a fused projection by head; foreign rows are grouped by kind.
+
+    `kinds`: 3 for queries, keys and values. `separate`: each kind is a separate foreign tensor."""
 
     heads: int
     kinds: int = 3
@@ -131,7 +131,7 @@ def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SwappedHalves(RowOrder):
-    """Swap the two halves of the rows: shift and scale of a modulation, which checkpoints have in both orders."""
+    """Swap the two halves of the rows: some checkpoints store the shift of a modulation before the scale."""
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
         return torch.cat(foreign[0].chunk(2)[::-1])
@@ -142,8 +142,9 @@ class SwappedHalves(RowOrder):
 
 @dataclass(frozen=True)
 class ColumnsByHead:
-    """Order the input columns of a layer by head, those of every kind for the first head, then for the second, and so
-    on. Foreign columns are ordered by kind; `sizes`: columns of each."""
+    """Group the input columns of a layer by head; foreign columns are grouped by kind.
+
+    `sizes`: number of columns of each kind."""
 
     heads: int
     sizes: tuple[int, ...]
@@ -159,8 +160,9 @@ class ColumnsByHead:
 
 @dataclass(frozen=True)
 class InterleavedToHalfRope(RowOrder):
-    """Order the rows of a projection for rotary embeddings that rotate the first half against the second, as native
-    modules do. Foreign modules rotate neighbouring pairs. Only the first `rotary_dim` of each head are rotated."""
+    """Reorder rows for rotary embeddings: foreign modules rotate neighbouring pairs, native modules two halves.
+
+    Only the first `rotary_dim` rows of each head are rotated."""
 
     head_dim: int
     rotary_dim: int
@@ -181,8 +183,9 @@ class InterleavedToHalfRope(RowOrder):
 
 @dataclass(frozen=True)
 class ConvToLinear:
-    """Make a linear layer over the features of `side` x `side` patches, [out, side * side * channels], from a
-    convolution over such blocks, [out, channels, side, side]."""
+    """Turn a convolution over `side` x `side` patches into a linear layer over their features.
+
+    Foreign shape: [out, channels, side, side]. Native shape: [out, side * side * channels]."""
 
     side: int
 
@@ -197,7 +200,7 @@ class ConvToLinear:
 
 @dataclass(frozen=True)
 class Concat:
-    """Join foreign tensors along `dim`; `sizes` are their lengths along it."""
+    """Concatenate foreign tensors along `dim`. `sizes`: their lengths along `dim`."""
 
     sizes: tuple[int, ...]
     dim: int = 0
@@ -224,7 +227,7 @@ class Concat:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack foreign tensors along a new first dimension: the weights of experts."""
+    """Stack foreign tensors, such as weights of experts, along a new first dimension."""
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], foreign: Shapes) -> list[Box]:
         return [(n, tuple(offsets[1:]), tuple(sizes[1:])) for n in range(offsets[0], offsets[0] + sizes[0])]
@@ -241,9 +244,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class TransposeIfNeeded:
-    """Swap the last two dimensions unless the foreign tensor is [..., rows, columns] already, as the native one is.
+    """Transpose the last two dimensions, unless the foreign tensor has the native shape [..., rows, columns].
 
-    It is written with both swapped unless `as_native`. A square is not: its shape would not tell a reader.
+    Tensors are written transposed, unless `as_native`. Square matrices are never transposed: their shape does not show
+    whether they are.
     """
 
     rows: int
@@ -275,7 +279,7 @@ class TransposeIfNeeded:
 
 @dataclass(frozen=True)
 class StoredTwice:
-    """Store one native tensor under two foreign names: a table, and the head that is tied to it."""
+    """Store a native tensor under two foreign names: an embedding and its tied head."""
 
     def to_native(self, foreign: Sequence[Tensor]) -> Tensor:
         return foreign[0]
@@ -286,8 +290,9 @@ class StoredTwice:
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """Take chunk `number` of `of` equal ones along `dim` of a foreign tensor, after `op`. Each other chunk is another
-    native tensor, with a rule of its own; `WeightMap.to_foreign` joins those that `WeightMap.group_of` names."""
+    """Take chunk `number` of `of` equal chunks of a foreign tensor along `dim`, after `op`.
+
+    The other chunks belong to other native tensors. `WeightMap.to_foreign` joins all chunks of a group."""
 
     number: int
     of: int
@@ -326,7 +331,7 @@ class TensorChunk:
         ]
 
     def chunk_of(self, whole: TensorRows) -> TensorRows | None:
-        """Return the native rows of a foreign tensor without copying any; None where that cannot be."""
+        """Return the native rows as views of a foreign tensor; None if they must be copied."""
         if self.dim or not isinstance(self.op, Identity):
             return None
         size = -(-whole.shape[0] // self.of)
@@ -336,8 +341,9 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GroupedRows(RowOrder, TensorChunk):
-    """Take one of several kinds of rows (queries, keys, values) out of a foreign tensor that has them in groups: the
-    rows of each kind for the first key-value head, then for the second, and so on. `rows`: of each kind in a group."""
+    """Take the rows of one kind (queries, keys or values) from a foreign tensor that groups rows by key-value head.
+
+    `rows`: number of rows of each kind in a group."""
 
     rows: tuple[int, ...] = ()
 
@@ -363,7 +369,7 @@ class GroupedRows(RowOrder, TensorChunk):
 
 
 def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
-    """Do as `op.to_native` does, and copy nothing where only the order of rows differs."""
+    """Compute `op.to_native` on row blocks. Reordered rows are views, not copies."""
     rows = None
     if isinstance(op, Identity | StoredTwice):
         rows = foreign[0]
@@ -375,7 +381,7 @@ def native_rows(op: Operation, foreign: Sequence[TensorRows]) -> TensorRows:
 
 
 def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
-    """Do as `op.to_foreign` does, and copy nothing where only the order of rows differs."""
+    """Compute `op.to_foreign` on row blocks. Reordered rows are views, not copies."""
     if isinstance(op, Identity):
         return [native]
     if isinstance(op, StoredTwice):
@@ -387,7 +393,7 @@ def foreign_rows(op: Operation, native: TensorRows) -> list[TensorRows]:
 
 
 def can_read_boxes(op: Operation) -> bool:
-    """Return whether an operation makes a box from boxes. A chunk does if the operation of its source does."""
+    """Return whether an operation can read boxes. A chunk can if its inner operation can."""
     return can_read_boxes(op.op) if isinstance(op, TensorChunk) else isinstance(op, ByBox)
 
 

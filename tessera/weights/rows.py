@@ -1,7 +1,7 @@
-"""Tensors in several parts, which are written and compared without being joined.
+"""Hold a tensor as a list of row blocks, which are written and compared without concatenating them.
 
-Most differences between two forms of weights are the order of rows: gate and up in one tensor, queries, keys and values
-by head. Such a tensor is a list of views, and no byte of it is copied before it is written.
+Formats of weights mostly differ in the order of rows: fused gate and up, or queries, keys and values grouped by head.
+Row blocks are views of the source, so no byte is copied before the write.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from tessera.runtime.libc import same_bytes
 
 Bytes = NDArray[np.uint8]
-_CHUNK = 256 << 10  # bytes at a time: they stay in a processor's cache while they are read, written and compared
+_CHUNK = 256 << 10  # bytes per chunk: small enough for the CPU cache
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Hold tensors side by side, along another dimension than the first. They are joined some rows at a time."""
+    """Hold tensors that are concatenated along a later dimension. They are joined a few rows at a time."""
 
     parts: tuple[Tensor, ...]
     dim: int
@@ -49,7 +49,7 @@ Part = Tensor | Columns
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Hold a tensor as parts along its first dimension, each a view of another tensor, or of several."""
+    """Hold a tensor as blocks along its first dimension."""
 
     parts: tuple[Part, ...]
 
@@ -63,7 +63,7 @@ class TensorRows:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of all parts; None where they differ."""
+        """The dtype of all blocks; None if they differ."""
         return self.parts[0].dtype if len({part.dtype for part in self.parts}) == 1 else None
 
     @property
@@ -72,12 +72,12 @@ class TensorRows:
         return first if len(self.parts) == 1 else (sum(part.shape[0] for part in self.parts), *first[1:])
 
     def whole(self) -> Tensor:
-        """Return one tensor; a single part is not copied."""
+        """Return the blocks as one tensor. A single block is not copied."""
         parts = [part.whole() if isinstance(part, Columns) else part for part in self.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def rows(self, start: int, count: int) -> TensorRows:
-        """Return some of the rows."""
+        """Return `count` rows from `start`, as views."""
         parts, at = list[Part](), 0
         for part in self.parts:
             low, high = max(start - at, 0), min(start + count - at, part.shape[0])
@@ -87,13 +87,13 @@ class TensorRows:
         return TensorRows(tuple(parts) or (_rows(self.parts[0], 0, 0),))
 
     def narrow(self, dim: int, start: int, count: int) -> TensorRows:
-        """Return a range of another dimension than the first."""
+        """Return a range of dimension `dim`, which is not the first."""
         assert dim > 0
         parts = (part.whole() if isinstance(part, Columns) else part for part in self.parts)
         return TensorRows(tuple(part.narrow(dim, start, count) for part in parts))
 
     def chunks(self) -> Iterator[Bytes]:
-        """Return the bytes, some at a time. Parts whose elements are not in order are copied, a chunk at a time."""
+        """Yield all bytes in chunks. Blocks that are not contiguous are copied one chunk at a time."""
         for part in self.parts:
             step = max(1, _CHUNK // max(1, prod(part.shape[1:]) * part.dtype.itemsize))
             for some in _in_order(part, step):
@@ -101,7 +101,7 @@ class TensorRows:
                 yield from (data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK))
 
     def same_bits(self, other: Tensor) -> bool:
-        """Return whether a tensor has the same type, shape and bits: one that is not a number equals itself here."""
+        """Return whether a tensor has the same dtype, shape and bits. Equal NaN bits count as equal."""
         if self.dtype != other.dtype or self.shape != tuple(other.shape):
             return False
         there, at = _bytes(other), 0
@@ -117,7 +117,7 @@ def _rows(part: Part, start: int, count: int) -> Part:
 
 
 def _in_order(part: Part, step: int) -> Iterator[Tensor]:
-    """Return tensors whose elements are in order: the part itself, or copies of so many rows at a time."""
+    """Yield a block in pieces of `step` rows; a contiguous block in one piece."""
     if isinstance(part, Columns):
         yield from (part.rows(start, step).whole() for start in range(0, part.shape[0], step))
     elif part.is_contiguous() or not part.dim():
