@@ -1,7 +1,7 @@
 """Score benchmarks of images and text by the TSV files of VLMEvalKit: AI2D, MMMU, ChartQA and DocVQA.
 
 A file has a row per question, with the image in base64. AI2D and MMMU are multiple choice and count exact letters;
-ChartQA counts numbers within five percent; DocVQA scores the edit distance (ANLS).
+ChartQA accepts numbers within five percent; DocVQA scores the edit distance (ANLS).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tessera.inference.loaded import LoadedModel, LoadedProcessor
 
 SUFFIX = ".tsv"
 LETTERS = "ABCDEFGHI"
-MAX_FIELD = 64 << 20  # an image in base64
+MAX_FIELD = 64 << 20  # bytes of a cell; images are in base64
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Define how a benchmark asks and how an answer is scored, from 0 to 1."""
+    """Define a benchmark: whether it is multiple choice, and how answers are scored from 0 to 1."""
 
     choice: bool
     score: Callable[[str, list[str]], float]
@@ -38,7 +38,7 @@ def _same(answer: str, expected: list[str]) -> float:
 
 
 def relaxed(answer: str, expected: list[str]) -> float:
-    """Return 1 for equal text, or for a number within five percent of the expected one."""
+    """Return 1 for an answer with the expected text, or with a number within five percent of an expected number."""
 
     def number(text: str) -> float | None:
         try:
@@ -57,7 +57,7 @@ def relaxed(answer: str, expected: list[str]) -> float:
 
 
 def anls(answer: str, expected: list[str]) -> float:
-    """Return the best of 1 - edit distance / length over the expected answers; below one half it counts nothing."""
+    """Return the best of 1 - edit distance / length over the expected answers; 0 where that is below 0.5."""
     best = 0.0
     for candidate in expected:
         first, second = answer.strip().lower(), candidate.strip().lower()
@@ -77,7 +77,7 @@ def _edit_distance(first: str, second: str) -> int:
 
 
 def chosen_letter(answer: str, options: Mapping[str, str]) -> str:
-    """Return the option that an answer names: by its letter, or by its whole text."""
+    """Return the letter of the option that an answer names, by letter or by text; empty if it names none."""
     match = re.match(rf"\W*([{LETTERS}])(?:\W|$)", answer.strip())
     if match and match[1] in options:
         return match[1]
@@ -111,7 +111,7 @@ class BenchmarkRow:
 
 
 def read_rows(path: Path) -> Iterator[BenchmarkRow]:
-    """Yield the questions of a TSV file. A row may name the row whose image it shares."""
+    """Yield the questions of a TSV file. In place of an image, a row may have the index of a row with the image."""
     csv.field_size_limit(MAX_FIELD)
     images: dict[str, str] = {}
     try:
@@ -134,21 +134,25 @@ def read_rows(path: Path) -> Iterator[BenchmarkRow]:
                     _answers(row["answer"]),
                 )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TesseraError(f"cannot be read: {error}", where=str(path), code="evaluation.unreadable-table") from None
+        raise TesseraError(
+            f"the table cannot be read: {error}", where=str(path), code="evaluation.unreadable-table"
+        ) from None
 
 
 def _images(text: str, where: str) -> Iterator[bytes]:
-    """Yield the images of a cell: one in base64, or a list of them."""
+    """Yield the images of a cell: one image in base64, or a list of images."""
     parts = re.findall(r"'([^']*)'|\"([^\"]*)\"", text) if text.startswith("[") else [(text, "")]
     for first, second in parts:
         try:
             yield base64.b64decode(first or second, validate=True)
         except (binascii.Error, ValueError):
-            raise TesseraError("the image is not in base64", where=where, code="evaluation.image-not-base64") from None
+            raise TesseraError(
+                "the image of this row is not in base64", where=where, code="evaluation.image-not-base64"
+            ) from None
 
 
 def _answers(text: str) -> list[str]:
-    """Return the accepted answers: several are a list in JSON."""
+    """Return the accepted answers of a cell: a JSON list, or one text."""
     if text.startswith("["):
         try:
             return [str(one) for one in json.loads(text.replace("'", '"'))]
@@ -158,11 +162,11 @@ def _answers(text: str) -> list[str]:
 
 
 def benchmark_of(name: str, where: str) -> Benchmark:
-    """Return the benchmark of a name: that of a table, in any case."""
+    """Return the benchmark with the name of a table, in upper or lower case."""
     if name.lower() not in BENCHMARKS:
         near = nearest(name.lower(), BENCHMARKS)
         raise TesseraError(
-            f"no benchmark is called {name!r}",
+            f"there is no benchmark with the name {name!r}",
             where=where,
             allowed=BENCHMARKS,
             nearest=near,
@@ -179,7 +183,7 @@ def score_table(
     max_samples: int | None = None,
     **generation: Any,
 ) -> list[dict[str, Any]]:
-    """Ask the questions of a table, and return the scored answers. `generation`: options of `model.generate`."""
+    """Generate answers to the questions of a table, and score them. `generation`: options of `model.generate`."""
     records: list[dict[str, Any]] = []
     for row in islice(read_rows(table), max_samples):
         images: list[dict[str, Any]] = [{"type": "image", "image": image} for image in row.images]

@@ -29,7 +29,7 @@ log = logging.getLogger("tessera")
 
 @dataclass(frozen=True)
 class Score:
-    """Hold the marked answers of an evaluation."""
+    """Hold the answers of an evaluation, each marked as correct or wrong, and the number of skipped samples."""
 
     rows: list[dict[str, Any]]
     skipped: int
@@ -62,10 +62,10 @@ def evaluate(
     device: str = "auto",
     trust: Trust = False,
 ) -> Score:
-    """Generate an answer to each sample of `data`, by default the held-out set of a run, and return the marked answers.
+    """Generate an answer to each sample of `data`, by default the held-out set of a run, and mark the answers.
 
-    If `model` is the folder of a run, they are also written to its `answers.jsonl`, and its report is drawn again.
-    `data` may be a benchmark's table (AI2D_TEST.tsv), whose answers are scored by its own rule.
+    If `model` is a run folder, the answers are written to `answers.jsonl` there, and the report is written again.
+    `data` may also be the table of a benchmark (AI2D_TEST.tsv), which has its own rule for scores.
     """
     folder = local_model(model)
     if data is not None and Path(data).suffix.lower() == SUFFIX:
@@ -84,7 +84,7 @@ def evaluate(
             progress.count(len(group))
     if not rows:
         raise TesseraError(
-            "no held-out sample could be used",
+            "no held-out sample can be read, or none has a question and an answer",
             where=", ".join(str(s.path) for s in sources),
             code="evaluation.no-usable-sample",
         )
@@ -92,7 +92,7 @@ def evaluate(
         write_jsonl(folder / "answers.jsonl", with_copies(folder, rows))
         try:
             write_report(folder)
-        except (OSError, TesseraError) as error:  # the answers matter more
+        except (OSError, TesseraError) as error:  # a failed report does not discard the answers
             log.warning("report.html was not written: %s", first_line(error))
     return Score(rows, skipped)
 
@@ -102,7 +102,7 @@ def _benchmark(
 ) -> Score:
     benchmark = benchmark_of(table.stem, "--data")
     if not table.is_file():
-        raise TesseraError(f"no such table: {table}", where="--data", code="evaluation.no-table")
+        raise TesseraError(f"the table {table} does not exist", where="--data", code="evaluation.no-table")
     loaded, processor = load(folder, device=device, trust=trust)
     answers = score_table(loaded, processor, benchmark, table, max_samples, max_new_tokens=max_new_tokens)
     return Score([{**answer, "correct": answer["score"], "group": table.stem} for answer in answers], 0)
@@ -121,7 +121,7 @@ def held_out_sources(
         raise TesseraError(
             f"{folder} names no held-out data",
             where="--data",
-            fix="give --data FILE",
+            fix="name a file of samples: --data FILE",
             code="evaluation.no-held-out-data",
         )
     sections = [local_source(section, "eval", "--data") for section in sections]

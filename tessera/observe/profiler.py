@@ -32,15 +32,15 @@ from tessera.runtime.torch_internals import (
 
 FOLDER = "profile"
 FORWARD, RECOMPUTE, PHASE = "forward of ", "recompute of ", "phase: "
-_ROWS = 200  # of the table
-_LOGGED = 5  # ranges
+_ROWS = 200  # most rows of table.txt
+_LOGGED = 5  # ranges that the log shows
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 log = logging.getLogger("tessera")
 
 
 class StepProfiler(Callback):
-    """Record from the end of the step before the window to the end of its last: waiting for data counts."""
+    """Record the steps from `profile.steps[0]` to `profile.steps[1]`, with the time in which they wait for data."""
 
     def __init__(self, settings: ProfileSection, blocks: Sequence[str]) -> None:
         assert settings.steps is not None
@@ -70,7 +70,7 @@ class StepProfiler(Callback):
             self._begin(trainer)
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
-        """Record the steps of the window again."""
+        """Begin the recording again if the run went back into the recorded steps."""
         self._stop(trainer)
         self._begin_if_due(trainer)
 
@@ -84,7 +84,7 @@ class StepProfiler(Callback):
             self._stop(trainer)
 
     def _begin_if_due(self, trainer: TrainerHandle) -> None:
-        """Begin where training starts or resumes inside the window."""
+        """Begin to record if the next step is one of the steps to record."""
         if self.first - 1 <= trainer.step < self.last:
             self._begin(trainer)
 
@@ -134,7 +134,7 @@ class StepProfiler(Callback):
 
 
 def _write_table(recorder: profile, path: Path, steps: int, accelerated: bool) -> list[str]:
-    """Write torch's table of a recording, and return a line for each of the ranges that took longest."""
+    """Write torch's table of a recording. Return a line for each of the ranges that took longest."""
     order = "device_time_total" if accelerated else "cpu_time_total"
     averages: Any = recorder.key_averages()
     path.write_text(averages.table(sort_by=order, row_limit=_ROWS, max_name_column_width=80), encoding="utf-8")
@@ -145,7 +145,7 @@ def _write_table(recorder: profile, path: Path, steps: int, accelerated: bool) -
 
 
 class Ranges:
-    """Record calls of modules, and phases of a step, as ranges. `close` removes all hooks."""
+    """Add ranges to a profiler's recording: one for each call of a block, and one for each phase of a step."""
 
     def __init__(self, module: nn.Module, blocks: frozenset[str]) -> None:
         self._hooks: list[Any] = []
@@ -172,14 +172,14 @@ class Ranges:
         ends: list[Callable[[], None]] = []
 
         def enter(module: nn.Module, inputs: Any) -> None:
-            # Inside backward, a forward call is recomputation.
+            # A forward call inside of backward is recomputation.
             ends.append(open_range((RECOMPUTE if inside_backward() else FORWARD) + path))
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             if ends:
                 ends.pop()()
 
-        # First in and last out: the hooks that gather and free weights belong to the module, too.
+        # Prepended, so that the range contains FSDP's hooks, which gather weights.
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-        # Also after an error: recompute raises one to end a forward pass as soon as it has the tensors it needs.
+        # Called after an error, too: recompute ends a forward pass by an error when it has the tensors that it needs.
         self._hooks.append(module.register_forward_hook(leave, always_call=True))

@@ -1,4 +1,4 @@
-"""Begin adapters that follow from the weights of their layers: lengths of rows (DoRA), singular vectors (PiSSA)."""
+"""Initialize adapters from the weights of their layers: norms of rows (DoRA), singular vectors (PiSSA)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from tessera.lora.modules import LoraLinear, adapted_layers
 from tessera.parallel.apply import keep_shard
 from tessera.runtime.modules import seeded, whole_tensor
 
-WHOLE_SVD = 1024  # up to this many singular values all are computed; of larger layers, the first ones by iteration
+WHOLE_SVD = 1024  # layers with more singular values get a randomized SVD
 _ITERATIONS = 16
 
 
 @torch.no_grad()
 def start_from_weights(module: nn.Module) -> None:
-    """Fill what adapters take from the weights of their layers, which are there already. All ranks that share a layer
-    call this together: its weight is gathered, layer by layer."""
+    """Initialize DoRA and PiSSA adapters from the weights of their layers, which must be filled.
+
+    All ranks that share a layer call this together: the weight is gathered, layer by layer."""
     for path, layer in adapted_layers(module).items():
         if not (layer.adapter.dora or layer.adapter.pissa):
             continue
@@ -37,9 +38,9 @@ def _start_pissa(layer: LoraLinear, weight: Tensor, path: str) -> None:
 
 
 def principal_factors(weight: Tensor, rank: int, scale: float, name: str) -> tuple[Tensor, Tensor]:
-    """Return A [rank, in] and B [out, rank] with `scale` B A the part of the weight with the largest singular values.
+    """Return A [rank, in] and B [out, rank]: `scale` B A is the part of the weight with the largest singular values.
 
-    Of each singular vector of the outputs the largest element is positive: ranks that compute it for themselves agree.
+    The signs are fixed (the largest element of each output vector is positive), so that all ranks compute the same.
     """
     if min(weight.shape) <= WHOLE_SVD:
         u, s, vt = torch.linalg.svd(weight, full_matrices=False)
@@ -56,13 +57,13 @@ def principal_factors(weight: Tensor, rank: int, scale: float, name: str) -> tup
 
 
 def _missing(u: Tensor, s: Tensor, vt: Tensor, rank: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Return with each tensor how many zeros it lacks, where a layer has fewer singular values than an adapter rank."""
+    """Return the zero padding of each tensor, for a layer with fewer singular values than the rank of the adapter."""
     more = rank - s.shape[0]
     return [(u, (0, more)), (s, (0, more)), (vt, (0, 0, 0, more))]
 
 
 def _leading(weight: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest singular values with their vectors, by iterating on a random subspace of twice the rank."""
+    """Return the largest singular values and their vectors, by subspace iteration from random vectors."""
     basis = torch.linalg.qr(weight @ drawn).Q
     for _ in range(_ITERATIONS):
         basis = torch.linalg.qr(weight @ torch.linalg.qr(weight.T @ basis).Q).Q

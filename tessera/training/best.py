@@ -19,7 +19,7 @@ BEST_FILE = "best.json"
 
 
 def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointManager) -> list[Callback]:
-    """Return the callbacks that the recipe asks for; raise if there are no held-out metrics."""
+    """Return the callbacks of `checkpoint.keep_best` and `train.early_stop`; raise without held-out data."""
     keep, stop = config.checkpoint.best, config.train.early_stop
     callbacks: list[Callback] = []
     if keep is not None:
@@ -31,23 +31,23 @@ def best_callbacks(config: RunConfig, has_eval: bool, checkpoints: CheckpointMan
     where = "checkpoint.keep_best" if keep is not None else "train.early_stop"
     if not has_eval:
         raise TesseraError(
-            "there is no held-out set to measure",
+            "this key needs a held-out set, and the recipe names none",
             where=where,
-            fix="name one in data.eval",
+            fix="name held-out samples in data.eval",
             code="recipe.no-held-out-data",
         )
     if not config.train.eval_interval and not config.train.generate_every:
         raise TesseraError(
-            "the held-out set is measured at the end alone, where there is nothing to choose from",
+            "the run evaluates only once, at its end: there are no checkpoints to compare",
             where=where,
-            fix="set how often to measure it, such as train.eval_every=1epoch or train.eval_every=200",
+            fix="set how often to evaluate, such as train.eval_every=1epoch or train.eval_every=200",
             code="recipe.held-out-never-measured",
         )
     return callbacks
 
 
 class Best:
-    """Hold the best value of a metric so far, and the step that had it."""
+    """Hold the best value of a held-out metric so far, and its step."""
 
     def __init__(self, section: MetricSection, min_change: float = 0.0) -> None:
         self.metric, self.lower = section.metric, section.lower_is_better
@@ -57,7 +57,7 @@ class Best:
         self._warned = False
 
     def take(self, trainer: TrainerHandle, metrics: dict[str, float]) -> bool | None:
-        """Return whether the metric of an evaluation is better than before; None: the evaluation does not have it."""
+        """Return whether an evaluation has the best value of the metric so far; None if it lacks the metric."""
         value = metrics.get(self.metric)
         if value is None:
             self._warn(trainer, metrics)
@@ -95,7 +95,7 @@ class Best:
 
 
 class KeepBest(Callback):
-    """Save when a held-out metric is better than ever, and keep that checkpoint beside the newest ones."""
+    """Save when a held-out metric is better than ever, and protect that checkpoint from removal."""
 
     def __init__(self, section: MetricSection, checkpoints: CheckpointManager) -> None:
         self.best = Best(section)
@@ -112,7 +112,7 @@ class KeepBest(Callback):
             trainer.request_save()
 
     def on_save(self, trainer: TrainerHandle, path: Path) -> None:
-        # The one before is protected until the new one is written.
+        # The last best checkpoint stays protected until the new one is written.
         if path.name.split(".")[0] != f"step-{self.best.step:08d}":
             return
         self._checkpoints.protect(self.best.step)
@@ -137,10 +137,10 @@ class EarlyStop(Callback):
     def __init__(self, section: MetricSection, patience: int, min_change: float) -> None:
         self.best = Best(section, min_change)
         self.patience = patience
-        self.worse = 0  # evaluations since the best one
+        self.worse = 0  # number of evaluations since the best one
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        self._end(trainer)  # a run that ended early and is resumed ends again
+        self._end(trainer)  # a resume of a run that ended early ends at once
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
         better = self.best.take(trainer, metrics)

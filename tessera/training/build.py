@@ -1,4 +1,4 @@
-"""Build a trainer from a recipe: the ten steps of one run in order, each a call into the package that owns it."""
+"""Build a trainer from a recipe: data, model, optimizer, engine, guard, checkpoints and callbacks, in this order."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def build_trainer(
     extra: Sequence[Callback] = (),
     objects: Objects = NONE,
 ) -> Trainer:
-    """Build the trainer of this rank. The module of `setup` becomes this rank's part of the model.
+    """Build the trainer of this rank. The module of `setup` is sharded in place.
 
-    `config` is the recipe with every field of the model (see `with_model_resolved`).
+    `config`: the recipe with every field of the model (see `with_model_resolved`). `extra`: callbacks of the caller.
     """
     plan, task = setup.plan, setup.task
     if plan.roles.compiled:
@@ -75,8 +75,10 @@ def build_trainer(
     if config.data.workers not in (0, "auto"):
         start_early()
     processor = build_processor(config, setup)
-    copy = Path(os.path.abspath(config.folder / "processor"))  # absolute, as the paths of a located recipe are
-    # A resumed run reads its copy: writing it again would pull it from under the ranks that are still reading.
+    copy = Path(
+        os.path.abspath(config.folder / "processor")
+    )  # absolute, for the comparison with `model.tokenizer` below
+    # A resumed run does not copy its own copy: other ranks may be reading it.
     if world.is_main and config.model.tokenizer != copy:
         keep_side_files(config, setup, processor, copy)
     mesh = Mesh(plan.axes, world.device)
@@ -89,7 +91,7 @@ def build_trainer(
         _log_length(length)
 
     if config.data.workers == "auto" and any(data.decodes_media for data in (rows, held_out) if data is not None):
-        start_early()  # while the model is built
+        start_early()  # worker processes start while the model is built
     module = parallelize(setup.module, plan, mesh, world.device)
     task.setup(_frozen_components(config, setup, mesh, world), world)
     trained = [shard.name for shard in plan.param_shards if shard.trained]
@@ -153,11 +155,11 @@ def _guard(config: RunConfig, plan: Plan, mesh: Mesh, loss_scale: LossScale | No
 def _read_rows(
     config: RunConfig, setup: ModelSetup, world: World, mesh: Mesh, processor: Processor | None, objects: Objects
 ) -> tuple[RowSource | StepSource, RowSource | None]:
-    """Return the training data of this rank, and its held-out rows if there are any."""
+    """Return the training data of this rank, and its held-out rows; None without held-out data."""
     has_eval = has_held_out(config) or objects.eval_dataset is not None
 
     def read() -> tuple[RowSource | StepSource, RowSource | None]:
-        with main_rank_first(world):  # it builds the index, which may take long; the others read it
+        with main_rank_first(world):  # the main rank builds the index, and the others read it
             step = _step_size(config, mesh)
             train: RowSource | StepSource = (
                 objects.dataset
@@ -172,7 +174,7 @@ def _read_rows(
 
 
 def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
-    """Return the rows of this rank, each sharded by the plan."""
+    """Return the rows of a data set as this rank reads them: its shard of each row."""
     flops = None
     if setup.spec.flops is not None:
         flops = functools.partial(setup.spec.flops, setup.config, training=setup.training)
@@ -181,7 +183,7 @@ def _local(rows: RowSource, setup: ModelSetup, mesh: Mesh) -> RowSource:
 
 
 def _frozen_components(config: RunConfig, setup: ModelSetup, mesh: Mesh, world: World) -> dict[str, FrozenModule]:
-    """Return the frozen models that this rank holds, with their weights."""
+    """Return the frozen models of the task that this rank runs, with their weights."""
     modules: dict[str, FrozenModule] = {}
     for name, frozen in setup.frozen.items():
         component, position = frozen.component, setup.plan.memory.frozen[name].position
@@ -224,7 +226,7 @@ def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
     folder = _processor_source(config)
     if folder is None and not isinstance(setup.spec, GenerationSpec) and not setup.spec.foreign:
         raise TesseraError(
-            "this family needs a tokenizer",
+            "models of this family need a tokenizer, and the recipe names none",
             where="model.tokenizer",
             fix="set model.tokenizer (or model.path) to a folder with tokenizer.json",
             code="tokenizer.not-named",
@@ -236,7 +238,7 @@ def build_processor(config: RunConfig, setup: ModelSetup) -> Processor | None:
 
 
 def keep_side_files(config: RunConfig, setup: ModelSetup, processor: Processor | None, folder: Path) -> None:
-    """Copy the files beside the weights (tokenizer, template) into the run, which resumes and exports from them."""
+    """Copy tokenizer, chat template and other files beside the weights into the run folder, for resumes and exports."""
     weights, make = side_folder(config.model.path), setup.spec.processor
     if processor is None and weights is None:
         return
@@ -258,8 +260,8 @@ def build_rows(
     dataset: Any = None,
     step: StepSize | None = None,
 ) -> RowSource:
-    """Return the rows of one split. `dataset`: the data set as an object, if the caller has one. `step`: how many
-    samples a step has, if the recipe counts samples."""
+    """Return the rows of one split. `dataset`: a data set that the caller has as an object. `step`: the size of a step
+    in samples, with `train.samples_per_step`."""
     work = None
     if setup.spec.work is not None:
         work = functools.partial(setup.spec.work, setup.config, training=setup.training)
@@ -267,10 +269,10 @@ def build_rows(
     rows = KINDS.get(config.data.kind)(request)
     if not isinstance(rows, RowSource):
         raise TesseraError(
-            f"{config.data.kind} returned a {type(rows).__name__}, which is no source of rows",
+            f"{config.data.kind} returned a {type(rows).__name__}, which is no RowSource",
             where="data.kind",
-            fix="return an object of a class derived from tessera.core.row_source.RowSource; a torch Dataset or "
-            "DataLoader is given with data.kind=custom",
+            fix="return an object of a class derived from tessera.core.row_source.RowSource; for a torch Dataset or "
+            "DataLoader, set data.kind=custom",
             code="data.no-row-source",
         )
     return rows
@@ -279,8 +281,7 @@ def build_rows(
 def _same_on_all_ranks(
     read: Callable[[], tuple[RowSource | StepSource, RowSource | None]],
 ) -> tuple[RowSource | StepSource, RowSource | None]:
-    """Return the result of `read`. An error on one rank is raised on all ranks. Data that differs from rank 0's is an
-    error."""
+    """Return the result of `read`. An error of one rank is raised on all ranks. Raise if ranks read different data."""
     box: list[tuple[RowSource | StepSource, RowSource | None]] = []
 
     def identify() -> tuple[str, list[str]]:
@@ -294,7 +295,7 @@ def _same_on_all_ranks(
         other = [rank for rank, (_, theirs) in enumerate(ranks) if not expected & set(theirs[number].split("/"))]
         if other:
             raise TesseraError(
-                f"not the same data everywhere: {name_ranks(other)} (on {ranks[other[0]][0]}) read other samples than "
+                f"ranks have different data: {name_ranks(other)} (on {ranks[other[0]][0]}) read other samples than "
                 f"rank 0 (on {host})",
                 where=key,
                 fix="give every rank the same files, or a folder that all of them share",
@@ -311,15 +312,15 @@ def _step_size(config: RunConfig, mesh: Mesh) -> StepSize | None:
 
 
 def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> RunConfig:
-    """Return the recipe with the rows that a step of `samples_per_step` has, so that a resume has as many."""
+    """Return the recipe with `train.global_batch` set to the rows of a step, if `train.samples_per_step` is set."""
     samples, rows = config.train.samples_per_step, source.rows_per_step
     if samples is None:
         return config
     if rows is None:
         raise TesseraError(
-            f"data of kind {config.data.kind} comes in rows already",
+            f"samples per step cannot be counted: data of kind {config.data.kind} comes in finished rows",
             where="train.samples_per_step",
-            fix=f"count rows: train.global_batch={samples}, where each item is one",
+            fix=f"count rows instead: train.global_batch={samples} if each row is one sample",
             code="recipe.samples-of-ready-rows",
         )
     if plan.pipeline is not None and rows != config.train.global_batch:
@@ -333,7 +334,7 @@ def _with_rows_per_step(config: RunConfig, plan: Plan, source: RowSource) -> Run
 
 
 def run_length(config: RunConfig, source: RowSource | None) -> RunLength:
-    """Return how many steps the run has, and how many make an epoch. `source`: None for data without rows."""
+    """Return the number of steps of the run and of an epoch. `source`: None for a step source, which has no rows."""
     rows, train = ENDLESS if source is None else len(source), config.train
     in_epochs = [
         name
@@ -343,7 +344,7 @@ def run_length(config: RunConfig, source: RowSource | None) -> RunLength:
     in_epochs = [*(["train.epochs"] if train.steps is None else []), *in_epochs]
     if in_epochs and rows >= ENDLESS:
         raise TesseraError(
-            "the data has no known length, so its epochs cannot be counted",
+            "the length of the data is unknown, so epochs cannot be counted",
             where=in_epochs[0],
             fix="count in steps, or set data.stream=false"
             if config.data.stream

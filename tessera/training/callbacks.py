@@ -1,4 +1,4 @@
-"""List the callbacks of a run in their order, and make those that a recipe names by import path."""
+"""List the callbacks of a run in order, and make the callbacks that a recipe names by import path."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CALLBACK = Maker("callback", bases=(Callback,))
 
 @dataclass(frozen=True)
 class CallbackParts:
-    """Hold the parts of a run that callbacks are made of."""
+    """Hold the parts of a run that its callbacks need."""
 
     config: RunConfig
     setup: ModelSetup
@@ -51,7 +51,7 @@ class CallbackParts:
     mesh: Mesh
     module: nn.Module
     checkpoints: CheckpointManager
-    rows: RowSource | None  # None: a step source that has no data set
+    rows: RowSource | None  # None: batches come from a step source
     guard: Guard
     ema: Ema | None
     loss_scale: LossScale | None
@@ -67,25 +67,27 @@ def run_callbacks(parts: CallbackParts, extra: Sequence[Callback]) -> list[Callb
     history = SessionHistory()
     callbacks: list[Callback | None] = [
         history,  # records the sessions; writes the report of a run that failed
-        StopOnSignal(),  # early, so that Ctrl-C is handled while the others start
-        Meter(config.log.every),  # writes `metrics.jsonl`, before those that read it
-        Trackers(config.log) if config.log.trackers else None,  # copies `metrics.jsonl`
-        Ledger(),  # writes the samples of each step
-        _quarantine(parts),  # writes the samples that could not be used; ends a run that uses too few
-        parts.ema,  # averages the weights, before anything evaluates or exports the average
+        StopOnSignal(),  # handles signals, also while the other callbacks start
+        Meter(config.log.every),  # writes `metrics.jsonl`, which later callbacks read
+        Trackers(config.log) if config.log.trackers else None,  # copies `metrics.jsonl` to experiment trackers
+        Ledger(),  # records the samples of each step
+        _quarantine(parts),  # records unusable samples; ends a run that has too many
+        parts.ema,  # averages the weights; later callbacks evaluate and export the average
         _export(parts) if config.checkpoint.export else None,  # writes the trained model at the end
-        Report(history),  # writes the page at the end, from all records above
+        Report(history),  # writes `report.html` at the end
         _coverage(parts),  # checks that every trained tensor receives a gradient
-        _generation(parts) if config.train.generate_every else None,  # generates samples of held-out prompts
-        KeepLossScale(parts.loss_scale) if parts.loss_scale is not None else None,  # in checkpoints of float16 runs
-        parts.held_out,  # ends the processes that read held-out data
-        *best_callbacks(config, parts.held_out is not None, parts.checkpoints),  # keep the best, stop early
-        *named_callbacks(config.train),  # of the recipe
-        *extra,  # of the caller
+        _generation(parts) if config.train.generate_every else None,  # generates answers or previews during training
+        KeepLossScale(parts.loss_scale) if parts.loss_scale is not None else None,  # saves the loss scale of float16
+        parts.held_out,  # reads held-out data; ends its worker processes
+        *best_callbacks(
+            config, parts.held_out is not None, parts.checkpoints
+        ),  # `checkpoint.keep_best`, `train.early_stop`
+        *named_callbacks(config.train),  # `train.callbacks`
+        *extra,  # callbacks of the caller of `tessera.train`
         StepProfiler(config.profile, parts.setup.plan.roles.blocks) if config.profile.steps is not None else None,
         Watchdog(parts.setup.plan.roles.blocks, config.parallel)
         if watched
-        else None,  # last: watches the end of the others
+        else None,  # last: watches the ranks until all callbacks have ended
     ]
     return [callback for callback in callbacks if callback is not None]
 
@@ -123,7 +125,7 @@ def _generation(parts: CallbackParts) -> Callback:
 
 
 def named_callbacks(section: TrainSection) -> list[Callback]:
-    """Return new callbacks, in the order of `train.callbacks`."""
+    """Return the callbacks that `train.callbacks` names, in order."""
     callbacks: list[Callback] = []
     for number, entry in enumerate(section.callbacks):
         named = entry if isinstance(entry, CallbackSection) else CallbackSection(name=entry)
@@ -134,7 +136,7 @@ def named_callbacks(section: TrainSection) -> list[Callback]:
         callback = make(**named.options)
         if not isinstance(callback, Callback):
             raise TesseraError(
-                f"{named.name} returned a {type(callback).__name__}, which is no callback",
+                f"{named.name} returned a {type(callback).__name__}, which is no Callback",
                 where=where,
                 fix="derive the class from tessera.core.callback.Callback",
                 code="recipe.no-callback",

@@ -18,26 +18,30 @@ from tessera.runtime.modules import local_shard
 
 log = logging.getLogger("tessera")
 
-LOOKS = 3  # steps in which a gradient may be zeros: behind an output that begins as zero, the first one's are
+LOOKS = 3  # number of steps that are checked for gradients of zeros
 
 
 class Coverage(Callback):
-    """Check after the first step that every trained tensor received a gradient: one that did not would never learn.
+    """Check in the first step that every trained tensor received a gradient: a tensor without one would never learn.
 
-    Gradients of zeros are checked again in the next steps, and reported if they stay zero."""
+    Gradients of zeros are reported only if they are zeros in each of `LOOKS` steps: behind an output layer that begins
+    as zero, the first gradients are zeros.
+    """
 
     def __init__(self, names: Sequence[str], policy: Literal["stop", "warn"]) -> None:
-        self.names = list(names)  # of all trained parameters of the model; a rank may hold some of them
+        self.names = list(names)  # trained parameters of the full model; a rank may have only some of them
         self.policy = policy
         self._looks = 0
-        self._idle: set[str] | None = None  # received zeros in all steps so far; None before the first
+        self._idle: set[str] | None = (
+            None  # tensors with gradients of zeros in all steps so far; None before the first step
+        )
 
     def on_before_optim(self, trainer: TrainerHandle) -> None:
         if self._looks == LOOKS or self._idle == set():
             return
         self._looks += 1
         received, nonzero = self._gather(trainer)
-        # The first factor of a fresh adapter gets a gradient once the second, which begins at zero, has moved.
+        # The first factor of a new adapter has a gradient of zeros while the second factor is zero.
         idle = {name for name in received - nonzero if f".{A}." not in name}
         if self._idle is None:
             self._idle = idle
@@ -45,15 +49,15 @@ class Coverage(Callback):
         self._idle &= idle
         if self._idle and self._looks == LOOKS and trainer.world.is_main:
             log.warning(
-                "%d trained tensors received a gradient of zeros in each of %d steps: %s. That is so for an encoder "
-                "that the batches have no input for",
+                "%d trained tensors received a gradient of zeros in each of %d steps: %s. An encoder does so if the "
+                "batches have no input for it",
                 len(self._idle),
                 LOOKS,
                 few_names(sorted(self._idle)),
             )
 
     def _gather(self, trainer: TrainerHandle) -> tuple[set[str], set[str]]:
-        """Return the tensors that received a gradient on any rank, and those whose gradient is not zeros."""
+        """Return the names of tensors with a gradient on any rank, and of tensors with a gradient other than zeros."""
         numbers = {name: number for number, name in enumerate(self.names)}
         received = torch.zeros(len(self.names), 2)
         sizes: dict[int, torch.Tensor] = {}
@@ -67,7 +71,7 @@ class Coverage(Callback):
         if sizes:
             device = next(iter(sizes.values())).device
             read = torch.stack([size.to(device) for size in sizes.values()]).cpu()
-            received[list(sizes), 1] = (read != 0).float()  # nan counts as a gradient
+            received[list(sizes), 1] = (read != 0).float()  # nan counts as other than zero
         if trainer.world.size > 1:
             dist.all_reduce(received, op=dist.ReduceOp.MAX)
         columns = [
@@ -98,7 +102,7 @@ class Coverage(Callback):
 
 
 class KeepLossScale(Callback):
-    """Keep the loss scale of float16 in the checkpoint."""
+    """Save the loss scale of float16 in checkpoints."""
 
     def __init__(self, loss_scale: LossScale) -> None:
         self._loss_scale = loss_scale

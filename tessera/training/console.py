@@ -8,12 +8,12 @@ from typing import Any
 
 from tessera.runtime import log
 
-WAITS = 0.05  # the line shows a larger share of time spent in waiting for data
-UNEVEN = 1.1  # the line shows a larger ratio of the work of the busiest rank to the mean
-METRICS = 2  # of the objective on the line; metrics.jsonl has all of them
+WAITS = 0.05  # the line shows the share of time spent on waiting for data from here on
+UNEVEN = 1.1  # the line shows the ratio of the busiest rank's work to the mean from here on
+METRICS = 2  # number of the objective's metrics on the line
 _UNITS = {"tokens": "tok"}
 
-Field = tuple[str, str]  # a name, which may be empty, and a value
+Field = tuple[str, str]  # name and value; the name may be empty
 
 
 def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ()) -> list[Field]:
@@ -38,7 +38,7 @@ def step_fields(row: Mapping[str, Any], steps: int, metrics: Sequence[str] = ())
         None if speed is None else ("", speed),
         ("mfu", f"{row['mfu']:.0%}") if "mfu" in row else None,
         ("", f"{_brief(row['peak_memory_gib'])} GiB"),
-        ("eta", clock(remaining)) if row["step"] > 1 else None,  # the first step warms caches and compiles
+        ("eta", clock(remaining)) if row["step"] > 1 else None,  # the first step is slow: it fills caches and compiles
     ]
     return [field for field in fields if field is not None]
 
@@ -57,7 +57,7 @@ def styled(fields: Sequence[Field]) -> str:
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Return the means of some numbers over steps whose updates were applied, and how many were not."""
+    """Return the means of some numbers over steps with an applied update, and the number of skipped steps."""
     applied = [row for row in rows if not row.get("skipped")]
     means: dict[str, Any] = {}
     for name in names:
@@ -77,7 +77,7 @@ def clock(seconds: float) -> str:
 
 
 def _speed(row: Mapping[str, Any]) -> str | None:
-    """Return the speed in tokens, or in another unit that is counted."""
+    """Return the speed in tokens per second, or in another unit that batches count."""
     speeds = {key.removesuffix("_per_s"): value for key, value in row.items() if key.endswith("_per_s") and value}
     name = next((name for name in ("tokens", "samples", *speeds) if name in speeds), None)
     return None if name is None else f"{_brief(speeds[name])} {_UNITS.get(name, name)}/s"

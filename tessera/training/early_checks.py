@@ -1,4 +1,4 @@
-"""Refuse names in a recipe or a command that do not exist, before torch is imported."""
+"""Refuse names and paths of a recipe that do not exist, before torch is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS_WITH_FILES = ("chat", "preference", "unpaired_preference", "generation", 
 
 
 def check_model_names(config: RunConfig) -> None:
-    """Raise for a task, a family, or a folder of the model that does not exist."""
+    """Raise if the task, the family or a folder of the model does not exist."""
     for built_ins, name in ((TASK_NAMES, config.train.task), (FAMILY_NAMES, config.model.family)):
         if name is not None:
             built_ins.check(name)
@@ -32,7 +32,7 @@ def check_model_names(config: RunConfig) -> None:
 
 
 def check_run_names(config: RunConfig) -> None:
-    """Raise for what `check_model_names` refuses, and for data that does not exist."""
+    """Raise if the task, the family, a folder of the model, the data kind or a data file does not exist."""
     check_model_names(config)
     KIND_NAMES.check(config.data.kind)
     check_evaluated(config)
@@ -43,18 +43,18 @@ def check_run_names(config: RunConfig) -> None:
 
 
 def check_path(path: Path, where: str | None = None) -> None:
-    """Raise if a model is neither a file or folder of this machine nor a name on a hub."""
+    """Raise if a path is neither a file or folder nor the name of a model on a hub."""
     if find_hub_id(path, "model", where or "model") is None and not path.exists():
         raise no_such_folder(path, where)
 
 
 def has_held_out(config: RunConfig) -> bool:
-    """Return whether a recipe names held-out data; its caller may also hand over some."""
+    """Return whether a recipe names held-out data."""
     return bool(config.data.eval or config.data.options.get("eval"))
 
 
 def check_evaluated(config: RunConfig) -> None:
-    """Raise for a recipe that evaluates and has no held-out data."""
+    """Raise if `train.eval_every` is set without held-out data."""
     if config.train.eval_interval and not has_held_out(config):
         raise TesseraError(
             f"train.eval_every={config.train.eval_every} has no effect: there is no held-out data",

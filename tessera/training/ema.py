@@ -17,23 +17,23 @@ from tessera.runtime.torch_internals import foreach_lerp_
 
 
 class Ema(Callback):
-    """Average the trained weights in fp32: an average that moves by a thousandth a step would stand still in bf16.
+    """Average the trained weights over the steps with an applied update.
 
-    Steps whose update was dropped do not count.
+    The average is in fp32: in bf16 it could not follow changes of a thousandth.
     """
 
     def __init__(self, settings: EmaSection, module: nn.Module) -> None:
         self.settings = settings
         self.module = module
         self.updates = 0
-        # Two stages of a pipeline on one rank may have copies of one parameter, with one name: both are averaged.
+        # Two pipeline stages on one rank may share a parameter: both copies, with one name, are averaged.
         self._trained = [(clean_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
         self._average: list[Tensor] = []
 
     @torch.no_grad()
     def on_start(self, trainer: TrainerHandle) -> None:
         self._follow_names()
-        if self.updates == 0:  # it begins here, or the checkpoint knew of none
+        if self.updates == 0:  # a new run, or a checkpoint without an average
             for (_, weight), average in zip(self._trained, self._averages(), strict=True):
                 local_shard(average).copy_(local_shard(weight))
 
@@ -58,8 +58,8 @@ class Ema(Callback):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the module the average for its weights while the context is entered."""
-        reshard(self.module)  # gathered weights would hide a change of their shards
+        """Replace the weights of the module by the average inside of the context."""
+        reshard(self.module)  # weights that FSDP has gathered would hide the change of the shards
         with torch.no_grad():
             weights = [local_shard(weight).detach().clone() for _, weight in self._trained]
             for (_, weight), average in zip(self._trained, self._averages(), strict=True):
@@ -67,7 +67,7 @@ class Ema(Callback):
         try:
             yield
         finally:
-            reshard(self.module)  # drop weights that an evaluation gathered from the average
+            reshard(self.module)  # free weights that FSDP gathered from the average
             with torch.no_grad():
                 for (_, weight), before in zip(self._trained, weights, strict=True):
                     local_shard(weight).copy_(before)
@@ -87,14 +87,14 @@ class Ema(Callback):
         self.updates = int(state.get("updates", 0))
 
     def _averages(self) -> list[Tensor]:
-        """Return the averages. They are made at the first call, when the weights are allocated."""
+        """Return the averages of all trained parameters. The first call allocates them."""
         if len(self._average) != len(self._trained):
             self._average = [weight.detach().to(torch.float32, copy=True) for _, weight in self._trained]
         return self._average
 
     @torch.no_grad()
     def _follow_names(self) -> None:
-        """Copy the first of several parameters with one name to the others: a checkpoint fills the first."""
+        """Copy the first average of each name to the others of that name: a checkpoint fills only the first."""
         first: dict[str, Tensor] = {}
         for (name, _), average in zip(self._trained, self._averages(), strict=True):
             source = first.setdefault(name, average)

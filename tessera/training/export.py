@@ -24,8 +24,8 @@ _log = logging.getLogger("tessera")
 class Export(Callback):
     """Write `RUN/hf` when training is complete.
 
-    A run that trained adapters writes `RUN/adapter`, and `RUN/hf` only with `model.lora.merge`. A run that was asked to
-    stop is not complete and writes nothing.
+    A run that trained adapters writes `RUN/adapter`, and `RUN/hf` only with `model.lora.merge`. A stopped
+    run is not complete and writes nothing.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Export(Callback):
         average: Callable[[], AbstractContextManager[None]] | None = None,
         saved: Sequence[str] = (),
     ) -> None:
-        """Make the callback. `saved`: parameters that are fully trained beside adapters. `average`: a context with
-        averaged weights, which are exported with the suffix `-ema`."""
+        """Take the parts of the model. `average`: a context with averaged weights, which are also exported, with the
+        suffix `-ema`. `saved`: parameters that are trained in full beside adapters."""
         self._parts = (spec, model_config, processor)
         self._adapters = adapters or {}
         self._average = average
@@ -85,6 +85,6 @@ class Export(Callback):
             adapters=self._adapters,
             origin=made_from("hf", folder),
             overwrite=True,
-            # What was trained exists nowhere else where the last step is not saved: it is then written as it is.
+            # Without a checkpoint of the last step, the export is the only copy: it is written without a proof.
             prove="never" if saved.prove == "auto" and not saved.at_end else saved.prove,
         )

@@ -1,4 +1,4 @@
-"""List the keys of a recipe that lower its memory, those that cost least first. An error and a plan both name them."""
+"""List the changes of a recipe that lower its memory, the cheapest first, for errors and plans."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tessera.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class MemoryKey:
-    """Hold a change of a recipe: the keys with their new values, and the effect."""
+    """Hold a change of a recipe that lowers its memory: keys with new values, and the effect."""
 
     settings: dict[str, Any]
     why: str
-    lowers: Literal["step", "held"]  # memory of a step, or memory held all the time
-    while_training: bool = True  # whether a run can be resumed with it
+    lowers: Literal["step", "held"]  # "step": memory of activations; "held": memory of weights and optimizer state
+    while_training: bool = True  # whether a resume accepts the change
 
     @property
     def text(self) -> str:
-        """Return the change as it is written on the command line."""
+        """Return the change in the syntax of the command line."""
         return " ".join(f"{key}={_word(value)}" for key, value in self.settings.items())
 
 
@@ -32,7 +32,7 @@ def _word(value: Any) -> str:
 
 
 def memory_keys(config: RunConfig, ranks: int, blocks: Sequence[str]) -> list[MemoryKey]:
-    """Return the changes that the recipe does not have yet. `blocks`: paths of the modules that could be recomputed."""
+    """Return the changes that lower the memory of this recipe. `blocks`: paths of modules that can be recomputed."""
     train, parallel, lora = config.train, config.parallel, config.model.lora
     keys: list[MemoryKey] = []
     if train.micro_batch > 1:

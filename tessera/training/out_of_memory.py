@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error of the device: which micro-batch it was, and which key to change."""
+"""Explain an out-of-memory error of the device: name the micro-batch, and the key to change."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tessera.runtime import device as devices
 from tessera.runtime import log
 from tessera.training.memory_keys import memory_keys
 
-_COUNTS = ("images", "frames", "patches")  # shown where a batch has some
+_COUNTS = ("images", "frames", "patches")  # counts of a batch that the error names
 _UPDATE = "updating weights"
 
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Explain memory errors of a run, with the key that lowers its memory."""
+    """Explain out-of-memory errors of a run, and name a key that lowers its memory."""
 
     config: RunConfig
     ranks: int = 1
-    blocks: Sequence[str] = field(default_factory=tuple)  # paths of the modules that could be recomputed
+    blocks: Sequence[str] = field(default_factory=tuple)  # paths of modules that can be recomputed
 
     @contextlib.contextmanager
     def explained(self, trainer: TrainerHandle, microbatches: Sequence[Batch]) -> Iterator[None]:
-        """Raise a `TesseraError` in the place of an out-of-memory error of the block.
+        """Raise a `TesseraError` in place of an out-of-memory error of the block.
 
-        A run of one rank saves the steps that it has done. Other ranks wait for this one in a collective, and are ended
-        by the watchdog: their newest checkpoint serves.
+        A run of one rank saves its finished steps first. With several ranks that is impossible: the others wait in a
+        collective until the watchdog ends them.
         """
         try:
             yield
@@ -40,7 +40,7 @@ class MemoryAdvice:
             if not devices.is_out_of_memory(error):
                 raise
             explained = self.explain(error, trainer, microbatches)
-            # What the failed step holds on the device is held by these frames alone.
+            # Free the tensors of the failed step, which only these stack frames reference.
             traceback.clear_frames(error.__traceback__)
             if trainer.world.size == 1 and trainer.step > 0 and trainer.phase != _UPDATE:
                 with contextlib.suppress(Exception):
@@ -69,22 +69,22 @@ class MemoryAdvice:
             f"{devices.name(device)} is out of memory at step {trainer.step + 1}, {what}. "
             f"Peak {memory.peak / 2**30:.1f} of {memory.total / 2**30:.1f} GiB; {first_line(_cause(error))[:200]}",
             where=f"rank {trainer.world.rank}, {phase}" + (f", samples {ids}" if at is not None and ids else ""),
-            fix=f"{key} ({why}); docs/how-to/fit-it-into-memory.md has the others. `tessera resume RUN {key}` goes on",
+            fix=f"{key} ({why}); docs/how-to/fit-it-into-memory.md has more. `tessera resume RUN {key}` continues",
             code="memory.device-full",
         )
 
     def key(self, phase: str) -> tuple[str, str]:
-        """Return the first key to change, with its effect."""
+        """Return the cheapest change that helps in this phase, and its effect."""
         keys = [key for key in memory_keys(self.config, self.ranks, self.blocks) if key.while_training]
         if phase == _UPDATE:
             keys = [key for key in keys if key.lowers == "held"] or keys
-        elif phase == "evaluating":  # nothing is kept for backward there
+        elif phase == "evaluating":  # an evaluation stores no activations for backward
             keys = [key for key in keys if key.lowers == "held"] + keys[-1:]
         return keys[0].text, keys[0].why
 
 
 def describe(batches: Sequence[Batch]) -> str:
-    """Return how much there is in some micro-batches."""
+    """Return the rows, tokens, samples and images of some micro-batches, in words."""
     counts: dict[str, int] = {}
     for batch in batches:
         for name, value in batch.counts.items():
@@ -99,7 +99,7 @@ def describe(batches: Sequence[Batch]) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error of the device itself: a pipeline wraps it into another one."""
+    """Return the error of the device, which a pipeline wraps into another error."""
     while error.__cause__ is not None and devices.is_out_of_memory(error.__cause__):
         error = error.__cause__
     return error

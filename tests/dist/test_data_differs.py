@@ -37,5 +37,5 @@ def test_ranks_with_other_data_are_named_on_all(difference: str, world: int, tmp
         rows.unlink()
     recipe = chat_recipe(Path(), tmp_path / "out", steps=2, global_batch=world)
     answers = run_ranks(refused, world, recipe, folders, timeout=60)
-    expected = "no such data file" if difference == "no file" else f"not the same data everywhere: rank {world - 1}"
+    expected = "no such data file" if difference == "no file" else f"ranks have different data: rank {world - 1}"
     assert all(expected in answer for answer in answers), answers

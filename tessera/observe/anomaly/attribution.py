@@ -1,8 +1,8 @@
 """Find the module and the samples that made a step bad, and describe a bad step.
 
-The step is run again and recorded (`activation_trace`), then its suspect samples one by one. All ranks do this
-together. Each records activations and their gradients, which it computes itself: gradients of weights are summed over
-ranks and do not show which rank spoilt them. Records of ranks that read the same data are joined.
+The step is run again with hooks (`activation_trace`), then the samples of bad micro-batches one by one. All ranks do
+this together. Each rank records its own activations and their gradients. Gradients of weights would not show which rank
+made them bad: they are summed over ranks. The records of ranks that read the same data are summed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tessera.observe.anomaly.state import Damage, find_damage
 from tessera.runtime.modules import clean_name
 
 RECORD = "guard.jsonl"
-MOST = 0.8  # of the excess: the samples that make up this share of it are the cause
+MOST = 0.8  # share of the excess loss or gradient that the named samples must make up
 
 
 class GuardStop(TesseraError):
-    """Stop the run: it cannot go on, or the policy ends it."""
+    """End the run: `guard.policy` or `guard.limit` ends it, or its weights are damaged."""
 
     exit_code = 3
 
@@ -41,13 +41,13 @@ class GuardStop(TesseraError):
 class BadStep:
     """Describe a bad step and its cause for the screen, `guard.jsonl` and the error that ends a run."""
 
-    step: int  # its number, counted from 1
+    step: int  # number of the step, counted from 1
     kind: str
     loss: float
     grad_norm: float
-    cause: Attribution | None = None  # None: not investigated
+    cause: Attribution | None = None  # None: no search for the cause was made
     damage: tuple[Damage, ...] = ()
-    note: str = ""  # added to the description
+    note: str = ""  # advice that is added to the line
 
     @property
     def line(self) -> str:
@@ -82,7 +82,7 @@ class BadStep:
 
 
 def _number(value: float) -> float | str:
-    """Return a value that JSON can hold: it knows no nan."""
+    """Return a value for JSON, which has no nan: numbers that are not finite become text."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -90,24 +90,24 @@ def _number(value: float) -> float | str:
 class Attribution:
     """Name the cause of a bad step."""
 
-    module: str  # in words, with the direction
+    module: str  # such as "forward of vision.patch_embed"
     samples: tuple[str, ...] = ()
-    ambiguous: bool = False  # only some of the samples are the cause, and it is not known which
-    every_sample: bool = False  # all samples of the step show it, so no single one is the cause
+    ambiguous: bool = False  # some of `samples` are the cause, and it is unknown which
+    every_sample: bool = False  # every sample of the step is bad when it is run alone
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """Describe a part of a micro-batch to run apart: its rows, with some of their samples."""
+    """Describe a part of a micro-batch that is run alone: rows with some of their samples."""
 
     rows: tuple[int, ...]
     ids: tuple[str, ...]
-    others: tuple[str, ...]  # left out
+    others: tuple[str, ...]  # samples of these rows that are left out
 
 
 @dataclass(frozen=True)
 class _Observation:
-    """Hold the observations of a micro-batch or a probe, of one rank or of all ranks that read it."""
+    """Hold loss and gradients of a micro-batch or a probe, of one rank or summed over the ranks that share it."""
 
     rows: tuple[tuple[int, int], ...] = ()
     ids: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class _Observation:
         )
 
 
-_Key = tuple[int, int]  # (data rank, number of a micro-batch or a probe there)
+_Key = tuple[int, int]  # data rank, and number of a micro-batch or a probe on that rank
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ class Attributor:
     task: Task
     device: torch.device
     microbatches: Sequence[Batch]
-    source: StepSource  # reads samples of the step again, where it can
+    source: StepSource  # reads samples of the step again
     data_rank: int  # position on the data axis: ranks that share it read the same rows
-    engine_microbatches: int  # that one step of the engine needs
-    seed: Callable[[], None]  # sets the random generators to where the step began
+    engine_microbatches: int  # number of micro-batches that one step of the engine needs
+    seed: Callable[[], None]  # sets the random generators to their state at the start of the step
     most_probes: int
 
     def attribute(self, kind: AnomalyKind, usual_loss: float) -> Attribution:
@@ -161,7 +161,7 @@ class Attributor:
             suspects = {key: observed[key] for key in _bad(observed, kind, usual_loss)}
             samples, ambiguous = self._probe_samples(suspects, kind, usual_loss)
         names = {name for observation in observed.values() for name in observation.ids}
-        # Each of several samples shows the fault when it is run alone.
+        # True where each of two or more samples is bad when it is run alone.
         every_sample = kind == "not finite" and len(names) > 1 and not ambiguous and names == set(samples)
         return Attribution(module, () if every_sample else samples, ambiguous, every_sample)
 
@@ -170,7 +170,7 @@ class Attributor:
         return trace_step(self.module, self.engine, self.task, microbatches)
 
     def _bad_module(self, trace: ActivationTrace) -> str:
-        """Return the bad module of all ranks that is nearest to the cause, else a parameter with a bad gradient."""
+        """Return the first module of any rank with bad outputs; without one, a parameter with a bad gradient."""
         modules = [one for one in Ranks.current().on_all(lambda: first_bad(trace.records)) if one is not None]
         if modules:
             return min(modules, key=lambda one: one[0])[1]
@@ -179,7 +179,7 @@ class Attributor:
         return f"gradient of {damage[0].name}" if damage else "the loss"
 
     def _probes(self, observed: _Observation) -> list[_Probe]:
-        """Return the parts of a micro-batch to run apart: its samples, where they can be left out, else its rows."""
+        """Return the parts of a micro-batch to run alone: samples, or rows if the source cannot leave samples out."""
         rows = tuple(row for row, _ in observed.rows)
         if self.source.can_leave_out:
             ids = tuple(dict.fromkeys(observed.ids))
@@ -195,26 +195,26 @@ class Attributor:
     def _probe_samples(
         self, suspects: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: float
     ) -> tuple[tuple[str, ...], bool]:
-        """Run the samples of suspect micro-batches apart. Return the guilty ones, and whether some are guiltless."""
-        plan: dict[int, list[_Probe]] = {}  # by data rank
+        """Run the samples of bad micro-batches alone. Return the bad samples, and whether some of them may be good."""
+        plan: dict[int, list[_Probe]] = {}  # probes of each data rank
         samples: list[str] = []
         ambiguous = False
         for (data_rank, _), observation in suspects.items():
             probes = self._probes(observation)
             if len(probes) < 2 or len(probes) + len(plan.get(data_rank, ())) > self.most_probes:
-                samples += observation.ids  # they need no probe, or cannot be probed
+                samples += observation.ids  # a single sample, or too many for `guard.probes`
                 ambiguous |= len(observation.ids) > 1
             else:
                 plan.setdefault(data_rank, []).extend(probes)
         guilty = _bad(self._join(self._run(plan)), kind, usual_loss)
         samples += [name for data_rank, number in guilty for name in plan[data_rank][number].ids]
-        if plan and not guilty and kind == "not finite":  # the fault only shows with several of them
+        if plan and not guilty and kind == "not finite":  # no sample is bad alone: any of them may be the cause
             samples += [name for probes in plan.values() for probe in probes for name in probe.ids]
             ambiguous = True
         return tuple(dict.fromkeys(samples)), ambiguous
 
     def _run(self, plan: Mapping[int, Sequence[_Probe]]) -> dict[int, _Observation]:
-        """Run the probes of this rank. All ranks run equally often; one without a probe runs its first micro-batch."""
+        """Run the probes of this rank. A rank with fewer probes runs a micro-batch: collectives need all ranks."""
         mine = plan.get(self.data_rank, [])
         observed: dict[int, _Observation] = {}
         for number in range(max((len(probes) for probes in plan.values()), default=0)):
@@ -245,7 +245,7 @@ def _bad(observed: Mapping[_Key, _Observation], kind: AnomalyKind, usual_loss: f
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers afterwards: a step changes some, such as the loads of experts."""
+    """Restore the buffers of a module after the block: forward changes some, such as the loads of experts."""
     copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -256,10 +256,10 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
-    """Return the first module with an output that is not finite, else the first one with such a gradient.
+    """Return the first module with an output, or a gradient of its output, that is not finite.
 
-    The number is the distance to the cause, 0 being the nearest: forward comes before backward, and a module whose
-    inputs were finite, so that the fault began there, before one whose inputs were not.
+    The number ranks the results of several ranks, the best first. 0: the inputs of the module were finite, so that the
+    fault began there. 1: they were not. 2: only a gradient is bad.
     """
     bad = [record for record in records if not record.finite]
     for record in bad:
@@ -271,9 +271,9 @@ def first_bad(records: Sequence[TensorRecord]) -> tuple[int, str] | None:
 
 
 def dominant(excess: Sequence[float]) -> list[int]:
-    """Return the indices of the few values that make up most of the excess.
+    """Return the indices of the largest values that together make up the share `MOST` of the sum.
 
-    The list is empty where the excess is spread over many: then no single sample is the cause.
+    Return nothing if that takes more than half of the values: then no single sample is the cause.
     """
     total = math.fsum(value for value in excess if value > 0)
     if not total > 0:

@@ -1,12 +1,12 @@
 """Check the loss and gradient norm of a step, and apply its update fully, clipped further, or not at all.
 
 `RunningLimit` computes the highest usual value of a loss or a gradient norm: a single value above it is a spike.
-`DivergenceDetector` finds a loss that stays above the first one.
+`DivergenceDetector` detects a loss that stays above the first loss.
 
-The check runs on the device, with the same result on every rank, and the host reads the result once a step. Where the
-kernel of the optimizer can skip its work by a flag (`found_inf`, as for loss scalers), the update is queued before the
-host reads: the device never waits for the host, and the host only waits until backward is done. Elsewhere the host
-reads first. The update of a spike is clipped by the factor that the optimizer multiplies gradients with anyway.
+The check runs on the device, with the same result on every rank, and the host reads the result once a step. Fused
+optimizers skip the update by a flag on the device (`found_inf`, as for loss scalers). For them the update is queued
+before the host reads the result, so that the device never waits for the host. Before other updates the host reads the
+result. The update of a spike is clipped by the factor that the optimizer multiplies gradients with in any step.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from tessera.optim.optimizer import multiply_update
 from tessera.runtime import device as devices
 
 AnomalyKind = Literal["not finite", "loss spike", "gradient spike"]
-RECENT = 11  # values whose median is the level: it follows a falling loss, and a single value does not move it
-LEAST_SPREAD = 0.05  # of the level: small changes of a value that hardly moves are not spikes
-REPEATED = 3  # a rise that happened so often within the window may happen again, twice as high: it is no spike
-IN_A_ROW = 3  # values in a row above the limit are a new level, not a spike
-LASTING = 50  # steps in a row above the first loss that make a divergence
-FIRST = 3  # steps whose median is the first loss
-SOON = 5  # steps in a row that make it likely
-LEARNT = 0.1  # of the first loss: less is no progress that could be lost
-FAR = 3.0  # times the very first loss: with far too high a learning rate the second one is so high already
+RECENT = 11  # the level is the median of so many values; a single value does not move it
+LEAST_SPREAD = 0.05  # share of the level that a usual rise is at least
+REPEATED = 3  # a rise that occurred so often within the window is usual, up to twice its height
+IN_A_ROW = 3  # so many values in a row above the limit are a new level
+LASTING = 50  # a loss above the first loss for so many steps is a divergence
+FIRST = 3  # the first loss is the median of so many steps
+SOON = 5  # a loss above the first loss for so many steps is a likely divergence
+LEARNT = 0.1  # a run has learnt something when the loss fell by this share of the first loss
+FAR = 3.0  # a loss this many times the loss of step 1 is a divergence also in a run that never learnt
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """State the limits of a step, equal on every rank."""
+    """Hold the limits for loss and gradient norm of a step, equal on every rank."""
 
-    loss: float = math.inf  # a larger one is a spike
+    loss: float = math.inf  # a larger loss is a spike
     grad_norm: float = math.inf
-    clip_norm: float = math.inf  # to which every gradient is clipped
-    clip_to: float = math.inf  # to which the gradient of a spike is clipped
-    drop_spikes: bool = False  # otherwise the update of a spike is clipped
+    clip_norm: float = math.inf  # gradient norm that every step is clipped to
+    clip_to: float = math.inf  # gradient norm that a spike is clipped to
+    drop_spikes: bool = False  # off: the update of a spike is clipped
 
 
 @dataclass(frozen=True)
 class StepCheck:
-    """State the result for one step, equal on every rank but for a loss and a norm that are not finite."""
+    """Hold the result of checking a step. It is equal on every rank, except for values that are not finite."""
 
-    kind: AnomalyKind | None  # None: nothing is wrong
+    kind: AnomalyKind | None  # None: the step is good
     applied: bool
     loss: float
     grad_norm: float
 
 
 def checked_update(optimizer: Optimizer, loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> StepCheck:
-    """Step the optimizer, unless the loss or the norm is not finite on any rank; return the result of the check.
+    """Step the optimizer unless loss or gradient norm is not finite on a rank; return the result of the check.
 
-    On a spike the step is dropped with `limits.drop_spikes`; otherwise the gradients are clipped to `limits.clip_to`.
+    The update of a spike is dropped with `limits.drop_spikes`, and otherwise clipped to `limits.clip_to`.
     """
     checked = check_step(loss, grad_norm, limits)
     not_finite, spike = checked[0], checked[1]
@@ -93,7 +93,7 @@ def _result(numbers: list[float], limits: StepLimits) -> StepCheck:
 def check_step(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
     """Return four numbers on the device: 1 if loss or norm is not finite, 1 if one is a spike, the loss and the norm.
 
-    Each is the largest of all ranks, so that all ranks decide equally, now and from their statistics later.
+    Each is the largest over all ranks, so that all ranks decide equally.
     """
     wide = devices.sum_dtype(loss.device)
     values = torch.stack([loss.detach().to(wide), grad_norm.detach().to(device=loss.device, dtype=wide)])
@@ -106,10 +106,10 @@ def check_step(loss: Tensor, grad_norm: Tensor, limits: StepLimits) -> Tensor:
 
 @torch.no_grad()
 def _clip_further(optimizer: Optimizer, spike: Tensor, grad_norm: Tensor, limits: StepLimits) -> None:
-    """Lower the factor of the gradients of a spike, so that their norm is at most `clip_to`; of no other step."""
+    """Multiply the gradients of a spike by a factor, so that their norm is at most `clip_to`."""
     if not math.isfinite(limits.clip_to):
         return
-    # The factor that is there clips to `clip_norm` already.
+    # The optimizer already multiplies by a factor that clips to `clip_norm`; this one is applied on top.
     further = (limits.clip_to / (grad_norm.clamp(max=limits.clip_norm) + 1e-6)).clamp(max=1.0)
     further = torch.where(spike > 0, further, torch.ones_like(further))
     multiply_update(optimizer, further)
@@ -118,7 +118,7 @@ def _clip_further(optimizer: Optimizer, spike: Tensor, grad_norm: Tensor, limits
 def acts_on_flag(optimizer: Optimizer, device: torch.device) -> bool:
     """Return whether the optimizer's kernels read `found_inf` on the device when they run, so that `step_unless` works.
 
-    Only fused kernels read it, and on a CPU they would read it before it is known.
+    Only fused kernels on an accelerator do. On a CPU the update would read the flag before the host has set it.
     """
     if device.type == "cpu" or not all(group.get("fused") for group in optimizer.param_groups):
         return False
@@ -126,7 +126,7 @@ def acts_on_flag(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def step_unless(optimizer: Optimizer, flag: Tensor) -> None:
-    """Queue an update that leaves weights, moments and step counts alone if the flag is 1 by the time it runs."""
+    """Queue an optimizer step that changes nothing if the flag on the device is 1 when it runs."""
     flagged: Any = optimizer
     flagged.found_inf = flag.float()
     try:
@@ -136,21 +136,21 @@ def step_unless(optimizer: Optimizer, flag: Tensor) -> None:
 
 
 class RunningLimit:
-    """Follow the level of a value and how far it usually rises above that level.
+    """Compute the limit above which a loss or a gradient norm is a spike.
 
-    Every finite value counts, also a spike: a level that is excluded from the statistics could never become normal, and
-    each following step would be a spike. A single value moves neither the level nor the limit.
+    The limit follows from the level of recent values and their usual rises above it. Spikes count, too: otherwise a
+    lasting new level would be a spike in every step. A single value moves neither the level nor the limit.
 
-    `ordinary`: values up to this are never spikes (for gradient norms: what clipping lets through unchanged).
+    `ordinary`: values up to this are never spikes; for gradient norms, `optim.clip_norm`.
     """
 
     def __init__(self, factor: float | None, window: int, warmup: int, ordinary: float = 0.0) -> None:
         self.factor = factor
-        self.warmup = min(warmup, window)  # the window holds no more
+        self.warmup = min(warmup, window)  # no more values than the window has are stored
         self.ordinary = ordinary
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._rises: deque[float] = deque(maxlen=window)
-        self._highest = 0.0  # the highest level that the run had
+        self._highest = 0.0  # highest level since the run began
 
     def add(self, value: float) -> None:
         if not math.isfinite(value):
@@ -161,7 +161,7 @@ class RunningLimit:
             self._highest = max(self._highest, abs(self.level))
 
     def accept_new_level(self) -> None:
-        """Take the last values as the new level, and not as rises above the old one."""
+        """Make the last `IN_A_ROW` values the new level, and remove them from the rises."""
         newest = list(self._recent)[-IN_A_ROW:]
         self._recent.clear()
         self._recent.extend(newest)
@@ -174,13 +174,13 @@ class RunningLimit:
 
     @property
     def limit(self) -> float:
-        """Return the highest value that is no spike; infinity while too little is known."""
+        """Return the highest value that is no spike; infinity during the first `warmup` values."""
         if self.factor is None or len(self._rises) < self.warmup:
             return math.inf
         ordered = sorted(self._rises)
         usual = ordered[math.ceil(0.9 * len(ordered)) - 1]
         level = abs(self.level)
-        # Noise does not shrink as fast as the loss does: the limit of a loss that fell from 6 to 0.01 is wider.
+        # The noise of a loss shrinks slower than the loss: a loss that fell far has a wider limit than its level gives.
         scale = max(math.sqrt(level * max(level, self._highest)), self.ordinary)
         above = max(self.factor * max(usual, LEAST_SPREAD * scale), 2 * ordered[-REPEATED:][0], 1e-12)
         return max(self.level, self.ordinary) + above
@@ -197,11 +197,11 @@ class RunningLimit:
 
 
 class DivergenceDetector:
-    """Compare the level of the loss with the first loss and with the best level."""
+    """Detect a divergence: the loss stays above the first loss after it had been lower."""
 
     def __init__(self) -> None:
         self.best = float("inf")
-        self.lost = 0  # steps in a row at which all progress is lost
+        self.lost = 0  # number of steps in a row with a loss above the first loss
         self._reported = False
         self._first: list[float] = []
         self._count = 0
@@ -212,18 +212,18 @@ class DivergenceDetector:
 
     @property
     def diverging(self) -> bool:
-        """Return whether all progress has been lost for some steps, too few yet to report it."""
+        """Return whether a divergence is likely: the loss has been above the first loss for `SOON` steps."""
         return self.lost >= SOON
 
     def add(self, loss: float, level: float) -> bool:
-        """Take the finite loss of a step and the level it belongs to; return whether to report a divergence."""
+        """Add the finite loss of a step and the current level of the loss; return whether to report a divergence."""
         self._count += 1
         if len(self._first) < FIRST:
             self._first.append(loss)
         if self._count < RECENT:
             return False
         learnt = self.start - self.best >= LEARNT * abs(self.start)
-        # Every single loss has to be so high: a first sample that was easy by chance is not the only easy one.
+        # Loss and level must both be far above: the first batch may have been easy by chance.
         very_first = self._first[0]
         far = min(loss, level) >= very_first + (FAR - 1) * abs(very_first) and very_first != 0
         self.lost = self.lost + 1 if far or (learnt and level >= self.start) else 0
@@ -232,11 +232,11 @@ class DivergenceDetector:
         return self.lost >= LASTING and not self._reported
 
     def mark_reported(self) -> None:
-        """Report nothing more until the loss has fallen again."""
+        """Report no further divergence until the loss has fallen below the first loss."""
         self._reported = True
 
     def state(self) -> dict[str, Any]:
-        best = self.best if self._count >= RECENT else None  # JSON knows no infinity
+        best = self.best if self._count >= RECENT else None  # JSON has no infinity
         flags = {"lost": self.lost, "reported": self._reported}
         return {"first": list(self._first), "best": best, "count": self._count, **flags}
 

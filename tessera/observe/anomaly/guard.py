@@ -1,7 +1,7 @@
-"""Check every step before its update reaches the weights, and treat a bad one by the policy of the recipe.
+"""Check every step before its update reaches the weights, and treat bad steps by `guard.policy`.
 
-The policies are described in docs/how-to/survive-bad-steps.md. Two rules stand above all others: numbers that are
-not finite never reach the weights, and no healthy run is worse off for being watched.
+The policies are described in docs/how-to/survive-bad-steps.md. Two rules hold for all of them: numbers that are not
+finite never reach the weights, and a run that would succeed without the guard succeeds with it.
 """
 
 from __future__ import annotations
@@ -36,46 +36,48 @@ from tessera.runtime.gradients import LossScale
 from tessera.runtime.modules import clean_name
 
 log = logging.getLogger("tessera")
-DROPS = 3  # spikes whose updates may be dropped within a window: a run is never starved of updates
-BACK_TO_ONE_STATE = 3  # times that damaged weights may bring the run back to one and the same state
-INVESTIGATIONS = 10  # within a window: each may take as long as `guard.probes` steps
+DROPS = 3  # most dropped updates within `guard.window` steps; the updates of further spikes are clipped
+BACK_TO_ONE_STATE = 3  # most rollbacks to one step for damaged weights; then the run ends
+INVESTIGATIONS = 10  # most searches for a cause within `guard.window` steps: a search takes up to `guard.probes` steps
 
 
 class Guard(OptimizerStep):
-    """Apply, clip or drop the update of every step, and recover from bad ones by the policy of the recipe."""
+    """Apply, clip or drop the update of every step, and treat bad steps by `guard.policy`."""
 
     def __init__(
         self,
         settings: GuardSection,
         *,
-        clip_norm: float | None = None,  # of all gradients
-        warmup: int = 0,  # steps of the learning rate's warm-up, which are never spikes
+        clip_norm: float | None = None,  # `optim.clip_norm`
+        warmup: int = 0,  # warm-up steps of the learning rate: no spike is reported in them
         loss_scale: LossScale | None = None,
         data_rank: int = 0,  # position on the data axis: ranks that share it read the same rows
-        microbatches: int = 1,  # that one step of the engine needs
+        microbatches: int = 1,  # number of micro-batches that one step of the engine needs
     ) -> None:
         self._loss_scale = loss_scale
         self.settings = settings
         self._data_rank, self._microbatches = data_rank, microbatches
-        self.left_out: dict[str, str] = {}  # samples that are left out, with the reason
+        self.left_out: dict[str, str] = {}  # samples that are left out of the data: reason by id
         self._clip_norm = math.inf if clip_norm is None else clip_norm
         self._warmup = warmup
         self._loss = RunningLimit(settings.loss_spike, settings.window, settings.warmup)
         self._norm = RunningLimit(settings.grad_spike, settings.window, settings.warmup, ordinary=clip_norm or 0.0)
         self._divergence = DivergenceDetector()
-        self._spikes = 0  # in a row
-        self._not_finite = 0  # in a row
-        self._updates = 0  # that were applied, since the run began
-        self._dropped: list[int] = []  # recent spikes whose updates were dropped
-        self._investigated: list[int] = []  # recent steps that were run again
-        self._rewound: set[int] = set()  # steps from which the run went back
-        self._returns: dict[int, int] = {}  # rollbacks for damage, by the step they led to
-        self._passed: set[int] = set()  # steps at which this run stopped before it was resumed
-        self._normal: dict[str, float] = {}  # largest number of each parameter at the last sound check
-        self._moved = 0.0  # sum of the learning rates since then
+        self._spikes = 0  # number of spikes in a row
+        self._not_finite = 0  # number of steps in a row that were not finite
+        self._updates = 0  # number of applied updates since the run began
+        self._dropped: list[int] = []  # numbers of recent steps whose updates were dropped as spikes
+        self._investigated: list[int] = []  # numbers of recent steps whose cause was searched for
+        self._rewound: set[int] = set()  # numbers of steps after which the run went back
+        self._returns: dict[int, int] = {}  # number of rollbacks for damaged weights, by the step that they led to
+        self._passed: set[int] = set()  # steps at which `policy: stop` ended this run before it was resumed
+        self._normal: dict[str, float] = {}  # largest absolute value of each parameter when it was last checked
+        self._moved = 0.0  # sum of the learning rates since `_normal` was measured
         self._never_finite: dict[str, Damage] = {}  # tensors that were not finite when the run began
-        self._first_buffers: dict[str, Tensor] = {}  # the initialisation of weights does not fill them
-        self._counts: dict[str, int] = {}  # of events, by action
+        self._first_buffers: dict[str, Tensor] = {}  # buffers at the start of the run, by name
+        self._counts: dict[
+            str, int
+        ] = {}  # number of bad steps by action: skipped, clipped, went back, stopped, reported
 
     # ------------------------------------------------------------------------------------------ callback
 
@@ -97,15 +99,15 @@ class Guard(OptimizerStep):
         self._updates += result.applied
 
     def check_trained(self, trainer: TrainerHandle) -> None:
-        """Raise if every update was dropped. Overflows of float16 do not count: a short run may have nothing else."""
-        if self._updates or not self._not_finite or trainer.stop_reason is not None:  # a resume goes on after a stop
+        """Raise if the run has applied no update. Steps dropped for overflows of float16 are no reason."""
+        if self._updates or not self._not_finite or trainer.stop_reason is not None:  # a stopped run can be resumed
             return
         raise GuardStop(
             f"nothing was trained: the update of every step up to step {trainer.step} was skipped, because its loss or "
             "gradient was not finite",
             where=str(trainer.config.folder / RECORD),
-            fix="that file names module and samples of each step: look at the data (`tessera data doctor`) and at "
-            "features made beforehand, then train again",
+            fix="read this file: it names module and samples of each step. Check the data (`tessera data doctor`) and "
+            "precomputed features, then train again",
             code="run.nothing-trained",
         )
 
@@ -130,16 +132,18 @@ class Guard(OptimizerStep):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the statistics. Samples that are left out stay so, also when training goes back."""
+        """Restore the statistics. Samples stay left out, also after a rollback to a step before they were."""
         self.left_out = {**state.get("left_out", {}), **self.left_out}
         self._loss.restore(state.get("loss", {}))
         self._norm.restore(state.get("norm", {}))
         self._divergence.restore(state.get("trend", {}))
         self._spikes = int(state.get("spikes", 0))
-        self._updates = int(state.get("updates", bool(state)))  # an older state lacks it: it counts as trained
-        self._not_finite = 0  # a run that is resumed may have as many again
+        self._updates = int(
+            state.get("updates", bool(state))
+        )  # checkpoints of earlier versions lack the key; they count as trained
+        self._not_finite = 0  # the limit counts from the resume on
         self._dropped = list(state.get("dropped", []))
-        if state.get("lr_share", 1.0) < 1.0:  # a run of an earlier version, after a divergence
+        if state.get("lr_share", 1.0) < 1.0:  # earlier versions halved the learning rate after a divergence
             log.warning("guard: the run had trained at %g times optim.lr; set optim.lr to that", state["lr_share"])
 
     # ------------------------------------------------------------------------------------------ one step
@@ -153,7 +157,7 @@ class Guard(OptimizerStep):
         limits = StepLimits() if off else self._limits(trainer.step + 1)
         check = checked_update(trainer.optimizer, loss, grad_norm, limits)
         if check.kind == "not finite" and self._loss_scale is not None and self._loss_scale.explains(check.loss):
-            return "dropped"  # an overflow of float16: the scale is smaller already
+            return "dropped"  # an overflow of float16: the loss scale has been lowered
         if off:
             return "applied" if check.applied else "dropped"
         if check.kind == "not finite":
@@ -169,7 +173,7 @@ class Guard(OptimizerStep):
         self._spikes = 0
         if diverged:
             return self._on_divergence(trainer, check)
-        # Regularly, and before each checkpoint: the run may go back to it, so it has to be sound.
+        # Check the weights every `guard.window` steps, and before each checkpoint: a rollback needs sound checkpoints.
         step, rows = trainer.step + 1, trainer.rows_drawn + trainer.length.rows_per_step
         saves = trainer.length.due(trainer.config.checkpoint.interval, step, rows)
         if saves or step % self.settings.window == 0:
@@ -239,7 +243,7 @@ class Guard(OptimizerStep):
         return "applied"
 
     def _check_weights(self, trainer: RewindHandle, check: StepCheck) -> StepOutcome:
-        """Check the weights for damage that the loss does not show. Sound weights are the new reference."""
+        """Search the weights for damage. Sound weights become the reference of the next search."""
         damage = self._damage(trainer)
         if damage:
             bad_step = BadStep(trainer.step + 1, "damaged", check.loss, check.grad_norm, damage=tuple(damage))
@@ -263,10 +267,10 @@ class Guard(OptimizerStep):
             return replace(bad_step, cause=self._investigate(trainer, check, microbatches))
 
     def _should_investigate(self, check: StepCheck, step: int) -> bool:
-        """Return whether to look for the cause: a spike on request or if the policy needs it, and never too often.
+        """Return whether to search for the cause of a bad step, by `guard.blame` and the number of recent searches.
 
-        In a run whose loss is far above its first one, samples are not the cause: whichever has the largest numbers
-        overflows first."""
+        A diverging run is not investigated: the sample with the largest numbers overflows first, and is not the cause.
+        """
         if self._divergence.diverging and self.settings.blame != "always":
             return False
         self._investigated = [at for at in self._investigated if abs(step - at) < self.settings.window]
@@ -274,7 +278,7 @@ class Guard(OptimizerStep):
             self.settings.blame == "auto"
             and (check.kind == "not finite" or self.settings.policy in ("rollback", "stop"))
         )
-        ends = self._not_finite > self.settings.limit  # the error that ends the run should name the cause
+        ends = self._not_finite > self.settings.limit  # the error that ends the run names the cause
         if not wanted or (len(self._investigated) >= INVESTIGATIONS and not ends):
             return False
         self._investigated.append(step)
@@ -305,19 +309,19 @@ class Guard(OptimizerStep):
         self._normal, self._moved = largest(self._weights(trainer)), 0.0
 
     def _weights(self, trainer: TrainerHandle) -> dict[str, Tensor]:
-        """Return the parameters: how large buffers and optimizer state may become is not known."""
+        """Return the parameters. Buffers and optimizer state are not measured: they may grow by any factor."""
         names = _parameter_names(trainer) - self._never_finite.keys()
         return {name: tensor for name, tensor in _of_model(trainer).items() if name in names}
 
     # ------------------------------------------------------------------------------------------ policies
 
     def _stop_if_asked(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
-        """Stop under `policy: stop`, unless this run was resumed after a stop at the same step."""
+        """End the run under `policy: stop`, unless it was resumed after a stop at the same step."""
         if self.settings.policy != "stop" or bad_step.step in self._passed:
             return
         self._record(trainer, bad_step, "stopped")
         if bad_step.kind != "diverged" and trainer.config.checkpoint.at_end:
-            trainer.save()  # the bad update never reached the weights
+            trainer.save()  # the bad update was not applied
         raise GuardStop(
             bad_step.line,
             where="guard.policy=stop",
@@ -328,15 +332,17 @@ class Guard(OptimizerStep):
     def _too_many(self, trainer: TrainerHandle, bad_step: BadStep) -> GuardStop:
         what = f"{self._not_finite} steps in a row were not finite (guard.limit={self.settings.limit}); the last: "
         if self._divergence.diverging or (bad_step.cause is not None and bad_step.cause.every_sample):
-            # Saving this state would remove a checkpoint of a better one.
+            # No save here: it would remove an older checkpoint with better weights.
             code = "run.diverged"
             fix = f"the run has diverged, or all data is bad: lower optim.lr (now {trainer.config.optim.lr:g}), begin "
-            fix += f"from an earlier checkpoint, and look at the inputs; {trainer.config.folder / RECORD} has each step"
+            fix += f"from an earlier checkpoint, and check the inputs; {trainer.config.folder / RECORD} lists each step"
         else:
             if trainer.config.checkpoint.at_end:
                 trainer.save()
             code = "run.not-finite"
-            fix = f"{trainer.config.folder / RECORD} names module and samples of each: correct the data or the model"
+            fix = (
+                f"{trainer.config.folder / RECORD} names module and samples of each step: correct the data or the model"
+            )
         return GuardStop(what + bad_step.line, where="guard.limit", fix=fix, code=code)
 
     def _on_damage(self, trainer: RewindHandle, bad_step: BadStep) -> StepOutcome:
@@ -348,26 +354,26 @@ class Guard(OptimizerStep):
         return "rewound"
 
     def _go_back(self, trainer: RewindHandle) -> None:
-        """Go back to the newest sound checkpoint, else to the beginning."""
+        """Load the newest checkpoint without damaged weights; without one, restart from the initial weights."""
         with trainer.paused("going back to a good state"):
             trainer.optimizer.zero_grad(set_to_none=True)
             before: int | None = None
             while trainer.resume(before):
                 if not self._damage(trainer):
                     return
-                before = trainer.step  # it was saved after the damage
+                before = trainer.step  # this checkpoint has damaged weights: try an older one
             restart(trainer, self._first_buffers)
 
     def _stop_if_asked_for_damage(self, trainer: TrainerHandle, bad_step: BadStep) -> None:
-        """Stop where going back does not help: damage from before the run, or damage that returns."""
+        """End the run where a rollback does not repair damage: the damage is older than the run, or returns."""
         fix = code = ""
         if any(name in self._never_finite for one in bad_step.damage for name in (one.name, f"{MODEL}{one.name}")):
             code = "weights.not-finite"
-            fix = "these numbers were not finite when the run began: look at the folder or checkpoint they came from"
+            fix = "they were not finite when the run began: check the folder or checkpoint that they were loaded from"
         elif bad_step.step in self._rewound or max(self._returns.values(), default=0) >= BACK_TO_ONE_STATE:
             code = "run.damage-returns"
-            fix = "it came again after going back, so it is no flipped bit: something writes into the weights, or the "
-            fix += "device computes wrongly"
+            fix = "the damage returned after a rollback, so it is no flipped bit: check code that writes into the "
+            fix += "weights, and the device"
         elif self.settings.policy == "stop":
             code = "run.weights-damaged"
             fix = f"`tessera resume {trainer.config.folder}` goes on from the last checkpoint"
@@ -376,7 +382,7 @@ class Guard(OptimizerStep):
             raise GuardStop(bad_step.line, where=f"guard.policy={self.settings.policy}", fix=fix, code=code)
 
     def _go_back_without_samples(self, trainer: RewindHandle, bad_step: BadStep) -> bool:
-        """Go back once for a step, where the data can leave the bad samples out: else the step would repeat."""
+        """Go back under `policy: rollback`, once for each step, if the data can leave the bad samples out."""
         if (
             self.settings.policy != "rollback"
             or bad_step.step in self._rewound

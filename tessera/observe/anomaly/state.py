@@ -1,4 +1,4 @@
-"""Find damage in the state of a run, and bring a run back to its beginning.
+"""Find damaged weights, and set a run back to its beginning.
 
 A bit that flips in memory makes one number of a weight huge, or not finite.
 """
@@ -17,18 +17,18 @@ from tessera.checkpoint.state import MODEL
 from tessera.core.callback import RewindHandle
 from tessera.runtime.modules import local_shard
 
-GROWTH = 100.0  # between two checks the largest number of a tensor does not grow by this factor
-FLOOR = 0.01  # smaller values count as this one: tensors begin at zero
-STEPS = 10.0  # learning rates that an update moves a number by, at most: Adam moves it by about one
+GROWTH = 100.0  # weights that grow by this factor between two checks are damaged
+FLOOR = 0.01  # smallest value that growth is measured from: some tensors begin at zero
+STEPS = 10.0  # an update moves a weight by at most this many learning rates; Adam moves it by about one
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Describe numbers of a tensor that training cannot produce."""
+    """Describe a damaged tensor: it has numbers that no update can have produced."""
 
     name: str
-    value: float  # the worst one
-    count: int  # of numbers that are not finite, or too large
+    value: float  # the number with the largest absolute value, or nan
+    count: int  # how many numbers are not finite or too large
 
     def __str__(self) -> str:
         return f"{self.name} ({self.count} bad number{'s' if self.count > 1 else ''}, worst {self.value:.3g})"
@@ -36,7 +36,7 @@ class Damage:
 
 @torch.no_grad()
 def largest(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest absolute value of this rank's part of each tensor; nan where there is one."""
+    """Return the largest absolute value of this rank's shard of each tensor; nan if the shard has one."""
     parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
     parts = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
     maxima = {name: part.detach().abs().amax().float() for name, part in parts.items()}
@@ -47,11 +47,10 @@ def largest(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float], moved: float = 0.0) -> list[Damage]:
-    """Return the tensors with numbers that training cannot produce, over all ranks, in order.
+    """Return the damaged tensors of all ranks: numbers are not finite, or far larger than an update can have made them.
 
-    `normal`: the result of `largest` at the last sound check. In a tensor that is not in it, only numbers that are not
-    finite are damage. `moved`: the sum of the learning rates of the updates since then: with a high learning rate
-    weights do grow a hundredfold.
+    `normal`: the result of `largest` at the last check. Tensors that are not in it are damaged only by numbers that are
+    not finite. `moved`: the sum of the learning rates since that check, which limits how far weights can have moved.
     """
     mine: list[Damage] = []
     for name, value in largest(tensors).items():
@@ -74,7 +73,7 @@ def find_damage(tensors: Mapping[str, Tensor], normal: Mapping[str, float], move
 
 @torch.no_grad()
 def restart(trainer: RewindHandle, first_buffers: Mapping[str, Tensor]) -> None:
-    """Bring a run back to its beginning. `first_buffers`: the buffers as they were then."""
+    """Set a run back to step 0 with its initial weights. `first_buffers`: the buffers at step 0."""
     for name, tensor in trainer.tensors().items():
         if name in first_buffers:
             local_shard(tensor).copy_(local_shard(first_buffers[name]))

@@ -1,1 +1,1 @@
-"""Draw a run as one page: when it has ended or failed, and on request."""
+"""Draw the report of a run: a page with curves, figures, previews and answers."""

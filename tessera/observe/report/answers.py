@@ -1,4 +1,4 @@
-"""Show generated answers with the images they are about, and the previews of a generation model."""
+"""Write the sections of a report with generated answers and their images, and with previews of a generation model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tessera.runtime import html
 from tessera.runtime.files import leads_out, read_bytes, read_jsonl, step_of
 
 MOST_ANSWERS = 60
-MOST_IMAGES = 6  # of an answer
-SHORT = 28  # characters: shorter answers are written large
-FOLDED = 360  # characters of a longer text that are visible before it is opened
+MOST_IMAGES = 6  # images that are shown for one answer
+SHORT = 28  # answers of up to this many characters are written in large letters
+FOLDED = 360  # characters of a long text that are visible before a click opens the rest
 MOST_TEXT = 20_000
-MOST_PREVIEWS = 8  # steps, spread over the run
+MOST_PREVIEWS = 8  # steps of the run that previews are shown of
 MOST_PREVIEW_BYTES = 4 << 20
 
 STYLE = """
@@ -38,7 +38,7 @@ details.long[open] summary span{display:none}details.long summary i{color:var(--
 
 
 def answers_section(run: RecordedRun) -> str:
-    """Return answers to held-out samples: mistakes first, then correct ones spread evenly over the set."""
+    """Return a section with answers to held-out samples: wrong answers first, then correct ones from all of the set."""
     if not run.answers:
         return ""
     wrong = [row for row in run.answers if not row["correct"]][: MOST_ANSWERS // 2]
@@ -61,7 +61,7 @@ def accuracy_by_group(answers: Iterable[Mapping[str, Any]]) -> list[tuple[str, i
 
 
 def previews_section(folder: Path) -> str:
-    """Return samples of a generation model: a row for each prompt, from the first step to the last."""
+    """Return a section with previews of a generation model: a row for each prompt, with an image for each step."""
     rows = [row for row in read_jsonl(folder / "previews.jsonl") if step_of(row) is not None]
     steps = sorted({row["step"] for row in rows})
     if not steps:
@@ -94,7 +94,7 @@ def _text(text: str, kind: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Return a text as markup. Of a long one the beginning is visible, and a click opens the rest."""
+    """Return text as HTML. Of a long text the beginning is visible, and a click opens the rest."""
     if len(text) <= FOLDED:
         return html.escape(text)
     cut = "" if len(text) <= MOST_TEXT else f"\n[{len(text) - MOST_TEXT:,} more characters]"
@@ -113,13 +113,13 @@ def _images(row: Mapping[str, Any], run: RecordedRun) -> str:
 
 
 def _image(path: str, run: RecordedRun) -> str:
-    """Return an image of the run's folder."""
-    # Imported here, because it imports torch: a page without images is drawn in a fraction of a second.
+    """Return HTML with an image of the run folder embedded; nothing if it cannot be read."""
+    # Imported here because they import torch, which a page without images does not need.
     from tessera.data.media.answer_images import TINY, small_copy
     from tessera.data.media.files import Limits
     from tessera.data.media.images import read_image
 
-    if path.endswith(".gif"):  # embedded as it is, so that it moves
+    if path.endswith(".gif"):  # embedded unchanged, so that it stays animated
         uri = _media(run.folder, path)
         return "" if uri is None else f'<div class="image"><img class="tiny" alt="" src="{uri}"></div>'
     file = _inside(run.folder, path)
@@ -136,7 +136,7 @@ def _image(path: str, run: RecordedRun) -> str:
 
 
 def _media(folder: Path, name: str) -> str | None:
-    """Return a PNG or GIF of the run as a data URI; None for a file that is large, of another type or outside."""
+    """Return a PNG or GIF as a data URI; None for a large file, another type, or a file outside of the run folder."""
     path = _inside(folder, name)
     kind = None if path is None else {".png": "png", ".gif": "gif"}.get(path.suffix)
     if path is None or kind is None:
@@ -149,9 +149,9 @@ def _media(folder: Path, name: str) -> str | None:
 
 
 def _inside(folder: Path, name: str) -> Path | None:
-    """Return a file of the run; None for one outside of it: a run may come from somebody else."""
+    """Return the path of a file; None if it is outside of the run folder, which may come from somebody else."""
     path = folder / name
     try:
         return path if path.is_file() and not leads_out(path, folder) else None
-    except (OSError, ValueError):  # a name may hold anything, such as a NUL
+    except (OSError, ValueError):  # such as a name with a NUL character
         return None

@@ -16,7 +16,7 @@ from tessera.observe.report.page import write_report
 from tessera.runtime import device as devices
 from tessera.runtime.process import usable_cpus
 
-ALIVE_S = 60.0  # between two rows of the history
+ALIVE_S = 60.0  # seconds between two rows of the history
 
 log = logging.getLogger("tessera")
 
@@ -24,11 +24,11 @@ log = logging.getLogger("tessera")
 class SessionHistory(Callback):
     """Record start, steps and failure of a session in `history.jsonl`, and write the report of a run that failed.
 
-    It is the first callback, and so the last one whose `on_error` is called: the other records are complete by then.
+    It is the first callback, so its `on_error` is called last, when the other callbacks have closed their files.
     """
 
     def __init__(self) -> None:
-        self._history: History | None = None  # of the main rank, from the start to the end
+        self._history: History | None = None  # set on the main rank, from start to end
         self._folder = Path()
         self._due = 0.0
 
@@ -60,7 +60,7 @@ class SessionHistory(Callback):
 
 
 class Report(Callback):
-    """Write the report when the run ends, after other callbacks have written their last lines."""
+    """Write the report when the run ends, after the callbacks before it have written their files."""
 
     def __init__(self, history: SessionHistory) -> None:
         self._history = history
@@ -71,6 +71,6 @@ class Report(Callback):
 
 
 def hardware_name(device: torch.device) -> str:
-    """Return the name of a device, and the number of cores of a CPU."""
+    """Return the name of a device; for a CPU with the number of cores."""
     name = devices.name(device)
     return f"CPU ({platform.machine()}), {usable_cpus():g} cores" if name == "CPU" else name

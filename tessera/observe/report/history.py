@@ -1,6 +1,6 @@
 """Record the sessions of a run in `history.jsonl`: a row for each start, each end, and about every minute.
 
-A run that is killed writes no end. Then its last row, and whether its process is alive, decide about its state.
+A killed run writes no end. Whether such a run still runs follows from its process and the time of its last row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tessera.runtime.process import Process
 
 HISTORY = "history.jsonl"
 START, ALIVE, END = "start", "alive", "end"
-SILENT = timedelta(minutes=5)  # after the last row, a run of another machine may be gone
+SILENT = timedelta(minutes=5)  # a run on another machine is "silent" so long after its last row
 _PACKAGES = ("torch", "transformers", "diffusers", "torch-npu")
 
 log = logging.getLogger("tessera")
 
 
 class History:
-    """Append rows to the history of a run. A row that cannot be written is logged."""
+    """Append rows to the history of a run. Errors of writing are logged."""
 
     def __init__(self, folder: Path) -> None:
         self._record = JsonLines(folder / HISTORY)
@@ -50,7 +50,7 @@ class History:
         self._write(ALIVE, step)
 
     def ended(self, step: int, how: str, reason: str | None = None) -> None:
-        """Write the end. `how`: finished, stopped or failed."""
+        """Write the last row of a session. `how`: finished, stopped or failed."""
         self._write(END, step, how=how, **({"reason": reason} if reason else {}))
         self._record.close()
 
@@ -66,7 +66,7 @@ class RunSession:
     """Describe one session of a run: from a start to its end, or to the last row before a kill."""
 
     began: datetime
-    last: datetime  # the last row
+    last: datetime  # time of the last row
     first_step: int
     last_step: int
     device: str = ""
@@ -88,7 +88,7 @@ class RunSession:
 
 
 def read_sessions(folder: Path) -> list[RunSession]:
-    """Return the sessions of a run in their order. Damaged rows are skipped."""
+    """Return the sessions of a run in order. Damaged rows are skipped."""
     sessions: list[RunSession] = []
     owner: dict[str, Any] = {}
     for row in read_jsonl(folder / HISTORY):
@@ -124,7 +124,7 @@ def _session(row: dict[str, Any], time: datetime, step: int) -> RunSession:
 
 
 def _still(owner: dict[str, Any], last: datetime) -> str:
-    """Return the state of a session without an end, as far as this machine can know it."""
+    """Return the state of a session that recorded no end: running, killed, or silent on another machine."""
     try:
         process = Process.load(owner)
     except TypeError:

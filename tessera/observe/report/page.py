@@ -35,11 +35,14 @@ _STYLE = (
 
 
 def report(run: str | Path, *, out: str | Path | None = None) -> Path:
-    """Write the report of a run, and return its file: `RUN/report.html` unless `out` names another."""
+    """Write the report of a run, and return its path: `RUN/report.html`, or `out`."""
     path = Path(run) / REPORT if out is None else Path(out)
     if path.is_dir():
         raise TesseraError(
-            f"{path} is a folder", where="--out", fix=f"name a file: {path / REPORT}", code="output.is-folder"
+            f"{path} is a folder, and a report is one file",
+            where="--out",
+            fix=f"name a file: {path / REPORT}",
+            code="output.is-folder",
         )
     try:
         if out is None:
@@ -57,7 +60,7 @@ def report(run: str | Path, *, out: str | Path | None = None) -> Path:
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html` of a run from its records. The run may still be running."""
+    """Write `RUN/report.html`. The run may still be running."""
     run = read_run(folder)
     path = run.folder / REPORT
     write_page(path, report_page(run))
@@ -65,7 +68,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page in one step: no reader sees half of it, two writers do no harm, and no link is followed."""
+    """Write a page to a new file and rename it, so that no reader sees half of it. Links are not followed."""
     if path.exists():
         check_regular(path)
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -80,7 +83,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def report_page(run: RecordedRun) -> str:
-    """Return the page of a run."""
+    """Return the report of a run as HTML."""
     body = [
         f'<h1>{html.escape(run.name)}</h1><div class="soft">{html.escape(_subtitle(run))}</div>{state_of(run)}',
         html.facts(facts_of(run)),
@@ -101,7 +104,7 @@ def _subtitle(run: RecordedRun) -> str:
 
 
 def state_of(run: RecordedRun) -> str:
-    """Return the state of the run, when and where it started, and the reason of a failure."""
+    """Return HTML with the state of a run, its start and hardware, and the reason of a failure."""
     if not run.sessions:
         return ""
     last = run.sessions[-1]
@@ -125,7 +128,7 @@ def _moment(session: RunSession) -> str:
 
 
 def facts_of(run: RecordedRun) -> list[tuple[str, str]]:
-    """Return the figures of a run, each with its name."""
+    """Return the figures of a run: (name, value), such as ("median step", "521 ms")."""
     facts: list[tuple[str, str]] = []
     if run.sessions:
         facts += [("started", f"{run.sessions[0].began:%Y-%m-%d}")]
@@ -139,8 +142,8 @@ def facts_of(run: RecordedRun) -> list[tuple[str, str]]:
     if held_out := run.held_out("loss"):
         facts.append(("held-out loss", f"{held_out[-1][1]:.4f}"))
     for name in run.metric_names():
-        if name in ("accuracy", "margin"):  # of preferences
-            # Without a finite value among them, show the last one.
+        if name in ("accuracy", "margin"):  # metrics of preference objectives
+            # Smoothing leaves out values that are not finite; without finite values, show the last value.
             last = (smooth(run.points(name)) or run.points(name))[-1][1]
             facts.append((f"{name} of pairs", f"{last:.4g}"))
     for group, right, total in accuracy_by_group(run.answers):

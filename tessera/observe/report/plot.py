@@ -11,7 +11,7 @@ from tessera.runtime import html
 
 
 class Plot:
-    """Hold the charts of a run, which a notebook shows."""
+    """Hold the charts of a run. A notebook shows them."""
 
     def __init__(self, folder: Path) -> None:
         run = read_run(folder)

@@ -17,22 +17,22 @@ from tessera.runtime import html
 from tessera.runtime.files import read_jsonl, step_of
 
 METRICS = "metrics.jsonl"
-MOST_ROWS = 10_000  # of steps: a chart has far fewer columns
-# Names in rows of steps besides metrics of the objective.
+MOST_ROWS = 10_000  # most rows of steps in memory; longer records are thinned
+# Names of numbers that rows of steps have with any objective.
 _COMMON = {"kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped", "loss_scale", "step_seconds", "data_wait"}
 _COMMON |= {"memory_gib", "peak_memory_gib", "balance", "tflops", "mfu"}
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Hold the records of one run as they were when it was read."""
+    """Hold the records of a run: configuration, metrics, answers and sessions."""
 
     folder: Path
     config: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     answers: Sequence[Mapping[str, Any]]
     sessions: Sequence[RunSession]
-    every: int = 1  # steps between two rows of steps
+    every: int = 1  # distance of two rows in steps, above 1 in a thinned record
 
     @property
     def name(self) -> str:
@@ -43,16 +43,16 @@ class RecordedRun:
         return [row for row in self.rows if row["kind"] == "train"]
 
     def points(self, key: str) -> list[html.Point]:
-        """Return a number of steps, as (step, value)."""
+        """Return the values of a number of the training steps, such as `loss`, as (step, value)."""
         return [(row["step"], row[key]) for row in self.train_rows if _is_number(row.get(key))]
 
     def held_out(self, key: str) -> list[html.Point]:
-        """Return a number of evaluations, as (step, value): `loss` is `eval_loss` in the record."""
+        """Return the values of a number of the evaluations as (step, value). `loss` stands for `eval_loss`."""
         name = f"eval_{key}"
         return [(row["step"], row[name]) for row in self.rows if _is_number(row.get(name))]
 
     def metric_names(self) -> list[str]:
-        """Return the metrics of the objective that steps have, such as `margin`."""
+        """Return the names of the objective's metrics in the training steps, such as `margin`."""
         names = dict.fromkeys(name for row in self.train_rows for name in row)
         return [name for name in names if name not in _COMMON and not name.endswith("_per_s") and self.points(name)]
 
@@ -66,7 +66,7 @@ class RecordedRun:
 
 
 def read_run(folder: str | Path) -> RecordedRun:
-    """Read a run, which may still be running. Raise if the folder is no run."""
+    """Read the records of a run, which may still be running. Raise if the folder is no run."""
     folder = Path(folder)
     if not (folder / METRICS).is_file():
         begun = "; a run that has just begun has the file after its first steps"
@@ -83,10 +83,10 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def smooth(points: Sequence[html.Point]) -> list[html.Point]:
-    """Return the exponential average over about a thirtieth of the points, and ten at most: a longer one would lag."""
+    """Return the exponential moving average over a thirtieth of the points, and over ten points at most."""
     weight = 1 - 1 / min(10.0, max(2.0, len(points) / 30))
     out: list[html.Point] = []
-    total = norm = 0.0  # dividing by the norm keeps the start from being pulled towards zero
+    total = norm = 0.0  # division by the norm removes the bias of the first points towards zero
     for x, y in points:
         if math.isfinite(y):
             total, norm = weight * total + (1 - weight) * y, weight * norm + (1 - weight)
@@ -95,7 +95,7 @@ def smooth(points: Sequence[html.Point]) -> list[html.Point]:
 
 
 def _answers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the answers of `tessera eval`, or of the last evaluation during the run."""
+    """Yield the answers of `tessera eval`; without them, the answers of the last evaluation during the run."""
     evaluated = folder / "answers.jsonl"
     files = ((re.fullmatch(r"answers-step-(\d{1,18})", path.stem), path) for path in folder.glob("answers-*.jsonl"))
     by_step = sorted((int(name[1]), path) for name, path in files if name is not None)
@@ -110,13 +110,13 @@ def _answers(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _file(copy: object) -> str | None:
-    """Return the file of an image's copy in the run; None if the record has none."""
+    """Return the file name of the copy of an image in the run folder; None without a copy."""
     file = copy.get("file") if isinstance(copy, dict) else None
     return file if isinstance(file, str) else None
 
 
 def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], int]:
-    """Return the rows of a record, and the distance of its steps: a long record is thinned to one step in some."""
+    """Return the rows of metrics.jsonl, and the distance of two rows in steps: long records are thinned."""
     steps: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
     every, count, last = 1, 0, None
@@ -138,7 +138,7 @@ def _read_metrics(path: Path) -> tuple[list[Mapping[str, Any]], int]:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value of a record can be drawn. An integer that is too long for a float cannot."""
+    """Return whether a value can be drawn: a float, or an integer that a float can represent."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value.bit_length() < 1000
     return isinstance(value, float)

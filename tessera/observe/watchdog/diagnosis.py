@@ -20,19 +20,19 @@ from tessera.errors import first_line
 from tessera.runtime.distributed import wait_for
 from tessera.runtime.rendezvous import name_ranks
 
-# Activities of a rank that the other ranks have to wait for.
+# Activities during which a rank makes progress by itself: the other ranks wait for it.
 READING: Final = "reading data"
 COMPILING: Final = "compiling"
-OUTSIDE: Final = "outside of a step"  # starting, evaluating, saving, callbacks: they take the time they need
+OUTSIDE: Final = "outside of a step"  # starting, evaluating, saving, callbacks: without a time limit
 COMPUTING: Final = "computing"
 AT_WORK = frozenset({READING, COMPILING, OUTSIDE, COMPUTING})
-# The device has unfinished work. That may be a collective, so the rank may also be waiting for another one.
+# The device has unfinished work. It may be a collective, in which the rank waits for another rank.
 ON_DEVICE: Final = "waiting for its device"
 UNEXPLAINED: Final = ""
 
-_BUSY_SHARE = 0.05  # of one core; a process that only waits needs far less, its watching threads included
+_BUSY_SHARE = 0.05  # a process that uses more than this share of a core is busy; one that waits uses far less
 
-# Code that is only on the stack while something is being compiled: (part of the file name, part of the function name).
+# Functions that are on the stack only during compilation: (part of the file name, part of the function name).
 _COMPILERS = (
     ("torch/_dynamo/convert_frame.py", ""),
     ("torch/_inductor/compile_fx.py", "compile"),
@@ -42,7 +42,7 @@ _COMPILERS = (
     ("triton/runtime/autotuner.py", "bench"),
     ("triton/runtime/build.py", ""),
 )
-# Frames between the caller of a collective and the call into C++. They are skipped.
+# Files of wrappers around collectives. Their stack frames are skipped.
 _WRAPPERS = (
     "torch/_ops.py",
     "torch/_compile.py",
@@ -52,8 +52,8 @@ _WRAPPERS = (
     "torch/utils/_contextlib.py",
     "contextlib.py",
 )
-# Files of torch.distributed that call modules and operations on sharded tensors, possibly without a Python frame in
-# between: a thread in there computes and does not wait.
+# Files of torch.distributed that call modules and operations on sharded tensors. A thread in one of them computes, and
+# does not wait in a collective.
 _COMPUTES = (
     "torch/distributed/algorithms/",
     "torch/distributed/tensor/_dispatch.py",
@@ -63,8 +63,8 @@ _COMPUTES = (
     "torch/distributed/pipelining/stage.py",
     "torch/distributed/pipelining/microbatch.py",
 )
-DISAGREE_S = 20.0  # all ranks wait, but in different collectives: no network is slow for so long
-# The phases of a step in their order; the first one belongs to the step before.
+DISAGREE_S = 20.0  # ranks that wait in different collectives for so long are out of step
+# The phases of a step in order. "reporting" still belongs to the step before.
 STEP_PHASES = (
     "reporting",
     "loading data",
@@ -76,7 +76,7 @@ STEP_PHASES = (
 
 
 class CpuUsage:
-    """Measure how much of one core a process used, or wanted to use, within a window. See `Process.effort_s`."""
+    """Measure the share of one CPU core that a process used, or waited for, within a time window."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -89,7 +89,7 @@ class CpuUsage:
 
     @property
     def busy(self) -> bool:
-        """Return whether the process computes; True until a full window was observed."""
+        """Return whether the process used more than `_BUSY_SHARE` of a core; True during the first window."""
         (began, spent_s), (now, spent_now_s) = self._seen[0], self._seen[-1]
         if now - began < self._window_s:
             return True
@@ -97,7 +97,7 @@ class CpuUsage:
 
 
 def is_compiling() -> bool:
-    """Return whether a thread of this process is compiling. Autograd runs backward of accelerators in other threads."""
+    """Return whether any thread of this process is compiling: backward runs in threads of autograd."""
     return any(_is_compiling(frame) for frame in sys._current_frames().values())
 
 
@@ -111,7 +111,7 @@ def _is_compiling(frame: FrameType | None) -> bool:
 
 
 def collective_of(thread: int) -> str:
-    """Return the function of torch.distributed that a thread waits in, read from its stack; empty if there is none."""
+    """Return the name of the collective that a thread is in, from its stack; empty outside of collectives."""
     frame = sys._current_frames().get(thread)
     while frame is not None and any(file in frame.f_code.co_filename for file in _WRAPPERS):
         frame = frame.f_back
@@ -125,18 +125,18 @@ def collective_of(thread: int) -> str:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Describe the activity of a rank, which it sends twice a second."""
+    """Describe what a rank is doing. Each rank sends its heartbeat twice a second."""
 
     rank: int
-    count: int  # rises with every heartbeat
-    step: int  # steps done
-    phase: str  # of the trainer
-    module: str  # the block it is in, with the direction; empty outside of the model
-    still_s: float  # how long its main thread has been at this position
-    collective: str  # the collective its main thread waits in, if it does
+    count: int  # number of this heartbeat
+    step: int  # number of finished steps
+    phase: str  # phase of the trainer, such as "loading data"
+    module: str  # current block, such as "forward of layers.3"; empty outside of the model
+    still_s: float  # seconds since step, phase, block or activity last changed
+    collective: str  # collective that the main thread waits in; empty: none
     host: str
-    activity: str  # the reason for which it stands still; empty: none is known
-    busy_silent: tuple[int, ...] = ()  # ranks of its machine that are silent, and use the CPU
+    activity: str  # why the rank stands still, such as "compiling"; empty: unknown
+    busy_silent: tuple[int, ...] = ()  # ranks of the same machine that send no heartbeats but use the CPU
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -148,12 +148,12 @@ class Heartbeat:
 
     @property
     def at_work(self) -> bool:
-        """Return whether the rank will go on by itself, however long others wait for it."""
+        """Return whether the rank makes progress by itself, and waits for no other rank."""
         return not self.collective and self.activity in AT_WORK
 
     @property
     def position(self) -> tuple[int, str, str, bool]:
-        """Return a key that is equal for ranks at the same place: either all of them wait, or none."""
+        """Return a key that is equal for ranks at the same point of a step."""
         return self.step, self.phase, self.module, bool(self.collective)
 
     def where(self) -> str:
@@ -167,10 +167,10 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold a diagnosis and the ranks that cause it."""
+    """Hold the reason for which all ranks end, and the ranks that caused it."""
 
     kind: str  # lost, stalled, disagree, failed
-    ranks: tuple[int, ...]  # the ranks that cause it
+    ranks: tuple[int, ...]  # ranks that caused it
     text: str
 
     def dump(self) -> str:
@@ -184,7 +184,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """State limits in seconds; see the keys of the same names in `ParallelSection`."""
+    """Hold the keys `parallel.silence_s`, `parallel.stall_s` and `parallel.timeout_s`."""
 
     silence_s: float
     stall_s: float
@@ -192,9 +192,9 @@ class Timeouts:
 
 
 def lost(heartbeat: Heartbeat, how: str, witness: Heartbeat) -> Verdict:
-    """Return the verdict about a rank that is gone.
+    """Return the verdict about a rank that died or gives no sign of life.
 
-    Its last heartbeat may be older than its end. Ranks go in step, so its position was that of the witness.
+    The text also names the position of the witness: the last heartbeat of the lost rank may be older than its end.
     """
     text = f"rank {heartbeat.rank} on {heartbeat.host} {how}; its last heartbeat came from {heartbeat.where()}"
     return Verdict("lost", (heartbeat.rank,), f"{text}; rank {witness.rank} is now in {witness.where()}")
@@ -212,10 +212,10 @@ def diagnose(
     witness: Heartbeat,
     busy_silent: Collection[int] = (),
 ) -> Verdict | None:
-    """Return a diagnosis of the ranks, or None if nothing is wrong.
+    """Return a verdict about the ranks, or None if they make progress.
 
     `silent_s`: seconds since the last new heartbeat of each rank, by the clock of the witness. `busy_silent`: silent
-    ranks whose process is seen to compute: a long call into C keeps their other threads from running.
+    ranks whose process uses the CPU: a long call into C keeps their heartbeat thread from running.
     """
     for heartbeat in (heartbeats[rank] for rank in sorted(heartbeats)):
         quiet = silent_s[heartbeat.rank]
@@ -232,7 +232,7 @@ def diagnose(
     still = min(heartbeat.still_s for heartbeat in present)
     working = any(heartbeat.at_work for heartbeat in present)
     if len({heartbeat.position for heartbeat in present}) == 1:
-        if still > timeouts.timeout_s and not working:  # no rank waits for one that works at the same position
+        if still > timeouts.timeout_s and not working:  # all ranks stand at the same point, and none computes
             text = f"all ranks have stood still for {still:.0f} s in {present[0].where()}"
             return Verdict("stalled", tuple(sorted(heartbeats)), text)
         return None
@@ -240,8 +240,8 @@ def diagnose(
         if still > min(DISAGREE_S, timeouts.stall_s):
             return _disagreement(present)
         return None
-    # While one rank works, the others may be waiting for it, whether that can be seen or not. Ranks that wait for their
-    # devices may wait for each other there; the backend of the collectives has its own timeout for that.
+    # The short limit needs a rank with no known activity and no rank at work: others may wait for a rank at work.
+    # Ranks that wait for their devices may wait for each other there; the collective backend has its own timeout.
     unexplained = any(not heartbeat.collective and heartbeat.activity == UNEXPLAINED for heartbeat in present)
     if still > (timeouts.stall_s if unexplained and not working else timeouts.timeout_s):
         return _holds_up(present, still)
@@ -251,7 +251,7 @@ def diagnose(
 def _disagreement(present: Sequence[Heartbeat]) -> Verdict:
     """Return the verdict about ranks that wait in different collectives."""
     positions = [heartbeat.position for heartbeat in present]
-    # The largest group is taken to be right; among equal ones, that of the lowest rank.
+    # The position of most ranks counts as right; with equal numbers, the position of the lowest rank.
     right = max(dict.fromkeys(positions), key=positions.count)
     wrong = [heartbeat for heartbeat in present if heartbeat.position != right]
     others = [heartbeat for heartbeat in present if heartbeat.position == right]
@@ -260,9 +260,9 @@ def _disagreement(present: Sequence[Heartbeat]) -> Verdict:
 
 
 def _holds_up(present: Sequence[Heartbeat], still: float) -> Verdict:
-    """Return the verdict about the ranks that the others wait for."""
-    # The culprit is a rank outside of any collective, first one with no known activity. If no rank is in a collective
-    # on the host (the queue of an accelerator waits), it is the rank furthest behind.
+    """Return the verdict about ranks that hold up the others."""
+    # Ranks outside of collectives hold up the others, above all ranks without a known activity. If no rank is in a
+    # collective on the host (queues of accelerators wait), the ranks furthest behind do.
     idle = [heartbeat for heartbeat in present if not heartbeat.collective]
     idle = [heartbeat for heartbeat in idle if heartbeat.activity == UNEXPLAINED] or idle
     if len(idle) == len(present):

@@ -58,27 +58,27 @@ from tessera.runtime.torch_internals import default_store
 EXIT_CODE = RankFailure.exit_code
 FAILURE_FILE = Path("logs") / "failure.json"
 _HEARTBEAT_S = 0.5
-_GRACE_S = 5.0  # an error that all ranks raise together is reported by each rank itself
-_USER_PHASES = ("reporting",)  # phases of a step that call users' code, which may take long
-_PUBLISH_S = 2.0  # publishing a verdict must not take longer: the store itself may be lost
+_GRACE_S = 5.0  # seconds in which this rank may raise the same error as the rank that failed, and report it itself
+_USER_PHASES = ("reporting",)  # phases that run callbacks of users, which may take long
+_PUBLISH_S = 2.0  # seconds after which publishing is given up: the store may be lost
 
 
 class Watchdog(Callback):
-    """Watch the other ranks from threads of this one, and end all ranks when one is lost, stalled or out of step."""
+    """Watch the other ranks from threads, and end all ranks when one is lost, stalled or out of step."""
 
     def __init__(self, blocks: Sequence[str], settings: ParallelSection) -> None:
         self.blocks = list(blocks)
         self.timeouts = Timeouts(settings.silence_s, settings.stall_s, settings.timeout_s)
         self.interval = min(_HEARTBEAT_S, settings.silence_s / 5, settings.stall_s / 5)
-        self.module = ""  # written by hooks in the main thread, read by the other threads
+        self.module = ""  # current block, such as "forward of layers.3"; written by hooks in the main thread
         self._hooks: list[Any] = []
         self._channel: HeartbeatChannel | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._verdict: Verdict | None = None
-        self._settled = threading.Event()  # the verdict is known: the process is about to end
+        self._settled = threading.Event()  # set when `_verdict` is known and the process is about to end
         self._own_error = threading.Event()
-        self._ending = threading.Lock()  # never released: the main thread and the watching one may end at once
+        self._ending = threading.Lock()  # taken by the first thread that ends the process, and never released
 
     # ------------------------------------------------------------------------------------------ callback
 
@@ -93,12 +93,12 @@ class Watchdog(Callback):
         self._moved_at = time.monotonic()
         self._process = Process.this()
         self._own_usage = CpuUsage(self.timeouts.stall_s / 2)
-        self._usage_of_silent: dict[int, CpuUsage] = {}  # of silent ranks of this machine
+        self._usage_of_silent: dict[int, CpuUsage] = {}  # CPU usage of ranks of this machine that send no heartbeats
         self._busy_silent: tuple[int, ...] = ()
-        self._heartbeat_lock = threading.Lock()  # both threads make heartbeats, and the main one where it fails
+        self._heartbeat_lock = threading.Lock()  # several threads make heartbeats
         self._count = 0
         self._channel = HeartbeatChannel(trainer.world, self.interval, self._heartbeat)
-        # By the names their author gave them; a stage of a pipeline has some of the blocks.
+        # By names without wrappers. A stage of a pipeline has only some of the blocks.
         parts = {clean_name(name): part for name, part in trainer.module.named_modules()}
         for path in self.blocks:
             if path in parts:
@@ -109,7 +109,7 @@ class Watchdog(Callback):
     def on_end(self, trainer: TrainerHandle) -> None:
         if self._channel is not None:
             try:
-                barrier()  # a rank that went ahead would look lost to the others
+                barrier()  # a rank that left earlier would look lost to the others
             except RuntimeError as error:
                 self.on_error(trainer, error)
                 raise
@@ -121,7 +121,7 @@ class Watchdog(Callback):
         if isinstance(error, OutOfStep):
             self._end(Verdict("disagree", tuple(error.ranks), error.what))
         if is_peer_error(error):
-            # Another rank is gone. The watchdog finds out which one, and the error does not name it.
+            # The error does not name the lost rank: wait for the verdict of the watching thread.
             logs.to_file(logging.WARNING, f"a collective broke: {first_line(error)}")
             self._settled.wait(self.timeouts.silence_s + 2 * self.interval + 1)
             self._end(self._verdict or failed(self._heartbeat(), error))
@@ -144,9 +144,9 @@ class Watchdog(Callback):
     # ------------------------------------------------------------------------------------------ this rank's state
 
     def _follow(self, path: str, module: nn.Module) -> None:
-        """Keep `self.module` at the block that runs, with the direction.
+        """Add hooks that set `self.module` when a block runs forward or backward.
 
-        The hooks only assign fixed strings: nothing waits for a device, and a compiler has nothing to guard.
+        They assign fixed strings: they never wait for a device, and cause no guard of the compiler.
         """
         forward, backward = f"forward of {path}", f"backward of {path}"
 
@@ -161,18 +161,18 @@ class Watchdog(Callback):
             if not torch.compiler.is_compiling() and isinstance(first, torch.Tensor) and first.requires_grad:
                 first.register_hook(enter_backward)  # type: ignore[no-untyped-call]
 
-        # First of the hooks: FSDP's gather of the weights is one too, and a rank waits for a lost one there.
+        # Prepended to FSDP's hook, which gathers weights: a rank waits in it for a lost rank.
         before = module.register_forward_pre_hook(enter, prepend=True)
         self._hooks += [before, module.register_forward_hook(leave)]
 
     def _heartbeat(self) -> Heartbeat:
-        """Describe what this rank does now."""
+        """Return a heartbeat with the current position and activity of this rank."""
         with self._heartbeat_lock:
             trainer, now = self._trainer, time.monotonic()
             self._own_usage.note(now, self._process.effort_s() or time.process_time())
             collective = collective_of(self._main_thread)
             activity = self._activity_of_phase()
-            # A rank that goes from compiling or waiting to something else has moved, even within one block.
+            # A change of activity counts as progress, also inside of one block.
             position = (trainer.step, trainer.phase, self.module, bool(collective), activity)
             if position != self._position:
                 self._position, self._moved_at = position, now
@@ -192,20 +192,20 @@ class Watchdog(Callback):
             )
 
     def _activity_of_phase(self) -> str:
-        """Return the activity that the phase of the run explains by itself."""
+        """Return the activity that follows from the phase of the trainer; empty if none does."""
         trainer = self._trainer
         if is_compiling():
             return COMPILING
         if trainer.phase == "loading data":
             return READING
-        first = trainer.step == self._first_step  # it fills caches and makes connections
+        first = trainer.step == self._first_step  # the first step fills caches and connects ranks
         return OUTSIDE if first or trainer.phase not in STEP_PHASES or trainer.phase in _USER_PHASES else UNEXPLAINED
 
     def _activity_of_process(self, still_s: float) -> str:
         device = self._trainer.world.device
-        # A query of a device may disturb a graph capture there, so it is only made when it matters.
+        # The query may disturb a graph capture on the device, so it is made only after half of `stall_s`.
         if device.type != "cpu" and still_s > self.timeouts.stall_s / 2 and devices.has_unfinished_work(device):
-            return ON_DEVICE  # the host may spin meanwhile
+            return ON_DEVICE  # the host may use the CPU while it waits
         return COMPUTING if self._own_usage.busy else UNEXPLAINED
 
     # ------------------------------------------------------------------------------------------ the watching thread
@@ -215,7 +215,9 @@ class Watchdog(Callback):
         channel, before = self._channel, time.monotonic()
         while not self._stop.wait(self.interval):
             now = time.monotonic()
-            if now - before > 3 * self.interval + 1:  # this process was stopped itself: it knows nothing of the others
+            if (
+                now - before > 3 * self.interval + 1
+            ):  # this process was stopped: heartbeats of others may have been missed
                 channel.reset_silence()
             before = now
             verdict = channel.verdict or self._decide(channel)
@@ -238,14 +240,14 @@ class Watchdog(Callback):
         self._check_silent_neighbours(channel, silent_s)
         busy = {*self._busy_silent, *(rank for other in channel.heartbeats.values() for rank in other.busy_silent)}
         busy &= {rank for rank in silent_s if silent_s[rank] > self.interval}
-        # The main rank compares all ranks; the other ranks only watch the main rank.
+        # The main rank diagnoses all ranks. The others diagnose the main rank alone.
         diagnosed = channel.heartbeats if channel.rank == 0 else {0: channel.heartbeats[0]}
         return diagnose(diagnosed, silent_s, self.timeouts, self._heartbeat(), busy)
 
     def _check_silent_neighbours(self, channel: HeartbeatChannel, silent_s: Mapping[int, float]) -> None:
         """Find the silent ranks of this machine whose process uses the CPU.
 
-        Such a rank is neither dead nor stopped: something, as a decoder that holds the GIL, keeps its threads waiting.
+        They are neither dead nor stopped: a call that holds the GIL, such as a decoder, blocks their heartbeat thread.
         """
         now = time.monotonic()
         silent = [rank for rank in channel.neighbours if rank != channel.rank and silent_s[rank] > 2 * self.interval]
@@ -256,7 +258,7 @@ class Watchdog(Callback):
         self._busy_silent = tuple(rank for rank, usage in self._usage_of_silent.items() if usage.busy)
 
     def _end(self, verdict: Verdict) -> None:
-        """Report the verdict, kill lost processes of this machine and exit. Any thread may call it."""
+        """Report the verdict, kill the lost processes of this machine, and exit. Any thread may call it."""
         assert self._channel is not None
         self._ending.acquire()
         end_without_launcher()
@@ -281,15 +283,15 @@ class Watchdog(Callback):
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_text(json.dumps({**json.loads(verdict.dump()), "time": time.time()}), encoding="utf-8")
             os.replace(fresh, path)
-        except OSError as error:  # the folder itself may have failed
+        except OSError as error:  # the file system of the run folder may have failed
             logs.to_file(logging.WARNING, f"{path} could not be written: {error.strerror}")
 
 
 class HeartbeatChannel:
     """Exchange heartbeats and one verdict through the rendezvous store. All ranks must create it together.
 
-    A call to a store can block for as long as its server is stopped. So only one thread calls it, and the rest of the
-    watchdog reads what that thread received last. `make_heartbeat` describes this rank.
+    A call of the store blocks while its server is stopped. So one thread calls the store, and other threads read the
+    heartbeats that it received last. `make_heartbeat` returns the heartbeat of this rank.
     """
 
     def __init__(self, world: World, interval: float, make_heartbeat: Callable[[], Heartbeat]) -> None:
@@ -299,12 +301,12 @@ class HeartbeatChannel:
         self._store = _own_connection()
         self._store.set(f"process/{self.rank}", json.dumps(Process.this().dump()))
         self._store.set(f"heartbeat/{self.rank}", make_heartbeat().dump())
-        barrier()  # from here on every key exists, and no read waits for one
+        barrier()  # all ranks have written their keys: reads do not block
         self.neighbours = self._find_neighbours()
         self.heartbeats: dict[int, Heartbeat] = {}
         self._changed_at: dict[int, float] = {}
         self._answered_at = time.monotonic()
-        # The main rank reads all ranks; the others read it, rank 1, which may see its process, and their own machine.
+        # The main rank reads all ranks. The others read the main rank, rank 1 and the ranks of their machine.
         self._read = range(self.size) if self.rank == 0 else sorted({0, 1, *self.neighbours})
         self._exchange()
         self._stop = threading.Event()
@@ -312,7 +314,7 @@ class HeartbeatChannel:
         self._thread.start()
 
     def _find_neighbours(self) -> dict[int, Process]:
-        """Return the processes of the ranks of this machine, itself included. torchrun numbers them consecutively."""
+        """Return the processes of the ranks of this machine: torchrun numbers them consecutively."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))
         ranks = range(max(0, first), min(self.size, first + local))
@@ -322,7 +324,7 @@ class HeartbeatChannel:
 
     def _talk(self) -> None:
         while not self._stop.wait(self.interval):
-            with contextlib.suppress(RuntimeError):  # every error of a store is one; it counts as silence
+            with contextlib.suppress(RuntimeError):  # the type of all errors of a store; they count as silence
                 self._exchange()
 
     def _exchange(self) -> None:
@@ -345,7 +347,7 @@ class HeartbeatChannel:
     def silence_of_ranks(self) -> dict[int, float]:
         """Return the seconds from each rank's last new heartbeat to the last answer of the store.
 
-        While the store is silent nothing is known about a rank, so that time does not count.
+        Time in which the store does not answer is not counted.
         """
         answered = self._answered_at
         return {rank: max(0.0, answered - at) for rank, at in self._changed_at.items()}
@@ -356,12 +358,12 @@ class HeartbeatChannel:
         self._changed_at = dict.fromkeys(self._changed_at, now)
 
     def lowest_survivor(self, blamed: Sequence[int]) -> int:
-        """Return the rank of this machine that reports for all of them."""
+        """Return the lowest rank of this machine that is not blamed: it prints the verdict."""
         ranks = sorted({self.rank, *self.neighbours})
         return next((rank for rank in ranks if rank not in blamed), ranks[0])
 
     def publish(self, verdict: Verdict) -> Verdict:
-        """Publish a verdict unless there is one, and return the one that counts, which is the first."""
+        """Publish a verdict in the store unless another rank has; return the verdict that was published first."""
         box = [self.verdict or verdict]
 
         def settle() -> None:
@@ -378,7 +380,7 @@ class HeartbeatChannel:
         return box[0]
 
     def let_others_read(self) -> None:
-        """Wait two heartbeats where the store ends with this process: the others have to read the verdict first."""
+        """Wait for two heartbeats if this process serves the store, so that the other ranks can read the verdict."""
         if self.rank == 0 and self.store_is_on_main_rank:
             time.sleep(2 * self.interval + 0.2)
 
@@ -388,9 +390,9 @@ class HeartbeatChannel:
 
 
 def _own_connection() -> Store:
-    """Return a second connection to the store of the default group, under a prefix that this process never used."""
+    """Return a second connection to the store of the default group, with a new prefix for its keys."""
     generator = torch.Generator()
-    generator.seed()  # not from the run's random streams: watching must not change the training
+    generator.seed()  # a seed of its own: the random numbers of training do not change
     nonce = torch.randint(2**62, (1,), dtype=torch.int64, generator=generator)
     dist.broadcast(nonce, src=0)
     connection: Store = default_store().clone()  # type: ignore[attr-defined]
