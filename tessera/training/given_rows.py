@@ -1,10 +1,9 @@
-"""Train on rows that a program holds in memory: the run folder keeps them, and they are read from there as any data is.
+"""Train on rows in memory: the run folder stores them, and the run reads them from there like any data.
 
     RUN/data/train.jsonl, RUN/data/eval.jsonl     the rows
     RUN/data/media/HASH.png                       images that were given as objects
 
-So rows in memory are packed, ordered, balanced, checked and counted like those of a file, and a resume needs nothing
-but the run folder.
+So rows in memory are packed, ordered and checked like rows of a file, and a resume needs only the run folder.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from tessera.errors import TesseraError, few_names, first_line, nearest
 from tessera.runtime.files import replace_file
 
 FOLDER = "data"
-KINDS = ("chat", "preference", "unpaired_preference")  # of data whose rows can be kept as JSON
-# A mapping with one of these keys is a row of a data set, and not tensors for a model.
+KINDS = ("chat", "preference", "unpaired_preference")  # data kinds whose rows can be stored as JSON
+# A mapping with one of these keys is a row of text data. Other mappings are tensors for a model of the user.
 _ROW_KEYS = ("messages", "conversations", "instruction", "chosen", "completion", "query", "question", "text")
 _MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios", "image_url", "video_url", "audio_url", "url")
 
-_LOOKED_AT = 100  # rows of a list
+_LOOKED_AT = 100  # rows of a list that are searched for these keys
 
 log = logging.getLogger("tessera")
 
 
 @runtime_checkable
 class _ArrowTable(Protocol):
-    """Declare the members of a pyarrow table that are used. None of these libraries has to be installed."""
+    """Declare the used members of a pyarrow table, which is recognized without importing pyarrow."""
 
     column_names: Any
 
@@ -52,7 +51,7 @@ class _ArrowTable(Protocol):
 
 @runtime_checkable
 class _PolarsFrame(Protocol):
-    """Declare the members of a polars table that are used."""
+    """Declare the used members of a polars table."""
 
     columns: Any
 
@@ -61,7 +60,7 @@ class _PolarsFrame(Protocol):
 
 @runtime_checkable
 class _PandasFrame(Protocol):
-    """Declare the members of a pandas table that are used."""
+    """Declare the used members of a pandas table."""
 
     columns: Any
     iloc: Any
@@ -70,9 +69,9 @@ class _PandasFrame(Protocol):
 
 
 def as_records(dataset: Any, name: str = "dataset") -> Any:
-    """Return the rows of a table in memory (of pandas, polars or pyarrow) as a list; anything else as it is.
+    """Return the rows of a pandas, polars or pyarrow table as a list of dicts; return other objects unchanged.
 
-    A cell without a value is no key of its row. `name`: what the table was given as.
+    Empty cells are left out of their rows. `name`: the argument of `tessera.train` that the table was given as.
     """
     if isinstance(dataset, _ArrowTable):
         rows = dataset.to_pylist()
@@ -88,7 +87,7 @@ def as_records(dataset: Any, name: str = "dataset") -> Any:
 
 
 def _check_columns(rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raise for a table of texts none of whose columns is read. One of numbers may be for a model of the user's own."""
+    """Raise if a table has text, and none of its columns has a known name. Tables of numbers are not checked."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     has_text = any(
         isinstance(cell, (str, bytes, Mapping)) for row in rows for column, cell in row.items() if column != "id"
@@ -98,31 +97,33 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], name: str) -> None:
     near = {column: key for column in columns if (key := nearest(column.lower(), _ROW_KEYS)) is not None}
     renamed = near or {columns[0]: _ROW_KEYS[0]}
     raise TesseraError(
-        f"the table has the columns {few_names(columns)}, and none of the columns that are read",
+        f"the table has the columns {few_names(columns)}, and none of them has a name that rows can have",
         where=f"{name}=...",
         allowed=_ROW_KEYS,
         nearest=", ".join(near.values()) or None,
-        fix=f"rename the column: table.rename(columns={renamed}) in pandas; docs/how-to/bring-your-own-data.md has "
-        "the forms of rows",
+        fix=f"rename the column: table.rename(columns={renamed}) in pandas; docs/how-to/bring-your-own-data.md lists "
+        "the formats of rows",
         code="data.unknown-columns",
     )
 
 
 def _is_missing(cell: Any) -> bool:
-    """Return whether a cell of a table has no value: None, NaN, or what pandas writes for these."""
+    """Return whether a cell of a table is empty: None, NaN, or NA or NaT of pandas."""
     return cell is None or (isinstance(cell, float) and cell != cell) or type(cell).__name__ in ("NAType", "NaTType")
 
 
 def are_rows(dataset: Any) -> bool:
-    """Return whether an object is a list of rows (or a table of them, as of `datasets`), and no data set of torch,
-    which makes its items anew each time."""
+    """Return whether an object is a list of rows, or a table of the `datasets` library. A torch data set is not: it may
+    make its items anew each time."""
     if isinstance(dataset, (TorchDataset, DataLoader, RowSource, StepSource, str, bytes, Mapping)):
         return False
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or not len(dataset):
         return False
     try:
-        first = dataset[:_LOOKED_AT] if isinstance(dataset, list) else [dataset[0]]  # cells of a table may be empty
-    except LookupError:  # a table by columns, such as a DataFrame
+        first = (
+            dataset[:_LOOKED_AT] if isinstance(dataset, list) else [dataset[0]]
+        )  # a single row may lack the key: its cell may be empty
+    except LookupError:  # an object that is indexed by column names
         return False
     return isinstance(first[0], Mapping) and any(
         key in row for row in first if isinstance(row, Mapping) for key in _ROW_KEYS
@@ -131,7 +132,7 @@ def are_rows(dataset: Any) -> bool:
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Hold the rows of a run by split."""
+    """Hold the rows of a run that its caller has in memory, by split."""
 
     splits: Mapping[str, Sequence[Mapping[str, Any]]]  # train, eval
 
@@ -141,8 +142,8 @@ class GivenRows:
         return GivenRows({split: rows for split, rows in splits.items() if rows is not None and are_rows(rows)})
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return the recipe keys that name the written rows. If rows name files, the root is that of the file system.
-        Otherwise all files are in the run folder, which may be moved."""
+        """Return the recipe keys for the stored rows. If rows name files by path, the data root is the root of the file
+        system. Otherwise it is the run folder, which can then be moved."""
         settings: dict[str, Any] = {}
         for split, rows in self.splits.items():
             section = {"path": str(_file(folder, split))}
@@ -151,28 +152,27 @@ class GivenRows:
         return settings
 
     def write(self, folder: Path) -> None:
-        """Keep the rows in the folder of a run. Images that were given as objects are written beside them."""
+        """Store the rows in the run folder, and images that were given as objects beside them."""
         for split, rows in self.splits.items():
             path = _file(folder, split)
             media = _Media(path.parent, _are_outside(rows))
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, b"".join(_lines(rows, split, media)))
-            log.info("rows          %d of %s are kept in %s, with %d images", len(rows), split, path, media.written)
+            log.info("rows          %d of %s are stored in %s, with %d images", len(rows), split, path, media.written)
 
     def check_resumed(self, folder: Path) -> None:
-        """Raise if rows are given to a run that is resumed: its folder contains its rows."""
+        """Raise if a resume is given rows: the run folder contains the rows of the run."""
         if self.splits:
             raise TesseraError(
-                f"rows for {', '.join(self.splits)} are given to a run that has begun",
+                f"a resume takes no rows in memory ({', '.join(self.splits)}): the run folder contains its rows",
                 where=str(folder),
-                fix="leave the rows out: the run folder contains them. To train on other rows, begin another run with "
-                "model.path set to this one",
+                fix="leave the rows out. For other rows, start a new run with model.path set to this run folder",
                 code="data.rows-at-resume",
             )
 
 
 class _Media:
-    """Write images into the folder of the rows, each once, named by its content."""
+    """Write images into the folder of the rows. A file is named by a hash of its content, and written once."""
 
     def __init__(self, folder: Path, whole_paths: bool) -> None:
         self._folder, self._whole = folder.absolute(), whole_paths
@@ -182,7 +182,7 @@ class _Media:
         try:
             if not image.width or not image.height:
                 raise ValueError("it has no pixels")
-            image = to_rgb(image)  # as an image of a file is read
+            image = to_rgb(image)  # as images of files are read
         except (OSError, ValueError) as error:
             raise TesseraError(
                 f"this image cannot be read: {error}", where=where, code="media.unreadable-image"
@@ -205,17 +205,17 @@ class _Media:
 
 
 def _are_outside(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether rows name files by their paths."""
+    """Return whether rows name files by path."""
     try:
         return _name_files(rows)
     except RecursionError:
         raise TesseraError(
-            "rows are nested too deeply, or hold themselves", where="dataset=...", code="data.nested-too-deeply"
+            "rows are nested too deeply, or contain themselves", where="dataset=...", code="data.nested-too-deeply"
         ) from None
 
 
 def _name_files(value: Any, key: str = "") -> bool:
-    """Return whether a part of a row, which stands under `key`, names files by their paths."""
+    """Return whether a value of a row names files by path. `key`: the key of the value."""
     if isinstance(value, Mapping):
         return any(_name_files(part, str(name)) for name, part in value.items())
     if isinstance(value, (str, bytes)) or value is None or isinstance(value, Image.Image):
@@ -237,7 +237,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
         row, where = rows[number], f"{name}[{number}]"
         if not isinstance(row, Mapping):
             raise TesseraError(
-                f"this row is a {type(row).__name__}",
+                f"this row is a {type(row).__name__}, and a row is a mapping",
                 where=where,
                 allowed=['{"messages": [...]}'],
                 code="data.row-no-mapping",
@@ -249,14 +249,14 @@ def _lines(rows: Sequence[Mapping[str, Any]], split: str, media: _Media) -> Iter
             raise TesseraError(
                 "text is not valid Unicode (half of a surrogate pair)", where=where, code="data.invalid-unicode"
             ) from None
-        except ValueError as error:  # a number of thousands of digits
+        except ValueError as error:  # such as an integer with thousands of digits
             raise TesseraError(
-                f"this row cannot be kept: {first_line(error)}", where=where, code="data.row-not-storable"
+                f"this row cannot be stored as JSON: {first_line(error)}", where=where, code="data.row-not-storable"
             ) from None
 
 
 def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
-    """Return a value as JSON. `key`: its name in the row; texts under some names are paths."""
+    """Return a value of a row in types of JSON. `key`: the key of the value; under `_MEDIA_KEYS`, text is a path."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part, str(name), f"{where}[{name!r}]", media) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -273,14 +273,14 @@ def _plain(value: Any, key: str, where: str, media: _Media) -> Any:
         value = int(value) if isinstance(value, np.integer) else float(value)
     if value is None or isinstance(value, (str, bool, int, float)):
         if isinstance(value, float) and value - value != 0:
-            raise TesseraError(f"{value} is no number that a row can keep", where=where, code="data.number-not-finite")
+            raise TesseraError(f"{value} is no number of JSON", where=where, code="data.number-not-finite")
         return value
     raise TesseraError(
-        f"a row cannot keep a {type(value).__name__}",
+        f"a row cannot contain a {type(value).__name__}",
         where=where,
         allowed=["text, numbers, lists and mappings", "images as paths, bytes or PIL images"],
-        fix="leave it out (`table.drop(columns=...)`) or make it a text; items of other types are given by a torch "
-        "Dataset, which is read as it is; see docs/how-to/bring-your-own-data.md",
+        fix="leave it out (`table.drop(columns=...)`) or convert it to text; for other items, give a torch Dataset "
+        "(docs/how-to/bring-your-own-data.md)",
         code="data.value-not-storable",
     )
 

@@ -28,16 +28,16 @@ from tessera.parallel.plan import Plan
 from tessera.runtime.files import write_jsonl
 
 log = logging.getLogger("tessera")
-_WORKERS = 4  # at most, where a recipe leaves the number of processes to us
-BATCH = 16  # questions that are answered together
+_WORKERS = 4  # most worker processes with `data.workers: auto`
+BATCH = 16  # questions that are answered in one batch
 
 
 class HeldOut(Callback):
     """Read the held-out rows, sharded over the data ranks.
 
-    All ranks have equally many batches of one row; a rank with no row left repeats one, which does not count. Media are
-    decoded in worker processes: a decoder that crashes costs its sample, never the run. Text is read in the training
-    process, which is faster, and so is everything with `data.workers: 0`.
+    All ranks have equally many batches of one row. A rank without a row repeats the last row, which does not count.
+    Worker processes decode media, so that a crash of a decoder does not end the run. The training process reads text,
+    which is faster, and with `data.workers: 0` media, too.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, source: RowSource, ranks_here: int) -> None:
@@ -49,7 +49,7 @@ class HeldOut(Callback):
         self._reader = RowReader(source, workers, config.data.sample_timeout_s)
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """Yield the batches of this rank, each with whether it counts."""
+        """Yield (batch, whether it counts) of this rank."""
         batches = self._reader.batches([min(row, self._total - 1)] for row in self._rows)
         for row, batch in zip(self._rows, batches, strict=True):
             yield batch, row < self._total
@@ -62,13 +62,13 @@ class HeldOut(Callback):
 
 
 class GenerationEval(Callback):
-    """Generate every `train.generate_every` steps, on every rank for the same questions.
+    """Generate answers to held-out questions every `train.generate_every` steps.
 
-    Ranks that share weights compute together, and with other images they would not reach the same collectives.
+    Every rank answers the same questions: ranks with sharded weights run collectives together, in the same order.
     """
 
     def __init__(self, config: RunConfig, processor: Processor | None, model: object) -> None:
-        """Read the questions. `model`: what `inference.generate` calls."""
+        """Read the questions. `model`: see `generating_model`."""
         if not isinstance(processor, ChatProcessor) or not isinstance(model, GenerativeModel | OwnGeneration):
             raise TesseraError(
                 "this model does not generate answers to conversations",
@@ -78,9 +78,9 @@ class GenerationEval(Callback):
             )
         if not config.data.eval:
             raise TesseraError(
-                "there is no held-out data to generate answers for",
+                "train.generate_every needs held-out data, and the recipe names none",
                 where="train.generate_every",
-                fix="name some in data.eval",
+                fix="name held-out samples in data.eval",
                 code="recipe.no-held-out-data",
             )
         self.every = config.train.generate_every
@@ -93,7 +93,7 @@ class GenerationEval(Callback):
         self.questions = list(islice(usable, config.train.generate_samples))
         if not self.questions:
             raise TesseraError(
-                "no held-out sample is a question with an answer", where="data.eval", code="data.no-questions"
+                "no held-out sample has a question and an answer", where="data.eval", code="data.no-questions"
             )
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
@@ -101,7 +101,7 @@ class GenerationEval(Callback):
             self.evaluate(trainer)
 
     def evaluate(self, trainer: TrainerHandle) -> float:
-        """Return the share of exact answers, the same on every rank."""
+        """Generate and write the answers. Return the share that equals the expected text, on every rank."""
         rows: list[dict[str, Any]] = []
         with trainer.paused("generating answers"), trainer.eval_weights():
             trainer.module.eval()
@@ -134,10 +134,10 @@ class GenerationEval(Callback):
 
 
 def generating_model(spec: ModelSpec, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> object:
-    """Return the model of a run as `inference.generate` calls it."""
+    """Return the model of a run in the form that `inference.generate` calls."""
     if plan.axes.size(CONTEXT) > 1:
         raise TesseraError(
-            "ranks that share a sequence do not generate: prompts, which grow by a token at a time, are not split",
+            "answers cannot be generated with parallel.cp above 1: growing prompts are not split over ranks",
             where="train.generate_every",
             fix="set train.generate_every=0, or parallel.cp=1",
             code="layout.generation-with-cp",

@@ -30,14 +30,14 @@ from tessera.training.setup import ModelSetup
 
 
 def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
-    """Raise if the folder that the model is to be filled from does not fit it, before memory is taken for a model."""
+    """Raise if the tensors of the weight folder do not fit the model, before memory is allocated."""
     path, weight_map = config.model.path, setup.spec.main.weight_map(setup.config)
     if config.model.weights is not None and weight_map is not None:
         shapes = _file_shapes(setup)
         with open_form(config.model.weights, setup.spec.name, setup.config, weight_map, shapes) as stored:
             NativeTensors(stored, weight_map, shapes, tied_names(setup.module))
         return
-    # Quantized layers are read one by one, later.
+    # Weights of quantized layers are checked when they are read, one by one.
     if path is None or weight_map is None or _quantizes(setup) or origin_of(path) != "folder":
         return
     fresh = fresh_names(config.model, setup.spec)
@@ -48,8 +48,8 @@ def check_first_weights(config: RunConfig, setup: ModelSetup) -> None:
 def initial_weights(
     module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device
 ) -> Callable[[], None]:
-    """Return a function that fills this rank's part of the trained model, as step 7 of a run that begins."""
-    # Names of the full model: all stages of a pipeline read the same files, each its own part.
+    """Return a function that fills this rank's part of the model with the initial weights of a new run."""
+    # Names of the full model: every pipeline stage reads its part of the same files.
     adapters, lora, seed = setup.adapters, setup.lora, config.train.seed
     fresh = fresh_names(config.model, setup.spec)
     names = [name for name in _names_in_files(setup) if name not in fresh]
@@ -69,7 +69,7 @@ def initial_weights(
                 start_parameters(module, module.initialize, seed, device, fresh.__contains__)
         if _quantizes(setup):
             _quantize_layers(module, adapters, device, from_seed if config.model.path is None else from_path)
-        if lora is not None:  # fresh adapters leave the model unchanged
+        if lora is not None:  # a new adapter does not change the outputs of the model
             start_parameters(module, start_factor, seed, device, is_factor)
             start_from_weights(module)
         if lora is not None and lora.path is not None:
@@ -82,10 +82,10 @@ def initial_weights(
 
 
 def frozen_source(config: RunConfig, setup: ModelSetup) -> FrozenSource:
-    """Return where the run finds its frozen weights, which its checkpoints need not store.
+    """Return the folder and the names of frozen weights that checkpoints do not store.
 
-    These are parameters that are frozen and filled from the folder of a published model. What began from the seed, from
-    a run or from an object of the caller is stored.
+    These are frozen parameters that were read from the folder of a published model. Checkpoints store frozen parameters
+    that were drawn from the seed, read from a run, or given as an object.
     """
     path, fresh = config.model.path, fresh_names(config.model, setup.spec)
     in_files = [name for name in _names_in_files(setup) if name not in fresh]
@@ -104,9 +104,9 @@ def frozen_source(config: RunConfig, setup: ModelSetup) -> FrozenSource:
 
 
 def fill_copy(module: nn.Module, config: RunConfig, setup: ModelSetup, device: torch.device) -> None:
-    """Fill a second copy of the model with the weights that the trained one began with.
+    """Fill a second copy of the model with the initial weights of the run.
 
-    It is not in checkpoints: a resumed run fills it again, from the same folder or seed.
+    Checkpoints do not store it: a resumed run fills it again, from the same folder or seed.
     """
     if config.model.path is None:
         _fill_from_seed(module, config, setup, device)
@@ -135,7 +135,7 @@ def _folder_reader(config: RunConfig, setup: ModelSetup, names: list[str]) -> Ca
 
 
 def _names_in_files(setup: ModelSetup) -> list[str]:
-    """Return the tensor names of the model in files: without adapters, with the names of quantized weights."""
+    """Return the names of the model's tensors in weight files: without adapters, and before quantization."""
     tensors = model_tensors(setup.module)
     names = [name for name in tensors if not is_factor(name) and not _is_quantized(name, setup.adapters)]
     adapted = (name for path, adapter in setup.adapters.items() for name in weight_names(path, adapter))
@@ -143,7 +143,7 @@ def _names_in_files(setup: ModelSetup) -> list[str]:
 
 
 def _file_shapes(setup: ModelSetup) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's tensors in files. Quantized weights have the shapes of their layers."""
+    """Return the shapes of the model's tensors in weight files, before quantization."""
     shapes = native_shapes(model_tensors(setup.module))
     layers = adapted_layers(setup.module)
     return {
@@ -162,7 +162,7 @@ def _quantizes(setup: ModelSetup) -> bool:
 
 
 def _is_quantized(name: str, adapters: Adapters) -> bool:
-    """Return whether a tensor is a part of a quantized weight, which only checkpoints of Tessera hold."""
+    """Return whether a tensor stores a quantized weight. Weight files have the unquantized weight instead."""
     path, _, kind = name.rpartition(".")
     return kind in (PACKED, SCALES) and path in adapters
 
@@ -170,9 +170,9 @@ def _is_quantized(name: str, adapters: Adapters) -> bool:
 def _quantize_layers(
     module: nn.Module, adapters: Adapters, device: torch.device, fill: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
-    """Fill the quantized layers, one after another: `fill` reads unquantized weights by name.
+    """Read the weights of quantized layers one by one, and quantize them. `fill` reads unquantized weights by name.
 
-    Reading is collective, so all ranks take part for all layers, with nothing to fill for those of other stages.
+    Reading is collective: a rank calls `fill` without tensors for layers of other pipeline stages.
     """
     here = adapted_layers(module)
     for path in adapters:

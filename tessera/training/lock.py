@@ -24,14 +24,14 @@ from tessera.runtime.files import read_json_mapping
 from tessera.runtime.process import Process
 
 LOCK = ".lock"
-ENDING_S = 40.0  # torch's launcher kills ranks 30 s after the signal that ends them
+ENDING_S = 40.0  # longer than torchrun waits (30 s) between SIGTERM and SIGKILL
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 log = logging.getLogger("tessera")
 
 
 class FolderInUse(TesseraError):
-    """Another run uses the folder. It may end soon, so the exit code is the one for temporary failures."""
+    """Report that another run uses the folder. The exit code means a temporary failure: that run may end soon."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -39,7 +39,7 @@ class FolderInUse(TesseraError):
 def wait_for_owner(folder: Path, seconds: float = ENDING_S) -> None:
     """Wait until the run that uses a folder has ended, for `seconds` at most.
 
-    It may be about to end: it saves after a signal, or has lost its launcher.
+    After a signal or the loss of its launcher, a run needs some seconds to save and end.
     """
     deadline, warned = time.monotonic() + seconds, False
     while time.monotonic() < deadline:
@@ -56,7 +56,7 @@ def wait_for_owner(folder: Path, seconds: float = ENDING_S) -> None:
 class FolderLock:
     """Lock an existing folder for this process.
 
-    `acquire` raises `OSError` where nothing can be written, and `FolderInUse` where another run uses the folder.
+    `acquire` raises `OSError` if the folder cannot be written to, and `FolderInUse` if another run uses it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,15 +64,15 @@ class FolderLock:
         self._file: int | None = None
 
     def refuse_running(self) -> None:
-        """Raise if another run uses the folder, and lock nothing. For the main rank alone."""
+        """Raise if another run uses the folder. Do not lock it. Only the main rank calls this."""
         if self._path.exists():
-            with contextlib.suppress(OSError):  # the reason for which `acquire` will fail
+            with contextlib.suppress(OSError):  # a folder that cannot be written to is reported later
                 self.acquire()
                 self.release()
 
     def acquire(self) -> None:
-        """Lock the folder, and write into the lock file which process has it."""
-        # Without waiting and without following a link: a folder of somebody else may hold a pipe of this name.
+        """Lock the folder, and write the id of this process into the lock file."""
+        # Flags against a pipe or a link in place of the file: never block, never follow a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         self._file = os.open(self._path, flags, 0o666)
         try:
@@ -82,7 +82,7 @@ class FolderLock:
                 raise self._in_use(owner)
             if locked is None and owner is not None and not owner.visible():
                 log.warning(
-                    "%s: this file system has no locks. The run of process %d on %s is expected to have ended",
+                    "%s: this file system has no locks. The run of process %d on %s is assumed to have ended",
                     self._path.parent,
                     owner.pid,
                     owner.host,
@@ -92,7 +92,7 @@ class FolderLock:
         except BaseException:
             self._close()
             raise
-        os.register_at_fork(after_in_child=self._close)  # a child that outlives this process must not keep the lock
+        os.register_at_fork(after_in_child=self._close)  # a child process that lives longer must not keep the lock
 
     def release(self) -> None:
         if self._file is not None:
@@ -104,7 +104,7 @@ class FolderLock:
         folder = self._path.parent
         if owner is None:
             return FolderInUse(
-                f"{folder} is in use: another process has just begun to write to it",
+                f"{folder} is in use: another process is just starting a run in it",
                 where=str(folder),
                 fix="wait until it has ended, or choose another name",
                 code="run.folder-in-use",
@@ -125,7 +125,7 @@ class FolderLock:
 
 
 def _try_lock(file: int) -> bool | None:
-    """Return True if this process has the lock now, False if another has it, None where there are no locks."""
+    """Return True if this process got the lock, False if another has it, None if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -138,7 +138,7 @@ def _try_lock(file: int) -> bool | None:
 
 
 def _owner(path: Path) -> Process | None:
-    """Return the process that a file names; None for a file that is missing, empty or broken."""
+    """Return the process that a lock file names; None for a file that is missing, empty or damaged."""
     try:
         return Process.load(read_json_mapping(path)["process"])
     except (TesseraError, KeyError, TypeError):
@@ -146,5 +146,5 @@ def _owner(path: Path) -> Process | None:
 
 
 def _is_running(owner: Process | None) -> bool:
-    """Return whether a process is one of this machine and alive."""
+    """Return whether a process is alive on this machine."""
     return owner is not None and owner.visible() and owner.alive()

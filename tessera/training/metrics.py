@@ -1,4 +1,4 @@
-"""Report a run: the step line and `metrics.jsonl`."""
+"""Write `metrics.jsonl` and the step lines of a run."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ log = logging.getLogger("tessera")
 
 
 class Meter(Callback):
-    """Collect the numbers of each step and report them once per `every` steps.
+    """Write the numbers of each step to `metrics.jsonl`, and a line with speed every `every` steps.
 
-    Every rank takes part (counts are summed over ranks); the main rank writes.
+    Counts are summed over all ranks. The main rank writes.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._file: JsonLines | None = None  # of the main rank, from the start to the end
-        self._unwritten: list[dict[str, Any]] = []  # rows in the checkpoint that the file may lack
+        self._file: JsonLines | None = None  # open on the main rank, from start to end
+        self._unwritten: list[dict[str, Any]] = []  # rows of the checkpoint that may be missing in the file
         self._reset()
 
     def _reset(self) -> None:
-        self._pending: list[StepResult] = []  # not yet in the file
+        self._pending: list[StepResult] = []  # results of steps that are not yet in the file
         self._since_line: list[dict[str, Any]] = []  # rows of the steps since the last line
-        self._measured = 0  # steps since the speed was last reported
+        self._measured = 0  # number of steps since the last line
         self._counts: dict[str, int] = {}
         self._flops = 0.0
-        self._work: list[float] = []  # of each step
+        self._work: list[float] = []  # FLOPs or tokens of each step
         self._since = 0.0
         self._waited = 0.0
-        self._waiting = 0.0  # as of the last step
+        self._waiting = 0.0  # seconds that the trainer had waited for data when the last step ended
 
     def on_start(self, trainer: TrainerHandle) -> None:
         self._restart_clock(trainer)
@@ -60,8 +60,8 @@ class Meter(Callback):
 
     def _open(self, trainer: TrainerHandle) -> None:
         path = trainer.config.folder / "metrics.jsonl"
-        truncate_after(path, trainer.step)  # later steps will happen again
-        path.touch()  # also a run without a step has the file
+        truncate_after(path, trainer.step)  # later steps will be trained again
+        path.touch()  # a run without steps has the file, too
         self._file = JsonLines(path)
         written = last_step(path, lambda row: row.get("kind") == "train")
         for row in self._unwritten:
@@ -87,25 +87,25 @@ class Meter(Callback):
             self._report(trainer)
 
     def on_eval(self, trainer: TrainerHandle, metrics: dict[str, float]) -> None:
-        self._write_pending()  # rows stay in the order of steps, which lets a resume read the end of the file alone
+        self._write_pending()  # keep rows in the order of steps: a resume reads only the end of the file
         if self._file is not None:
             self._file.write({"kind": "eval", "step": trainer.step, **{f"eval_{k}": v for k, v in metrics.items()}})
             log.info("step %d  held-out %s", trainer.step, "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
-        """Write the last steps before the error, without numbers that are still on the device: they may never come."""
-        with contextlib.suppress(Exception):  # the error that ends the run matters more
+        """Write the last steps before the error. Skip numbers that are still on the device: reading them may block."""
+        with contextlib.suppress(Exception):  # a second error must not hide the first
             ready = itertools.takewhile(lambda result: result.numbers.ready(), self._pending)
             self._pending = list(ready)
             self._write_pending()
         self._close()
 
     def on_end(self, trainer: TrainerHandle) -> None:
-        self._report(trainer)  # of a run that was stopped between two lines; every rank comes here
+        self._report(trainer)  # for the steps since the last line
         self._close()
 
     def _write_pending(self, speed: Mapping[str, Any] | None = None) -> None:
-        """Write the rows of pending steps, the last one with the speed since the last line."""
+        """Write the rows of pending steps. The last row gets the numbers in `speed`."""
         rows = [row_of(result) for result in self._pending]
         self._pending = []
         if rows and speed:
@@ -129,7 +129,7 @@ class Meter(Callback):
         if not self._measured:
             return
         if self._pending:
-            self._pending[-1].numbers()  # waits for the last step's backward, not for its update
+            self._pending[-1].numbers()  # waits until the device has finished the last backward
         elapsed = max(_training_time(trainer) - self._since, 1e-9)
         names = sorted(self._counts)
         local = torch.tensor([self._flops, *(self._counts[n] for n in names), *self._work], dtype=torch.float64)
@@ -166,9 +166,9 @@ _OF_EVERY_STEP = ("kind", "step", "epoch", "loss", "grad_norm", "lr", "skipped",
 
 
 def balance_of(work: Tensor) -> float | None:
-    """Return the largest work of a rank over the mean, averaged over steps; `work` is [ranks, steps].
+    """Return the ratio of the busiest rank's work to the mean, averaged over steps. `work`: [ranks, steps].
 
-    A step takes longer by this factor than with equal work. Return None with fewer than two ranks that report work.
+    A step takes longer by this factor than with equal work. Return None if fewer than two ranks report work.
     """
     work = work[work.sum(dim=1) > 0]
     if len(work) < 2:
@@ -178,13 +178,13 @@ def balance_of(work: Tensor) -> float | None:
 
 
 def _work_of(microbatches: Sequence[Batch]) -> float:
-    """Return FLOPs where the family states them, tokens otherwise."""
+    """Return the FLOPs of some micro-batches, or their tokens if the family counts no FLOPs."""
     flops = sum(batch.flops for batch in microbatches)
     return flops or float(sum(batch.counts.get("tokens", 0) for batch in microbatches))
 
 
 def _training_time(trainer: TrainerHandle) -> float:
-    """Return a clock that stops while the run evaluates or saves: those do not count as training speed."""
+    """Return seconds of a clock that stops while the run evaluates or saves."""
     return time.perf_counter() - trainer.paused_seconds
 
 

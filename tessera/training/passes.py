@@ -1,4 +1,4 @@
-"""Count how often a training step computes the matrix products of a model, which depends on the trained parameters."""
+"""Count the matrix products of a training step: frozen weights need fewer of them than trained weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tessera.runtime.modules import StackedExperts
 
 @dataclass
 class _Part:
-    """Count the weights of matrix products, as often as a token meets them."""
+    """Sum the weights of matrix products in one part of a model. Of experts, only the chosen ones count."""
 
     weights: float = 0.0
     trained: float = 0.0
-    reached: float = 0.0  # of `weights`, the ones that a gradient passes through
+    reached: float = 0.0  # sum of the weights that gradients pass through
     adapters: float = 0.0
     units: int = 0
     units_reached: int = 0
@@ -28,11 +28,10 @@ class _Part:
 
 
 def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) -> Training:
-    """Return the passes of each part of an unsharded model. `trained`: names of parameters. A family without
-    pipeline units counts as fully trained.
+    """Return for each part of an unsharded model how often a step computes its products. `trained`: parameter names.
 
-    A gradient passes through a unit if a parameter of it, or of a unit before it, is trained. Weights of this unit
-    before its first trained one are counted, too, which is less than one layer.
+    Gradients pass through a unit, such as a layer, if one of its parameters, or of an earlier unit, is trained. A
+    family without pipeline units has no entries, and counts as fully trained.
     """
     trained = frozenset(trained)
     parts: dict[str, _Part] = {}
@@ -45,7 +44,7 @@ def training_of(module: nn.Module, plan: ModelPlan, trained: Collection[str]) ->
         weights, learned, adapters = _weights(unit, here)
         trained_before = trained_before or bool(here)
         if isinstance(unit, nn.Embedding):
-            continue  # a table that is looked up makes no product
+            continue  # an embedding makes no matrix product
         part.weights += weights
         part.trained += learned
         part.adapters += adapters
@@ -67,13 +66,13 @@ def _passes(part: _Part) -> Passes:
 
 
 def _weights(unit: nn.Module, here: Collection[str]) -> tuple[float, float, float]:
-    """Return the weights of one unit: all that make products, the trained ones (`here`: by name), and adapters."""
+    """Return sums of weights of one unit: in matrix products, trained ones (`here`: their names), and adapters."""
     weights = trained = adapters = 0.0
-    # Of stacked experts, and of their adapters, a token meets the chosen ones.
+    # A token passes through `top_k` of the stacked experts and of their adapters.
     chosen = {path: part.top_k for path, part in unit.named_modules() if isinstance(part, StackedExperts)}
     for path, part in unit.named_modules():
         prefix = f"{path}." if path else ""
-        if isinstance(part, nn.Linear):  # also where its weight is quantized and is no parameter
+        if isinstance(part, nn.Linear):  # a quantized weight is no parameter, so sizes come from the layer
             size = float(part.in_features * part.out_features)
             weights += size
             trained += size if f"{prefix}weight" in here else 0.0

@@ -32,20 +32,20 @@ from tessera.runtime.files import (
 log = logging.getLogger("tessera")
 
 
-Row = tuple[int, list[str]]  # number of a row, ids of its samples
-SEGMENT_BYTES = 4 << 20  # a rank's file of that size is compressed and closed: about a tenth of it remains
-Segment = tuple[Path, int, int]  # file, first step, last step
+Row = tuple[int, list[str]]  # number of a row, and the ids of its samples
+SEGMENT_BYTES = 4 << 20  # a file of this size is compressed, to about a tenth, and a new one is begun
+Segment = tuple[Path, int, int]  # compressed file, first step, last step
 _OPEN = re.compile(r"(rank-\d+)\.jsonl")
 _SEGMENT = re.compile(r"(rank-\d+)\.(\d+)-(\d+)\.jsonl\.gz")
 
 
 class Ledger(Callback):
-    """Write rows and sample ids by step to `ledger/rank-N.jsonl`: a file per rank, so that nothing is gathered.
+    """Write rows and sample ids of each step to `ledger/rank-N.jsonl`, one file for each rank.
 
-    Together the files prove that a resume lost nothing and repeated nothing, on any number of ranks: see `read_ledger`.
-    A file that has grown to `segment_bytes` becomes `rank-N.FIRST-LAST.jsonl.gz`, named by its steps. So a resume of a
-    long run reads the end of one file of each rank, and rewrites at most one segment of each. Samples of a step that
-    were not trained on, because they could not be read or were left out, are listed under `masked`.
+    The files show that a resume skipped and repeated no sample, on any number of ranks: see `read_ledger`. A file that
+    has grown to `segment_bytes` is compressed to a segment, `rank-N.FIRST-LAST.jsonl.gz`, named by its steps. So a
+    resume reads the end of one file of each rank, and rewrites at most one segment. Samples that were not trained on,
+    because they could not be read or were left out, are listed under `masked`.
     """
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -56,11 +56,11 @@ class Ledger(Callback):
         folder = trainer.config.folder / "ledger"
         self._record = JsonLines(folder / f"rank-{trainer.world.rank:05d}.jsonl")
         if trainer.world.is_main and folder.exists():
-            for name, segments in _ranks_in(folder).items():  # also of ranks that do not exist any more
+            for name, segments in _ranks_in(folder).items():  # also for ranks of an earlier session with more ranks
                 truncate_ledger(folder / f"{name}.jsonl", trainer.step, segments)
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
-        # The first step opens the file, after the first collective of the run: the main rank has trimmed it by now.
+        # The first write opens the file. The main rank has truncated it before the first collective of the step.
         ids = [list(batch.sample_ids) for batch in result.microbatches]
         rows = [batch.rows for batch in result.microbatches]
         masked = [id for batch in result.microbatches for id in masked_samples(batch)]
@@ -83,17 +83,17 @@ class Ledger(Callback):
 
 
 def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
-    """Remove steps later than `step` from the ledger of a rank. `path` is its open file; see `Ledger`."""
-    closed = 0  # the last step that is in a segment
+    """Remove steps later than `step` from the ledger of a rank. `path`: its uncompressed file."""
+    closed = 0  # last step of the last segment
     for segment, first, last in segments:
         if last <= step:
             closed = max(closed, last)
             continue
-        if first <= step:  # it is opened again, and truncated below
+        if first <= step:  # decompress the segment; the file is truncated below
             replace_file(path, _unpacked(segment))
         segment.unlink()
     truncate_after(path, step)
-    if closed:  # a kill may have come between the compression of the open file and its removal
+    if closed:  # after a kill during compression, steps may be in the segment and in the file
         first_row = next(read_jsonl(path), None)
         if first_row is not None and (step_of(first_row) or 0) <= closed:
             rows = [row for row in read_jsonl(path) if (step_of(row) or 0) > closed]
@@ -101,7 +101,7 @@ def truncate_ledger(path: Path, step: int, segments: Sequence[Segment]) -> None:
 
 
 def _compress(path: Path) -> None:
-    """Close a rank's open file as a segment. A kill at any point leaves every row in one of the two, or in both."""
+    """Compress the file of a rank to a segment, and remove the file. A kill loses no row, but may leave both."""
     first = next((step for row in read_jsonl(path) if (step := step_of(row)) is not None), None)
     if first is None:
         return
@@ -116,7 +116,7 @@ def _compress(path: Path) -> None:
 
 
 def _ranks_in(folder: Path) -> dict[str, list[Segment]]:
-    """Return the names of the ranks in a ledger, each with its closed segments in order."""
+    """Return the segments of each rank in a ledger, in order, by names such as `rank-00000`."""
     ranks: dict[str, list[Segment]] = {}
     for name in sorted(os.listdir(folder)) if folder.is_dir() else []:
         if named := _SEGMENT.fullmatch(name):
@@ -127,7 +127,7 @@ def _ranks_in(folder: Path) -> dict[str, list[Segment]]:
 
 
 def _unpacked(segment: Path) -> bytes:
-    """Return the lines of a segment; nothing of a damaged one."""
+    """Return the decompressed lines of a segment; empty for a damaged segment."""
     check_regular(segment)
     try:
         return gzip.decompress(segment.read_bytes())
@@ -141,21 +141,23 @@ class LedgerLine(NamedTuple):
 
     step: int
     rows: list[Row]
-    masked: list[str]  # ids of samples that the step did not train on
+    masked: list[str]  # ids of samples that were not trained on
 
 
 def read_ledger(folder: Path) -> dict[int, list[Row]]:
-    """Return the samples of each step over all ranks, in the order of rows: the same for every layout.
+    """Return the samples of each step over all ranks, in the order of rows, which is the same for every layout.
 
-    `folder` is that of the run. Samples of a data set that does not number its rows stand by themselves, in row -1.
-    Broken lines, and steps that a rank has no line of, are skipped and logged.
+    `folder`: the run folder. Samples of a data set without row numbers are in rows of one sample with number -1.
+    Damaged lines, and steps without a line of some rank, are logged.
     """
     steps: dict[int, list[Row]] = {}
     ranks: dict[int, list[int]] = {}
     for rank, line in _lines_of_run(folder):
         steps.setdefault(line.step, []).extend(line.rows)
         ranks.setdefault(line.step, []).append(rank)
-    complete = {step for step, some in ranks.items() if len(set(some)) > max(some)}  # ranks count from 0
+    complete = {
+        step for step, some in ranks.items() if len(set(some)) > max(some)
+    }  # every rank from 0 to the highest has a line
     missing = [str(step) for step in range(min(steps, default=1), max(steps, default=0)) if step not in complete]
     if missing:
         log.warning("%s is damaged: it lacks samples of step %s", folder / "ledger", few_names(missing))
@@ -163,7 +165,7 @@ def read_ledger(folder: Path) -> dict[int, list[Row]]:
 
 
 def read_masked(folder: Path) -> dict[int, list[str]]:
-    """Return the ids of samples that a step had and did not train on, by step, for the steps that have any."""
+    """Return the ids of masked samples by step, for steps that have some."""
     steps: dict[int, list[str]] = {}
     for _, line in _lines_of_run(folder):
         if line.masked:
@@ -172,13 +174,13 @@ def read_masked(folder: Path) -> dict[int, list[str]]:
 
 
 def masked_samples(batch: Batch) -> list[str]:
-    """Return the ids of the samples of a batch that are masked."""
+    """Return the ids of the masked samples of a batch: samples with a problem, which are not trained on."""
     bad = {id for id, _ in batch.problems}
     return [id for id in batch.sample_ids if id in bad] if bad else []
 
 
 def _lines_of_run(folder: Path) -> Iterator[tuple[int, LedgerLine]]:
-    """Yield (rank, line) of all ranks. Steps of a segment are not read again from the file it was made of."""
+    """Yield (rank, line) of all ranks. A step that is in a segment and in the file is yielded once."""
     for name, segments in _ranks_in(folder / "ledger").items():
         closed = 0
         for segment, _, last in segments:
@@ -216,10 +218,10 @@ def _rows_of(line: Mapping[str, Any]) -> Iterator[Row]:
 
 
 class Quarantine(Callback):
-    """Write samples that could not be used to `quarantine.jsonl`, with the reason, and report their number at the end.
+    """Write unusable samples to `quarantine.jsonl`, with the reason, and log their number at the end.
 
-    All ranks write to one file, so each reads the lines of the others before it adds or counts. A run with too many
-    unusable samples ends: see `tessera.data.bad_share`.
+    All ranks append to one file, so each reads new lines of the others before it adds or counts samples. A run with too
+    many unusable samples ends: see `tessera.data.bad_share`.
     """
 
     def __init__(
@@ -229,22 +231,22 @@ class Quarantine(Callback):
         max_bad_share: float = 1.0,
         guarded: Callable[[], Container[str]] = tuple,
     ) -> None:
-        """Make the callback. `in_all`: how many samples the index left out; it lists only the first of very many.
-        `guarded`: returns the samples that the guard leaves out, which are no fault of the files."""
-        self._from_index = list(from_index)  # found before training, from headers
+        """Take the samples that the index left out. `from_index`: the first, with reasons. `in_all`: their number.
+        `guarded`: returns the samples that the guard leaves out; they do not count as unusable."""
+        self._from_index = list(from_index)  # unusable by their headers, known before training
         self._unlisted = max(0, in_all - len(self._from_index))
         self._max_bad_share, self._guarded = max_bad_share, guarded
-        self._samples = 0  # that this rank has read since the start, also those of a second epoch
-        self._used = 0  # those that were trained on
+        self._samples = 0  # number of samples that this rank has read, repeated ones included
+        self._used = 0  # number of samples that were trained on
         self._unusable: set[str] = set()
         self._listed: set[str] = set()
-        self._read = 0  # bytes of the file
+        self._read = 0  # bytes of the file that were read
         self._record = JsonLines(Path())  # `on_start` knows the folder
 
     def on_start(self, trainer: TrainerHandle) -> None:
         self._record = JsonLines(trainer.config.folder / "quarantine.jsonl")
         if trainer.world.is_main:
-            if trainer.step == 0:  # the file is that of a run that failed before its first checkpoint
+            if trainer.step == 0:  # a file of an attempt that failed before its first checkpoint
                 self._record.path.unlink(missing_ok=True)
             for sample, reason in self._from_index:
                 self.note(sample, reason)
@@ -257,13 +259,12 @@ class Quarantine(Callback):
             masked = [id for id in masked_samples(batch) if id not in self._guarded()]
             self._used += len(batch.sample_ids) - len(masked)
             self._unusable.update(masked)
-        if not self._used:  # one of several ranks may read the same few samples again and again
+        if not self._used:  # with several ranks, a rank may read the same few samples repeatedly
             check_any_used(self._samples if trainer.world.size == 1 else len(self._unusable))
         check_read(len(self._unusable), self._samples, self._max_bad_share)
 
     def note(self, sample: str, reason: str, step: int | None = None) -> None:
-        """Write a sample to the file, unless it is there. `step`: the first that had it; None: the
-        index left it out."""
+        """Write a sample to the file, unless it is listed. `step`: its first step; None: left out by the index."""
         if sample not in self._listed:
             self._catch_up()
         if sample in self._listed:
@@ -279,7 +280,7 @@ class Quarantine(Callback):
         if self._listed and trainer.world.is_main:
             total, count = len(self._listed) + self._unlisted, len(self._listed)
             lists = f"{count} of them" if self._unlisted else "them"
-            log.warning("skipped in all: %d; quarantine.jsonl in the run folder lists %s", total, lists)
+            log.warning("skipped samples: %d; quarantine.jsonl in the run folder lists %s", total, lists)
         self._record.close()
 
     def _catch_up(self) -> None:
@@ -291,7 +292,7 @@ class Quarantine(Callback):
                 if not line.endswith(b"\n"):
                     break
                 row = parse_row(line)
-                if row is not None and "id" in row:  # a broken line is skipped
+                if row is not None and "id" in row:  # damaged lines are skipped
                     self._listed.add(str(row["id"]))
                 self._read += len(line)
 

@@ -43,18 +43,20 @@ from tessera.training.trackers import check_trackers
 
 @dataclass(frozen=True)
 class Run:
-    """Name the results of a run."""
+    """Describe the result of `train` or `resume`."""
 
     folder: Path
     checkpoint: Path | None
-    stopped: str | None = None  # the reason of a stop before the last step; a resume goes on
-    ended_early: str | None = None  # why it had nothing more to do before its last step
-    module: nn.Module | None = field(default=None, repr=False, compare=False)  # the model, if it was an object
+    stopped: str | None = None  # why the run was stopped before its last step; a resume continues it
+    ended_early: str | None = None  # why the run ended before its last step by itself, such as early stopping
+    module: nn.Module | None = field(
+        default=None, repr=False, compare=False
+    )  # the model that was given to `train` as an object
 
     @property
     def model(self) -> nn.Module:
-        """Return the trained model: `tessera.load(run.folder)` without its processor. Of a model that was an object,
-        return a copy with the trained weights: the object keeps the weights that it had."""
+        """Return the trained model, as `tessera.load(run.folder)` does. If `train` was given a model as an object,
+        return a copy of it with the trained weights: the object itself is not changed."""
         if self.module is None:
             return load(self.folder)[0]
         return load(self.folder, model=copy.deepcopy(self.module))[0].module
@@ -89,16 +91,16 @@ def train(
     eval_dataset: Any = None,
     optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Run:
-    """Train from the start. A folder that already holds a run is refused unless `overwrite` is set.
+    """Start a run. Raise if the run folder contains a run, unless `overwrite` is set.
 
     `dataset` and `eval_dataset`: a list of rows, `{"messages": [...]}` with images as paths or PIL images, or a table
-    of pandas, polars or pyarrow, in place of `data.train` and `data.eval`. The run folder keeps them, so a resume needs
-    nothing else.
+    of pandas, polars or pyarrow, in place of `data.train` and `data.eval`. The run folder stores them, so a resume
+    needs nothing else.
 
-    Whatever a recipe names by an import path can be given as an object instead: `model` (with the weights it begins
-    with, which it keeps: the trained ones are those of `run.model`), `task`, `dataset` and `eval_dataset` (a torch
-    Dataset or DataLoader), and `optimizer` (a function of the parameter groups, such as an optimizer class). `dataset`
-    may also be a `StepSource`, which makes its own batches. `resume` has to be given the same.
+    Objects in place of import paths: `model` (its weights are the initial weights and do not change; `run.model` has
+    the trained ones), `task`, `dataset` and `eval_dataset` (a torch Dataset or DataLoader), and `optimizer` (a function
+    of parameter groups, such as an optimizer class). `dataset` may also be a `StepSource`, which makes its own batches.
+    `resume` must be given the same objects.
     """
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     settings = dict(overrides or {})
@@ -107,7 +109,7 @@ def train(
     config = load_config(recipe, {**settings, **objects.settings()})
     if rows.splits and config.data.kind not in KINDS:
         raise TesseraError(
-            f"rows in memory cannot be data of the kind {config.data.kind}",
+            f"rows in memory cannot have data.kind={config.data.kind}",
             where="dataset=...",
             allowed=[f"data.kind={kind}" for kind in KINDS],
             fix="name the data in the recipe, or give a torch Dataset",
@@ -115,7 +117,7 @@ def train(
         )
     if eval_dataset is None:
         check_evaluated(config)
-    check_fresh(config.folder, overwrite)  # again when the folder is locked; here before anything is built
+    check_fresh(config.folder, overwrite)  # before anything is built; checked again when the folder is locked
     config = with_local_folders(config)
     return _run(config, resume=False, overwrite=overwrite, callbacks=callbacks, objects=objects, rows=rows)
 
@@ -132,15 +134,17 @@ def resume(
     eval_dataset: Any = None,
     optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Run:
-    """Continue from the newest good checkpoint of a run; its own saved configuration is all that is needed.
+    """Continue a run from its newest good checkpoint, with the configuration that its folder contains.
 
-    `trust`: a folder that you did not make may name code to import and call; True trusts all of it, a set of
-    import paths trusts these. A run that was given objects (see `train`) has to be given them again, except for
-    a list of rows, which the run folder keeps."""
+    `trust`: whether to import code that the folder names: True for all of it, or a set of import paths. Only runs that
+    this user did not start need it. Objects (see `train`) must be given again, except for rows in memory, which the run
+    folder contains."""
     objects, rows = _objects(model, task, dataset, eval_dataset, optimizer)
     rows.check_resumed(Path(run))
     config = resume_config(run, overrides, trust)
-    if eval_dataset is None and "train.eval_every" in (overrides or {}):  # a saved recipe of an older run may have it
+    if eval_dataset is None and "train.eval_every" in (
+        overrides or {}
+    ):  # saved recipes of earlier versions may have the key without held-out data
         check_evaluated(config)
     objects.check_resumed(given_objects(Path(run)))
     file = find_file(Path(run), CONFIG)
@@ -157,7 +161,7 @@ def resume(
 def _objects(
     model: nn.Module | None, task: Task | None, dataset: Any, eval_dataset: Any, optimizer: Any
 ) -> tuple[Objects, GivenRows]:
-    """Return the parts that a caller holds as objects, and the rows among them that the run folder keeps."""
+    """Return the objects of the caller, and apart from them the rows in memory, which the run folder stores."""
     dataset, eval_dataset = as_records(dataset), as_records(eval_dataset, "eval_dataset")
     rows = GivenRows.of(dataset, eval_dataset)
     datasets = {"train": dataset, "eval": eval_dataset} | dict.fromkeys(rows.splits)
@@ -165,7 +169,7 @@ def _objects(
 
 
 def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, trust: Trust = False) -> RunConfig:
-    """Return the configuration to resume a run with, wherever its folder and the working folder are now."""
+    """Return the configuration to resume a run with. The run folder may have been moved."""
     folder = Path(run)
     if folder.name in ("", ".."):
         folder = folder.resolve()
@@ -174,14 +178,16 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
         raise no_run(folder, "config.yaml")
     if fixed := [key for key in ("name", "out") if key in (overrides or {})]:
         raise TesseraError(
-            "a run that is resumed stays in its folder",
+            "a resume cannot change the folder of a run",
             where=fixed[0],
-            fix=f"leave it out, or move the folder and resume it there: mv {folder} ELSEWHERE",
+            fix=f"leave the key out, or move the folder first: mv {folder} ELSEWHERE",
             code="run.out-at-resume",
         )
-    saved["name"] = "run"  # the folder may have been renamed to a name that no recipe may have
+    saved["name"] = "run"  # the folder may have a name that recipes do not allow
     code = named_code(load_config(saved))
-    check_trusted(find_file(folder, CONFIG).parent, code, trust)  # code that `overrides` name comes from the user
+    check_trusted(
+        find_file(folder, CONFIG).parent, code, trust
+    )  # without `overrides`: code that they name comes from the user
     config = load_config(saved, overrides)
     if (was := _folder_before(folder)) is not None and was != folder.absolute():
         config = moved(config, was, folder.absolute())
@@ -192,16 +198,16 @@ def resume_config(run: str | Path, overrides: Mapping[str, Any] | None = None, t
 
 
 def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
-    """Use the run's copy of the processor files where the original is gone.
+    """Return the model section with the run's copy of tokenizer and template files as `tokenizer`.
 
-    A damaged copy would train on with another tokenizer or template: then the original serves, if it is there.
+    If files of the copy have changed, the original is used; without the original, raise.
     """
     copy = find_file(folder, "processor")
     if not copy.is_dir():
         return model
     first = model.tokenizer or model.path
     if not (copy / SEAL).exists() and not run_exists(folder) and first is not None and first.exists():
-        return model  # the run ended while the copy was written, and has trained nothing with it
+        return model  # the copy is incomplete, and no step was trained with it
     damaged = damaged_side_files(copy)
     if not damaged:
         return model.model_copy(update={"tokenizer": folder / "processor"})
@@ -209,15 +215,15 @@ def _with_own_copy(model: ModelSection, folder: Path) -> ModelSection:
         log.logger().warning("%s of %s changed since the run began: %s is read again", ", ".join(damaged), copy, first)
         return model
     raise TesseraError(
-        f"{', '.join(damaged)} changed since the run began: it would go on with other tokens",
+        f"{', '.join(damaged)} changed since the run began, and would give other tokens",
         where=str(copy),
-        fix=f"put the files back; if the change is meant, remove {copy / SEAL}",
+        fix=f"restore the files; if you changed them on purpose, remove {copy / SEAL}",
         code="run.processor-files-changed",
     )
 
 
 def _folder_before(folder: Path) -> Path | None:
-    """Return where a run was when its configuration was written."""
+    """Return the path that the run folder had when its configuration was written."""
     try:
         return Path(read_json_mapping(find_file(folder, RUN_FILE))["folder"])
     except (TesseraError, KeyError, TypeError):
@@ -225,7 +231,7 @@ def _folder_before(folder: Path) -> Path | None:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Return a short hash of the configuration, by which people compare those of two machines."""
+    """Return a short hash of the configuration, to compare two machines."""
     return _short_hash(dump_yaml(config))
 
 
@@ -234,7 +240,7 @@ def _short_hash(text: str) -> str:
 
 
 def join(config: RunConfig) -> AbstractContextManager[dist.World]:
-    """Return the world of a recipe's ranks, after they have compared versions, configuration and run folder."""
+    """Join the process group of a recipe. Raise if ranks differ in versions, configuration or run folder."""
     return dist.world(
         config.train.device,
         config.parallel.timeout_s,
@@ -255,11 +261,11 @@ def open_run(
     overwrite: bool,
     rows: GivenRows | None = None,
 ) -> Iterator[tuple[RunConfig, list[Callback]]]:
-    """Open the folder of a run on all ranks, until the end of the block.
+    """Open the folder of a run on all ranks, and close it at the end of the block.
 
-    The block is given the recipe as the folder keeps it, and the callbacks of the folder for the trainer. `rows`: those
-    of a new run that its caller holds in memory."""
-    folder = RunFolder(config.folder)  # managed by the main rank
+    Yield the recipe as it is saved in the folder, and callbacks that the trainer needs for the folder. `rows`: rows in
+    memory of a new run, which are written into the folder."""
+    folder = RunFolder(config.folder)  # only the main rank calls its methods
     try:
         Ranks.current().on_rank0(lambda: folder.open(overwrite=overwrite, resume=resume))
         config = located(with_model_resolved(config, setup), Path.cwd())
@@ -268,17 +274,19 @@ def open_run(
             Ranks.current().on_rank0(lambda: folder.begin(config, resume=resume, objects=objects.names))
             if rows is not None and rows.splits and not resume:
                 Ranks.current().on_rank0(lambda: rows.write(config.folder))
-            if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on every machine, each of which may resume the run
+            if (
+                int(os.environ.get("LOCAL_RANK", 0)) == 0
+            ):  # once on every machine: any of them may resume the run without `trust`
                 remember(config.folder, named_code(config))
             yield config, [PublishRun(folder)] if world.is_main else []
         dist.barrier()  # a rank that left earlier would look lost to watchdogs that still run
     except RuntimeError as error:
         if not dist.is_peer_error(error):
             raise
-        # The watchdog does not run yet, so this rank does not know which partner is gone.
+        # No watchdog runs here, so the lost rank is unknown.
         raise dist.RankFailure(
-            f"another rank is gone: {first_line(error)}",
-            fix="look at the messages of the other ranks",
+            f"another rank has ended: {first_line(error)}",
+            fix="read the messages of the other ranks",
             code="run.rank-lost",
         ) from error
     finally:
@@ -296,8 +304,8 @@ def _run(
     notes: Sequence[str] = (),
     rows: GivenRows | None = None,
 ) -> Run:
-    """Train by a recipe. `notes`: lines for the log. `rows`: see `open_run`."""
-    # Mistakes should fail before any rank waits for another.
+    """Build and run a trainer. `notes`: lines for the log. `rows`: see `open_run`."""
+    # Checks that need no other rank: a mistake fails before the ranks connect.
     setup = build_meta_model(config, dist.expected_world_size(), objects)
     check_rows(config, setup.plan)
     check_trackers(config.log)

@@ -1,11 +1,11 @@
-"""Manage the folder of a run: lock it, and keep the run that it replaces until the new one works.
+"""Manage the folder of a run: lock it, and keep a replaced run until the new run has applied a step.
 
-A run works when its first step is applied, or a checkpoint is written. Until then nothing is lost:
+Until the first step is applied or a checkpoint is written, nothing of an earlier run is lost:
 
-- `config.yaml` of a run that is resumed stays as it is.
-- `--overwrite` moves the files of the old run to `RUN/.replacing`, and renames that to `RUN/.replaced` when all of them
-  are there. If the new run fails before it works, the files are moved back. After a kill the next start does so: files
-  in `.replacing` belong into the folder; files beside `.replaced` belong to the new run and are removed.
+- `config.yaml` of a resumed run is not changed.
+- `--overwrite` moves the files of the old run to `RUN/.replacing`, and renames it to `RUN/.replaced` when it is
+  complete. If the new run fails before its first step, the files are moved back. After a kill the next start moves them
+  back: beside `.replacing` are files of the old run; beside `.replaced` are files of the new run, which are removed.
 - Only a folder with a `run.json` of Tessera is ever emptied, and never the working folder. Only files and folders with
   names of a run are moved; others stay.
 """
@@ -31,14 +31,14 @@ from tessera.config.trust import named_code, write_run_id
 from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import ASIDE, CONFIG, REPLACED, REPLACING, RUN_FILE, find_file
-from tessera.inference.weight_source import run_exists as run_exists  # the command line asks here
+from tessera.inference.weight_source import run_exists as run_exists  # re-exported for the command line
 from tessera.runtime.distributed import expected_rank
 from tessera.runtime.files import read_json_mapping, replace_file
 from tessera.training.lock import FolderLock
 
 FORMAT = "tessera-run"
 _TRASH = ".trash-"
-# Names that belong to a run: the next run would read them as its own.
+# Names of files and folders that a run writes. --overwrite moves these.
 _OF_A_RUN = frozenset(
     {RUN_FILE, CONFIG, "run-id", "checkpoints", "ledger", "logs", "index", "processor", "data", "hf", "hf-ema"}
     | {f"{name}.jsonl" for name in ("metrics", "history", "quarantine", "guard", "answers", "previews")}
@@ -46,21 +46,21 @@ _OF_A_RUN = frozenset(
     | {"tensorboard", "wandb", "swanlab", "trackers.json"}
 )
 _ANSWERS = re.compile(r"answers-step-\d+\.jsonl")
-# Errors of the system that mean: the folder cannot be written to, and the user has to change that.
+# System errors that the user has to resolve: no permission, a full disk, a wrong path.
 _UNWRITABLE = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOTDIR}
     | {errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EFBIG}
 )
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # EFBIG: a limit of the system on files
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # EFBIG: the limit on the size of a file
 
 log = logging.getLogger("tessera")
 
 
 @contextmanager
 def writable(folder: Path, *, starting: bool = False) -> Iterator[None]:
-    """Turn errors about a full disk or missing permissions into a `TesseraError`.
+    """Raise a `TesseraError` in place of errors about a full disk or missing permissions in the run folder.
 
-    Errors about other folders pass, except while the folder of the run is created.
+    Errors about files elsewhere are raised unchanged. `starting`: the folder is being created; every error counts.
     """
     try:
         yield
@@ -86,7 +86,7 @@ def _unwritable(folder: Path, error: OSError) -> TesseraError:
 
 
 class RunFolder:
-    """Manage the folder of a run on the main rank; other ranks only write files into it."""
+    """Lock the folder of a run, and replace an old run in it. Only the main rank uses this."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -96,10 +96,10 @@ class RunFolder:
         self.resumed = False
 
     def open(self, *, overwrite: bool = False, resume: bool = False) -> None:
-        """Lock the folder for this run, and set the run aside that it replaces."""
+        """Lock the folder. Move the files of a run that is replaced to `.replaced`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # such as a disk that is not mounted
+        except OSError as error:  # such as a missing permission or a disk that is not mounted
             raise _unwritable(self.path, error) from error
         with writable(self.path, starting=True):
             self._lock.acquire()
@@ -113,9 +113,9 @@ class RunFolder:
                 self._set_aside()
 
     def begin(self, config: RunConfig, *, resume: bool = False, objects: Sequence[str] = ()) -> None:
-        """Write the configuration of a new run; that of a resumed run is written later, by `publish`.
+        """Write the configuration of a new run. That of a resumed run is written later, by `publish`.
 
-        `objects`: parts that the caller gave as objects, and has to give again to a resume."""
+        `objects`: names of arguments of `train` that were objects; a resume needs them again."""
         self._objects = list(objects)
         with writable(self.path, starting=True):
             if named_code(config):
@@ -124,33 +124,33 @@ class RunFolder:
                 write_config(self.path, config, self._objects)
 
     def publish(self, config: RunConfig) -> None:
-        """Write the configuration of a run that works, and remove the run that it replaced."""
+        """Write the configuration after the first applied step or checkpoint, and remove the replaced run."""
         write_config(self.path, config, self._objects)
         old = self.path / REPLACED
         if old.exists():
             trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
             os.rename(old, trash)
-            # Removing many large files takes long, and other ranks wait. The next start removes the remains of a kill.
+            # In a thread, because removing large files takes long. After a kill the next start removes the rest.
             threading.Thread(target=remove_folder, args=(trash,), name="tessera-remove-old-run", daemon=True).start()
 
     def close(self) -> None:
-        """Unlock the folder. If the run never worked, put back the run that it was to replace."""
+        """Unlock the folder. If no step was applied, restore the run that this one was to replace."""
         if not self._open:
             return
         self._open = False
         try:
             if (self.path / REPLACED).exists():
                 self._recover()
-                log.warning("the run that was to be replaced is back in %s", self.path)
+                log.warning("the run in %s was not replaced: its files are restored", self.path)
         except OSError as error:
-            log.warning("%s holds the run that was to be replaced: %s", self.path / REPLACED, error)
+            log.warning("files of the run that was to be replaced are in %s: %s", self.path / REPLACED, error)
         finally:
             self._lock.release()
 
     # ------------------------------------------------------------------------------------------ setting aside
 
     def _entries(self) -> list[Path]:
-        """Return the files and folders of the run."""
+        """Return the files and folders in this folder that have names of a run."""
         return [path for path in self.path.iterdir() if path.name in _OF_A_RUN or _ANSWERS.fullmatch(path.name)]
 
     def _set_aside(self) -> None:
@@ -158,7 +158,7 @@ class RunFolder:
         os.rename(self.path / REPLACING, self.path / REPLACED)
 
     def _recover(self) -> None:
-        """Put back the run that a killed one was to replace, and remove the remains of the killed one."""
+        """Restore the run that a killed process was to replace, and remove the files of the killed run."""
         if (self.path / REPLACED).exists():
             _move(self._entries(), self.path / f"{_TRASH}{secrets.token_hex(4)}")
             os.rename(self.path / REPLACED, self.path / REPLACING)
@@ -181,8 +181,8 @@ def _is_trash(path: Path) -> bool:
 
 
 def check_fresh(folder: Path, overwrite: bool) -> None:
-    """Refuse to begin a run where one is running or has ended, or to replace a folder that is not a run."""
-    if expected_rank() == 0:  # the others may see the lock of their main rank
+    """Raise if a run uses the folder, if it contains a run and `overwrite` is off, or if it is no run to overwrite."""
+    if expected_rank() == 0:  # other ranks may see the lock of their own main rank
         FolderLock(folder).refuse_running()
     _check_replaceable(folder, overwrite)
 
@@ -192,22 +192,22 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise TesseraError(
-            f"{folder} already holds a run with checkpoints",
+            f"{folder} already contains a run with checkpoints",
             where="out, name",
-            fix=f"`tessera resume {folder}` goes on with it; name=NEW starts another; --overwrite replaces it",
+            fix=f"`tessera resume {folder}` continues it; name=NEW starts another; --overwrite replaces it",
             code="run.exists",
         )
     here, target = Path.cwd().resolve(), folder.resolve()
     if target == here or target in here.parents:
         raise TesseraError(
-            f"{folder} is the working folder, or holds it: it is not replaced",
+            f"{folder} is or contains the working folder, and is not replaced",
             where="--overwrite",
             fix="start from another folder, or choose another name",
             code="run.working-folder",
         )
     if _run_file(folder) is None:
         raise TesseraError(
-            f"{folder} holds other things than a run of Tessera: it is not replaced",
+            f"{folder} is not a run folder of Tessera, and is not replaced",
             where="--overwrite",
             fix=f"choose another name, or remove the folder yourself (a run has a file {RUN_FILE})",
             code="run.foreign-folder",
@@ -215,7 +215,7 @@ def _check_replaceable(folder: Path, overwrite: bool) -> None:
 
 
 def _run_file(folder: Path) -> dict[str, Any] | None:
-    """Return the content of `run.json`; None if there is none, or if it is not written by Tessera."""
+    """Return the content of `run.json`; None without a file of Tessera."""
     try:
         content = read_json_mapping(find_file(folder, RUN_FILE))
     except TesseraError:
@@ -224,13 +224,13 @@ def _run_file(folder: Path) -> dict[str, Any] | None:
 
 
 def given_objects(folder: Path) -> list[str]:
-    """Return which parts of a run its caller gave as objects."""
+    """Return the names of arguments of `train` that were objects, from `run.json`."""
     names = (_run_file(folder) or {}).get("objects", [])
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = ()) -> None:
-    """Replace `config.yaml` in one step, and write `run.json`, which marks the folder as a run."""
+    """Write `config.yaml`, and `run.json`, which marks the folder as a run. Each file is replaced atomically."""
     content = {"format": FORMAT, "version": 1, "folder": str(folder.absolute()), "objects": list(objects)}
     for path, text in ((folder / RUN_FILE, json.dumps(content) + "\n"), (folder / CONFIG, kept_text(config))):
         if not (path.is_file() and path.read_bytes() == text.encode()):
@@ -238,10 +238,9 @@ def write_config(folder: Path, config: RunConfig, objects: Sequence[str] = ()) -
 
 
 class PublishRun(Callback):
-    """Call `RunFolder.publish` after the first update or save, or at the end of a new run.
+    """Call `RunFolder.publish` after the first applied step or checkpoint, or at the end of a new run.
 
-    It also logs at the start how often a run saves.
-    Publishing writes the configuration and removes the run that this one replaces. Only the main rank has it.
+    At the start, log how often the run saves. Only the main rank has this callback.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -259,7 +258,7 @@ class PublishRun(Callback):
         self._publish(trainer)
 
     def on_end(self, trainer: TrainerHandle) -> None:
-        # A resume that applied no step has not shown that its settings work: it leaves those of the run.
+        # A resume without an applied step does not replace the configuration: its settings are untested.
         if trainer.stop_reason is None and not self._folder.resumed:
             self._publish(trainer)
 
@@ -270,7 +269,7 @@ class PublishRun(Callback):
 
 
 def describe_saving(section: CheckpointSection) -> str:
-    """Return a line about when checkpoints are written, and so how much a kill can cost."""
+    """Return a line that says when checkpoints are written."""
     moments = [f"every {section.interval}"] if section.interval else []
     moments += ["at the end"] if section.at_end else []
     if not moments:

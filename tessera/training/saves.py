@@ -17,26 +17,26 @@ from tessera.core.callback import Callback
 from tessera.errors import TesseraError, nearest
 from tessera.runtime import log
 
-_WAIT_AFTER_ERROR_S = 10.0  # for a checkpoint that is written together with other ranks
+_WAIT_AFTER_ERROR_S = 10.0  # seconds to wait after an error for a checkpoint that other ranks write, too
 
-# The content of a save: number of the step, tensors by name, the rest of the state, and the recipe.
+# The content of a checkpoint: step, tensors by name, other state, and the recipe.
 Saved = tuple[int, dict[str, Tensor], dict[str, Any], str]
 
 
 class Saves:
-    """Begin, finish and time the saves of one run. All methods but `due` are collective."""
+    """Write the checkpoints of a run, also in the background. All ranks call these methods together, except `due`."""
 
     def __init__(
         self,
         checkpoints: CheckpointManager,
         settings: CheckpointSection,
         collect: Callable[[], Saved],
-        paused: Callable[[str], AbstractContextManager[None]],  # entered while training waits
-        on_save: Callable[[Path], None],  # called when a checkpoint has been published
+        paused: Callable[[str], AbstractContextManager[None]],  # a context for the time that training waits
+        on_save: Callable[[Path], None],  # called after a checkpoint was written
     ) -> None:
         self.checkpoints = checkpoints
         self.settings = settings
-        self.step = -1  # the last one that was saved, or is being saved
+        self.step = -1  # last step that was saved or is being saved
         self._collect, self._paused, self._on_save = collect, paused, on_save
         self._prepared = False
         self.restart_clock()
@@ -45,10 +45,10 @@ class Saves:
         self._at = time.monotonic()
 
     def due(self) -> bool:
-        """Return whether it is time to save: the minutes of the recipe have passed since the last save.
+        """Return whether it is time to save: the minutes of `checkpoint.every` have passed since the last save.
 
-        It must also be 20 times as long as training waits for a save, so that a large model does not spend the run on
-        saving, and the last save must be written.
+        At least 20 times the seconds that training waits for a save must have passed, too, so that saving takes at most
+        a twentieth of the run. A save in the background must have ended.
         """
         if self.checkpoints.in_background:
             return False
@@ -57,9 +57,9 @@ class Saves:
         return minutes > 0 and time.monotonic() - self._at >= wait
 
     def prepare(self, has_state: bool) -> None:
-        """Do once, ahead of the first save, what does not depend on the step: training waits for less then.
+        """Prepare asynchronous saves once, before the first save, so that training waits less for it.
 
-        `has_state`: whether the optimizer has updated weights, so that its state exists.
+        `has_state`: whether the optimizer has applied an update, so that its state exists.
         """
         if has_state and self.settings.asynchronous and not self._prepared:
             _, tensors, _, _ = self._collect()
@@ -67,7 +67,7 @@ class Saves:
             self._prepared = True
 
     def save(self, step: int) -> Path | None:
-        """Save a step, unless it is saved already, and wait until it is written."""
+        """Save a step, unless it is saved already, and wait until the checkpoint is written."""
         self.finish()
         if self.step == step:
             return None
@@ -91,8 +91,7 @@ class Saves:
             self.restart_clock()
 
     def finish(self, last: bool = False) -> None:
-        """Wait for the save in the background, if there is one. If it has failed, the run goes on without it, unless it
-        was the last."""
+        """Wait for the save in the background, if there is one. Log its error; raise it for the last save of a run."""
         if not self.checkpoints.in_background:
             return
         try:
@@ -108,33 +107,33 @@ class Saves:
             self._on_save(path)
 
     def finish_after_error(self, alone: bool) -> None:
-        """Let a save that is being written come to its end. Other ranks, which write with this one, may be gone."""
+        """Wait for the save in the background; with other ranks, which may have ended, for some seconds only."""
         with contextlib.suppress(Exception):
             self.checkpoints.finish_background(None if alone else _WAIT_AFTER_ERROR_S)
 
 
 def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise if a run cannot go on from a checkpoint. Log differences that are allowed, and their effect.
+    """Raise if a run cannot be resumed from a checkpoint. Log differences that are allowed.
 
-    `before`, `now`: see `Trainer.state_dict`; of the checkpoint, and of the trainer before it is restored.
+    `before`, `now`: the result of `Trainer.state_dict` in the checkpoint, and of the new trainer.
     """
     if before["seed"] != now["seed"]:
         raise TesseraError(
             f"the run was trained with train.seed={before['seed']}, now it is {now['seed']}: "
-            "the data order would change in the middle",
+            "the order of the data would change",
             where="train.seed",
             fix=f"set train.seed={before['seed']}",
             code="run.seed-changed",
         )
     if before.get("data") and not set(str(before["data"]).split("/")) & set(str(now["data"]).split("/")):
         log.logger().warning(
-            "the data, or the way it is packed, has changed since step %d was saved: rows hold other samples now, "
-            "of which some may come again and some not in this pass",
+            "the data, or its packing, has changed since step %d was saved: this epoch may repeat some samples and "
+            "leave out others",
             step,
         )
     old, new = dict(before["schedule"]), dict(now["schedule"])
     if old.get("kind") == new["kind"] == "constant":
-        new.pop("steps")  # a constant rate does not ask how long the run is
+        new.pop("steps")  # the length of the run does not change a constant rate
     changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key in old and old[key] != new[key]]
     if changed:
         log.logger().warning(
@@ -151,7 +150,7 @@ def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def check_callback_names(callbacks: Sequence[Callback]) -> None:
-    """Raise if two callbacks would keep their states in the checkpoint under one name, or if one is no callback."""
+    """Raise if two callbacks with state have the same name, or if an object is no callback."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise TesseraError(
@@ -164,7 +163,7 @@ def check_callback_names(callbacks: Sequence[Callback]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise TesseraError(
-                f"{names.count(name)} callbacks keep state in the checkpoint under the name {name}",
+                f"{names.count(name)} callbacks with state in the checkpoint have the name {name}",
                 where="callbacks",
                 fix="give one of them another `name` (a property of its class)",
                 code="run.callback-name-twice",
@@ -172,7 +171,7 @@ def check_callback_names(callbacks: Sequence[Callback]) -> None:
 
 
 def restore_callbacks(callbacks: Sequence[Callback], states: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Restore the states of callbacks by their names; return a sentence for each state that no callback takes up."""
+    """Restore the states of callbacks by name; return a sentence for each state without a callback."""
     for callback in callbacks:
         callback.load_state_dict(states.get(callback.name, {}))
     here = {callback.name for callback in callbacks}

@@ -41,16 +41,18 @@ from tessera.weights.layouts import detect_layout
 
 @dataclass(frozen=True)
 class Objects:
-    """Hold parts of a run that the caller gave as objects. None: the recipe names the part."""
+    """Hold the parts of a run that were given to `tessera.train` as objects. None: the recipe names the part."""
 
     model: nn.Module | None = None
     task: Task | None = None
-    dataset: Any = None  # a torch Dataset or DataLoader, a RowSource, or anything that can be indexed or iterated
+    dataset: Any = None  # a torch Dataset or DataLoader, a RowSource, a StepSource, or a sequence or iterable
     eval_dataset: Any = None
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None  # from parameter groups, such as a class
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = (
+        None  # makes an optimizer from parameter groups, such as an optimizer class
+    )
 
     def __post_init__(self) -> None:
-        """Raise if a part has the wrong type."""
+        """Raise if an object has the wrong type."""
         wanted = {
             "model": (self.model, isinstance(self.model, nn.Module), "an nn.Module"),
             "task": (
@@ -64,7 +66,7 @@ class Objects:
             if value is not None and not fits:
                 kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
                 raise TesseraError(
-                    f"{name} is {kind}", where=f"{name}=...", allowed=[what], code="run.wrong-object-type"
+                    f"the argument {name} is {kind}", where=f"{name}=...", allowed=[what], code="run.wrong-object-type"
                 )
 
     def settings(self) -> dict[str, Any]:
@@ -78,16 +80,16 @@ class Objects:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the parts that were given, as a run folder keeps them."""
+        """Return the names of the objects, for `run.json`."""
         return [name for name, value in vars(self).items() if value is not None]
 
     def check_resumed(self, recorded: list[str]) -> None:
-        """Raise if a run that began with objects goes on without one of them."""
+        """Raise if a resume lacks an object that the run began with. `recorded`: names in `run.json`."""
         missing = [name for name in recorded if name not in self.names]
         if missing:
             words = ", ".join(f"{name}=..." for name in missing)
             raise TesseraError(
-                f"the run began with objects that a folder cannot keep: {', '.join(missing)}",
+                f"the run began with objects that its folder does not contain: {', '.join(missing)}",
                 where="tessera.resume",
                 fix=f"give them again: tessera.resume(folder, {words})",
                 code="run.object-missing",
@@ -100,29 +102,29 @@ HEAD_PATH = "head"
 
 @dataclass(frozen=True)
 class FrozenSetup:
-    """Hold a frozen model that the task uses, on the meta device."""
+    """Hold a frozen model of the task, on the meta device."""
 
     component: Component
     module: nn.Module
-    plan: Plan | None  # of one that is split like the trained model
+    plan: Plan | None  # layout of a frozen model that is sharded like the trained one; None: not sharded
 
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """Hold a model as the recipe describes it, on the meta device, with its plan and its task."""
+    """Hold the model of a recipe on the meta device, with its plan and its task."""
 
     spec: ModelSpec
     config: Any
     module: nn.Module
     plan: DescribedPlan
-    lora: LoraSection | None = None  # with every target named
+    lora: LoraSection | None = None  # the section with explicit targets
     adapters: Adapters = field(default_factory=dict)
     task: Task = field(default_factory=LanguageTask)
-    frozen: Mapping[str, FrozenSetup] = field(default_factory=dict)  # by name, of the task's components
+    frozen: Mapping[str, FrozenSetup] = field(default_factory=dict)  # frozen models of the task, by name
 
     @cached_property
     def training(self) -> Training:
-        """Return the matrix products of a step, which depend on frozen parameters. Read before the model is sharded."""
+        """Return how often a step computes each matrix product. First read before the model is sharded."""
         trained = [shard.name for shard in self.plan.param_shards if shard.trained]
         return training_of(self.module, self.spec.main.plan(self.config), trained)
 
@@ -130,7 +132,7 @@ class ModelSetup:
 def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE) -> ModelSetup:
     """Build the model on the meta device and plan its layout. Needs no process group and no accelerator.
 
-    `objects`: parts that the caller of `tessera.train` gave instead of names in the recipe.
+    `objects`: parts that were given to `tessera.train` as objects.
     """
     spec, model_config, task = _model_and_task(config, objects)
     module = build_on_meta(spec, model_config)
@@ -156,7 +158,8 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
     }
     plan = replace(
         plan,
-        parameters=plan.parameters + sum(size for name, size in sizes.items() if name not in names),  # now quantized
+        parameters=plan.parameters
+        + sum(size for name, size in sizes.items() if name not in names),  # weights that quantization removed
         memory=replace(
             plan.memory,
             frozen={name: _frozen_bytes(part, plan) for name, part in frozen.items()},
@@ -167,7 +170,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
 
 
 def _model_and_task(config: RunConfig, objects: Objects) -> tuple[ModelSpec, Any, Task]:
-    """Return the family, its configuration and the objective, which fit each other."""
+    """Return the model family, the configuration of the model, and the task. Raise if they do not fit."""
     path = config.model.path
     layout = None if path is None or (path / "config.yaml").is_file() else detect_layout(path)
     if path is not None and layout is not None:
@@ -192,12 +195,12 @@ def _model_and_task(config: RunConfig, objects: Objects) -> tuple[ModelSpec, Any
         else None,
     )
     if rewards and config.checkpoint.export and (config.model.lora is None or config.model.lora.merge):
-        exported_config(model_config, None, torch.float32, rewards)  # raises where there is no such folder
+        exported_config(model_config, None, torch.float32, rewards)  # raises if this model cannot be exported
     return spec, model_config, task
 
 
 def _check_removed_methods(task: Task) -> None:
-    """Raise for a task that overrides a method which nothing calls any more."""
+    """Raise for a task with a method of an earlier version, which is no longer called."""
     for name in ("frozen_components", "frozen_parts"):
         if hasattr(task, name):
             raise TesseraError(
@@ -211,7 +214,7 @@ def _check_removed_methods(task: Task) -> None:
 def _add_adapters(
     config: RunConfig, spec: ModelSpec, model_config: Any, module: nn.Module
 ) -> tuple[LoraSection | None, Adapters]:
-    """Add the adapters of the recipe to the model; return its section with every target named, and the adapters."""
+    """Add the adapters of the recipe to the model. Return its LoRA section with explicit targets, and the adapters."""
     lora, tp = config.model.lora, config.parallel.tp
     if lora is None:
         return None, {}
@@ -219,17 +222,17 @@ def _add_adapters(
         raise TesseraError(
             f"quantized weights are unsharded on every rank, and parallel.tp={tp} would split them",
             where="model.lora.quantize",
-            fix="parallel.tp=1: a quantized layer is small, and data ranks or a pipeline share the work",
+            fix="set parallel.tp=1, and use data ranks or a pipeline instead",
             code="layout.quantized-with-tp",
         )
     if lora.dora and tp > 1:
         raise TesseraError(
             f"dora needs the norms of full rows, and parallel.tp={tp} splits them",
             where="model.lora.dora",
-            fix="parallel.tp=1, or plain adapters: model.lora.dora=false",
+            fix="set parallel.tp=1 or model.lora.dora=false",
             code="layout.dora-with-tp",
         )
-    if spec.gives(REWARDS) and HEAD_PATH not in lora.modules_to_save:  # its head begins at random
+    if spec.gives(REWARDS) and HEAD_PATH not in lora.modules_to_save:  # the reward head is new and has to be trained
         lora = lora.model_copy(update={"modules_to_save": [*lora.modules_to_save, HEAD_PATH]})
     weight_map, origin = spec.main.weight_map(model_config), targets_origin(lora)
     names = [name for name, _ in module.named_parameters()]
@@ -243,7 +246,7 @@ def _add_adapters(
 def _encoded_ahead(
     config: RunConfig, spec: ModelSpec, model_config: Any, task: Task, plan: Plan
 ) -> tuple[int, int] | None:
-    """Return the steps whose rows are encoded together, and the bytes of what waits on a rank, where rows are full."""
+    """Return how many steps are encoded together, and the bytes of their encoded rows on a rank at full length."""
     if task.encode_steps == 1 or spec.example is None:
         return None
     with torch.device("meta"):
@@ -254,19 +257,19 @@ def _encoded_ahead(
 
 
 def resolve_precision(config: RunConfig) -> PrecisionSection:
-    """Return the precision section for the device that the run will use."""
+    """Return the precision section with its automatic values resolved for the device of the run."""
     return config.precision.resolved(accelerator=devices.is_accelerator(config.train.device))
 
 
 def check_rows(config: RunConfig, plan: Plan) -> None:
-    """Raise if ranks cannot share the rows of a step. Kinds of data of the user's own share them by themselves, and
-    steps of so many samples have as many rows as they need."""
+    """Raise if the rows of a step cannot be divided among the ranks. Custom data kinds, and recipes with
+    `train.samples_per_step`, are not checked."""
     if config.data.kind.isidentifier() and config.data.kind != "custom" and config.train.samples_per_step is None:
         check_batch(config.train.global_batch, config.train.micro_batch, plan.axes.size(DATA))
 
 
 def precision_guess(config: RunConfig) -> str:
-    """Return a sentence for a plan whose types follow from the machine it is made on; empty where they do not."""
+    """Return a note for a plan made on a CPU if the precision would differ on an accelerator; else empty."""
     precision = config.precision
     there = precision.resolved(accelerator=True).compute
     if config.train.device != "auto" or devices.is_accelerator("auto") or there == resolve_precision(config).compute:
@@ -280,13 +283,13 @@ def precision_guess(config: RunConfig) -> str:
 def _frozen_setup(
     name: str, component: Component, config: RunConfig, spec: ModelSpec, model_config: Any, world_size: int
 ) -> FrozenSetup:
-    """Return a frozen model on the meta device. One that is split has the layout of the trained model and the type that
-    the run computes in."""
+    """Return a frozen model on the meta device. With `stage="split"` it is sharded like the trained model, and
+    stored in the compute type of the run."""
     if component.trained:
         raise TesseraError(
-            f"the component {name} of the task would be trained, and only the model is",
+            f"the component {name} of the task is marked as trained, and only the main model can be",
             where="train.task",
-            fix=f"Task.components: Component(trained=False, ...) for {name}",
+            fix=f"return Component(trained=False, ...) for {name} from Task.components",
             code="task.trained-component",
         )
     module = build_on_meta(replace(spec, main=component), model_config)
@@ -294,13 +297,13 @@ def _frozen_setup(
         return FrozenSetup(component, module, None)
     if config.parallel.pp > 1:
         raise TesseraError(
-            f"the objective compares with a second copy of the model ({name}), which is not split over pipeline stages",
+            f"the second copy of the model that this objective needs ({name}) cannot be split over pipeline stages",
             where="parallel.pp",
-            fix="train adapters (model.lora: {}), which need no second copy, or shard the model: parallel.pp=1",
+            fix="train adapters (model.lora: {}), which need no second copy, or set parallel.pp=1",
             code="layout.reference-with-pp",
         )
     precision = resolve_precision(config)
-    stored = "bfloat16" if precision.compute == "bfloat16" else precision.weights  # it needs no master weights
+    stored = "bfloat16" if precision.compute == "bfloat16" else precision.weights  # frozen weights need no fp32 copy
     plan = make_plan(
         config.parallel,
         component.plan(model_config),
@@ -329,7 +332,7 @@ def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload
 
 
 def with_model_resolved(config: RunConfig, setup: ModelSetup) -> RunConfig:
-    """Return the recipe with every field of the model, so that presets and folders may change or go."""
+    """Return the recipe with every field of the model config, so that a resume needs no preset and no config folder."""
     full: dict[str, Any] = {"family": config.model.family or setup.spec.name, "preset": None}
     full["config"] = setup.config.model_dump(mode="json")
     full["lora"] = setup.lora

@@ -25,7 +25,7 @@ class StopOnSignal(Callback):
 
     def on_start(self, trainer: TrainerHandle) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python lets only the main thread set handlers
+            return  # only the main thread may set signal handlers
 
         def handle(number: int, frame: FrameType | None) -> None:
             again = trainer.stop_reason is not None

@@ -1,4 +1,4 @@
-"""Give the steps of a data set to the trainer, and wait for the data of a step until the run is asked to stop."""
+"""Read the steps of a data set for the trainer, and wait for the data of a step until a stop is requested."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tessera.core.step_source import StepSource
 from tessera.data.loader.loader import Loader
 from tessera.errors import TesseraError
 
-_READ_AGAIN = "left out of a probe"  # the reason that a batch names for samples that the guard tests apart
+_READ_AGAIN = "left out of a probe"  # reason in batches that the guard reads again without some samples
 
 
 class LoaderSteps(StepSource):
-    """Read the rows of a data set through a loader. Its position is a row number, so it has no state."""
+    """Read the rows of a data set through a loader. The trainer saves the position as a row number."""
 
     def __init__(self, rows: RowSource, open_loader: Callable[[RowSource, int], Loader]) -> None:
-        """Keep the rows of this rank. `open_loader`: returns a loader of rows, from a row on."""
+        """Take the rows of this rank. `open_loader`: returns a loader that begins at a row number."""
         self._rows, self._open_loader = rows, open_loader
         self._left_out: dict[str, str] = {}
         self._loader: Loader | None = None
@@ -57,22 +57,22 @@ class LoaderSteps(StepSource):
 
 
 class WaitEnded(BaseException):
-    """End the wait for data, because the run was asked to stop. It is no error, so that no sample is blamed for it."""
+    """End the wait for data after a stop request. It is no `Exception`: readers would count one as a bad sample."""
 
 
 class DataWait:
-    """Wait for the data of a step. A stop ends the wait.
+    """Wait for the data of a step. A stop request ends the wait.
 
-    Data may be minutes away (a hub that does not answer), and a scheduler that stops a run gives it seconds. Ranks
-    agree on a step when they have its data, so a rank that gives up leaves no other rank in the middle of a step.
+    Data may take minutes, from a slow hub for example, and a scheduler gives a stopped run seconds. Ranks begin a step
+    together after all of them have its data, so that a rank can end its wait without blocking others.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # spent in waiting since the start
-        self._thread: int | None = None  # the one that waits
+        self.seconds = 0.0  # total seconds spent on waiting
+        self._thread: int | None = None  # id of the thread that waits
 
     def next_step(self, source: StepSource, is_stopping: Callable[[], bool]) -> Sequence[Batch] | None:
-        """Return the micro-batches of the next step; None if a stop was requested before they were there."""
+        """Return the micro-batches of the next step; None if a stop was requested before they came."""
         started = time.perf_counter()
         try:
             self._thread = threading.get_ident()
@@ -89,7 +89,7 @@ class DataWait:
         return microbatches
 
     def end(self) -> None:
-        """Raise `WaitEnded` in the thread that waits. Called by a signal handler, which runs in that thread."""
+        """Raise `WaitEnded` if this thread waits. Signal handlers, which run in that thread, call this."""
         if self._thread == threading.get_ident():
             self._thread = None
             raise WaitEnded

@@ -23,7 +23,7 @@ from tessera.core.callback import Callback, StepResult, TrainerHandle
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import parse_row, read_json_mapping, replace_file
 
-IDS = "trackers.json"  # in the run's folder: name of a tracker -> id of the run there
+IDS = "trackers.json"  # file in the run folder with the ids of the run in trackers, by name of the tracker
 _ID = re.compile(r"[\w-]{1,64}")
 log = logging.getLogger("tessera")
 
@@ -34,9 +34,9 @@ class TrackedRun:
 
     folder: Path
     name: str
-    settings: Mapping[str, Any]  # the recipe, with dotted keys
-    id: str | None  # that the tracker gave this run before; None: it is new there
-    step: int  # steps done already
+    settings: Mapping[str, Any]  # all keys of the recipe, such as "optim.lr"
+    id: str | None  # id of the run in the tracker; None: the tracker does not have the run yet
+    step: int  # number of finished steps
 
 
 class Tracker(ABC):
@@ -47,7 +47,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin, or go on with, the run; return its id and where it can be seen."""
+        """Begin or continue a run in the tracker. Return its id, and an address or command to see it."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -61,7 +61,7 @@ class TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"
-        # Events of later steps, which will happen again, are hidden.
+        # Hide events of later steps, which will be trained again.
         self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.id and run.step else None)
         return "tensorboard", f"tensorboard --logdir {folder}"
 
@@ -75,8 +75,8 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """Write to Weights & Biases. Its counter of steps only grows, but a resumed run repeats steps. So `step` is a
-    metric that all others are drawn over."""
+    """Write to Weights & Biases. Its own step counter cannot go back, and a resumed run repeats steps. So `step` is a
+    metric, and the x axis of all others."""
 
     def start(self, run: TrackedRun) -> tuple[str, str]:
         import wandb
@@ -132,7 +132,7 @@ class SwanlabTracker(Tracker):
         self._run.finish(state="crashed" if failed else "success", error="the run failed" if failed else None)
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {  # by the name of their package
+TRACKERS: Mapping[str, type[Tracker]] = {  # by the name of the package
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "swanlab": SwanlabTracker,
@@ -158,9 +158,9 @@ class Trackers(Callback):
         self, section: LogSection, make: Callable[[TrackerSection], Tracker] = lambda one: TRACKERS[one.name](one)
     ) -> None:
         self._sections, self._make = section.tracker_sections, make
-        self._trackers: dict[str, Tracker] = {}  # those that work, by name
+        self._trackers: dict[str, Tracker] = {}  # trackers that have not failed, by name
         self._path = Path()
-        self._position = 0  # bytes of `metrics.jsonl` that the trackers have
+        self._position = 0  # bytes of `metrics.jsonl` that were copied
 
     def on_start(self, trainer: TrainerHandle) -> None:
         if not trainer.world.is_main:
@@ -180,7 +180,7 @@ class Trackers(Callback):
         if run.id is None:
             ids = {**read_ids(run.folder), name: id}
             replace_file(run.folder / IDS, (json.dumps(ids, indent=1) + "\n").encode())
-            _write_all(tracker, self._rows(0, self._position))  # steps before the tracker was added
+            _write_all(tracker, self._rows(0, self._position))  # rows from before the tracker was added
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None:
         self._copy()
@@ -189,7 +189,7 @@ class Trackers(Callback):
         self._copy()
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
-        """Continue from the shortened file; the steps are written again."""
+        """Continue at the end of the truncated file. Repeated steps are written again."""
         self._position = self._size()
 
     def on_error(self, trainer: TrainerHandle, error: BaseException) -> None:
@@ -205,10 +205,10 @@ class Trackers(Callback):
         self._trackers = {}
 
     def _call(self, name: str, action: Callable[[Tracker], None]) -> None:
-        """Call a tracker. One that fails is reported and left out."""
+        """Call a tracker. If it fails, log the error and remove the tracker."""
         try:
             action(self._trackers[name])
-        except (Exception, SystemExit) as error:  # some packages leave by SystemExit
+        except (Exception, SystemExit) as error:  # some packages raise SystemExit
             log.warning("%s is left out from here on: %s: %s", name, type(error).__name__, first_line(error))
             del self._trackers[name]
 
@@ -221,7 +221,7 @@ class Trackers(Callback):
             self._call(name, lambda tracker: _write_all(tracker, rows))
 
     def _rows(self, start: int, end: int) -> list[tuple[int, dict[str, float]]]:
-        """Return the numbers of the rows between two positions of the file, with their steps."""
+        """Return (step, numbers) of the rows between two byte positions of the file."""
         if start >= end:
             return []
         with self._path.open("rb") as file:
@@ -243,7 +243,7 @@ def _write_all(tracker: Tracker, rows: Sequence[tuple[int, Mapping[str, float]]]
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """Return the ids that trackers gave a run. Other content of the file is ignored."""
+    """Return the ids of a run in trackers, from `trackers.json`. Invalid content is ignored."""
     try:
         ids = read_json_mapping(folder / IDS) if (folder / IDS).exists() else {}
     except TesseraError:
@@ -252,7 +252,7 @@ def read_ids(folder: Path) -> dict[str, str]:
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:
-    """Return a recipe as one level of dotted keys, without empty values."""
+    """Return a recipe as a flat mapping with dotted keys, without empty values."""
     settings: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:

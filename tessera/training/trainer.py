@@ -32,7 +32,7 @@ from tessera.training.steps import DataWait, unequal_steps
 
 
 class Trainer:
-    """Run finished parts (see `training.build`) until the last step, a stop request or an error."""
+    """Run the training loop until the last step, a stop request or an error. `build_trainer` makes its parts."""
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class Trainer:
         world: World,
         module: nn.Module,
         engine: Engine,
-        initial_weights: Callable[[], None],  # fills the module for a run that begins
+        initial_weights: Callable[[], None],  # fills the module of a new run
         task: Task,
         optimizer: torch.optim.Optimizer,
-        clip_gradients: Callable[[], torch.Tensor],  # has the next update clipped; returns the norm of the gradients
+        clip_gradients: Callable[[], torch.Tensor],  # clips the next update; returns the gradient norm
         steps: StepSource,
         checkpoints: CheckpointManager,
         callbacks: Sequence[Callback] = (),
-        optimizer_step: OptimizerStep | None = None,  # applies or drops updates; it is a callback too
+        optimizer_step: OptimizerStep | None = None,  # applies or drops updates; also a callback
         eval_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         eval_batches: Callable[[], Iterable[tuple[Batch, bool]]] | None = None,  # (batch, whether it counts)
         memory: MemoryAdvice | None = None,
-        data_identity: str = "",  # of the order of rows; empty: unknown
+        data_identity: str = "",  # fingerprint of the data and its order; empty: unknown
     ) -> None:
         self.config = config
         self.length = length
@@ -67,18 +67,22 @@ class Trainer:
         self.optimizer_step = optimizer_step or OptimizerStep()
         self.callbacks = [self.optimizer_step, *callbacks]
         check_callback_names(self.callbacks)
-        self.eval_weights = eval_weights  # while it is entered, the module has the weights to evaluate
+        self.eval_weights = eval_weights  # a context with the weights to evaluate, such as averaged ones
         self.data_identity = data_identity
         self.step = 0
-        self.paused_seconds = 0.0  # spent on evaluation and saving
-        self.stop_reason: str | None = None  # of `request_stop`: a resume goes on
-        self.ended_early: str | None = None  # there is nothing more to do, before the last step
+        self.paused_seconds = 0.0  # seconds spent on evaluation and saving
+        self.stop_reason: str | None = None  # reason of `request_stop`; a resume continues the run
+        self.ended_early: str | None = None  # reason of `end_early`; the run is complete
         self._save_requested = False
-        self.phase_listeners: list[Callable[[str], None]] = []  # called with each new phase
+        self.phase_listeners: list[
+            Callable[[str], None]
+        ] = []  # functions that are called with the name of each new phase
         self.phase = "starting"
         self._initial_weights = initial_weights
         self._wait = DataWait()
-        self._source_state: dict[str, Any] | None = None  # before this step's data was taken; None between steps
+        self._source_state: dict[str, Any] | None = (
+            None  # state of `steps` before this step's data was read; None between steps
+        )
         self._memory = memory or MemoryAdvice(config, world.size)
         self._clip_gradients = clip_gradients
         self._eval_batches = eval_batches
@@ -109,18 +113,18 @@ class Trainer:
         self.end()
 
     def start(self) -> None:
-        """Begin the steps. `run` does so itself; another loop calls `start`, `train_step` for each step, and `end`."""
+        """Begin training. `run` calls this; another loop calls `start`, then `train_step` for each step, then `end`."""
         self._call("on_start")
         self.module.train()
 
     def end(self) -> None:
-        """End the steps: callbacks write their last lines and close files."""
+        """End training: callbacks write their last lines and close files."""
         self.phase = "ending"
         self._call("on_end")
 
     def fail(self, error: BaseException) -> None:
-        """End the steps after an error: callbacks close files and processes."""
-        for callback in reversed(self.callbacks):  # undone in the opposite order, as with nested contexts
+        """End training after an error: callbacks close files and end processes."""
+        for callback in reversed(self.callbacks):  # in reverse order, like nested contexts
             callback.on_error(self, error)
         self._saves.finish_after_error(alone=self.world.size == 1)
 
@@ -130,7 +134,7 @@ class Trainer:
             self.phase = "loading data"
             self._source_state = self.steps.state_dict()
             microbatches = self._wait.next_step(self.steps, lambda: self.stop_reason is not None)
-            # Ranks agree when they have data, so that none waits for another inside of a step.
+            # Ranks agree after all have their data, so that no rank waits for another inside of a step.
             if not self._goes_on(0 if microbatches is None else len(microbatches)) or microbatches is None:
                 break
             if (result := self.train_step(microbatches)) is None:
@@ -147,7 +151,7 @@ class Trainer:
         return self.length.due(every, self.step, self.rows_drawn)
 
     def train_step(self, microbatches: Sequence[Batch]) -> StepResult | None:
-        """Run one optimizer step on this rank's micro-batches; return None where it was undone."""
+        """Run one optimizer step on this rank's micro-batches; return None if the guard went back to an earlier one."""
         rng.seed_process(self.config.train.seed, "step", self.step, self.world.rank)
         self._call("on_step_begin")
         self.phase = "running the model"
@@ -161,7 +165,7 @@ class Trainer:
         loss = out.loss()
         scalars = {"loss": loss, "grad_norm": grad_norm, **out.metrics()}
         if self.engine.loss_scale is not None:
-            scalars["loss_scale"] = self.engine.loss_scale.state[0]  # after this step's update
+            scalars["loss_scale"] = self.engine.loss_scale.state[0]  # the scale for the next step
         numbers = AsyncScalars.of(scalars, out.counted())
         with self._memory.explained(self, microbatches):
             outcome = self.optimizer_step.update(self, loss, grad_norm, microbatches)
@@ -170,7 +174,7 @@ class Trainer:
             return None
         self.step, self._source_state = self.step + 1, None
         self.phase = "reporting"
-        # Results outlive their step, so they hold no tensors.
+        # Callbacks keep results for several steps, so they must not reference tensors.
         described = [replace(batch, tensors={}, segments={}) for batch in microbatches]
         result = StepResult(self.step, numbers, lr, described, outcome == "applied", self.epoch)
         self._call("on_step_end", result)
@@ -187,10 +191,9 @@ class Trainer:
             listener(phase)
 
     def _goes_on(self, microbatches: int) -> bool:
-        """Return whether all ranks go on with the step that they have the data of, after a save if one is due.
+        """Return whether all ranks run the next step. Save before it if a save is due by the clock of the main rank.
 
-        A stop asked of one rank (a signal reaches each at another moment) stops all. The clock of the main rank decides
-        when a save is due.
+        A stop request on one rank stops all ranks. `microbatches`: the number of micro-batches on this rank.
         """
         self.phase = "agreeing to go on"
         equal, (stop, save, writing) = agree_on_step(
@@ -212,22 +215,22 @@ class Trainer:
         return True
 
     def request_stop(self, reason: str) -> None:
-        """Ask the run to finish this step, save and end. Signal handlers and callbacks may call it."""
+        """Request that the run finishes this step, saves and ends. Signal handlers and callbacks may call this."""
         self.stop_reason = reason
         self._wait.end()
 
     def request_save(self) -> None:
-        """Ask for a save after this step. All ranks ask at the same step."""
+        """Request a save after this step. All ranks must do so at the same step."""
         self._save_requested = True
 
     def end_early(self, reason: str) -> None:
-        """End the run as if this step were its last. All ranks do so at the same step."""
+        """End the run as if this step were its last. All ranks must do so at the same step."""
         self.ended_early = reason
 
     # ------------------------------------------------------------------------------------------ evaluation
 
     def evaluate(self) -> dict[str, float]:
-        """Return the loss over the held-out rows, the same on every rank."""
+        """Return loss and metrics over the held-out rows, equal on every rank."""
         assert self._eval_batches is not None
         totals: LossTotals | None = None
         with self.paused("evaluating"), self.eval_weights():
@@ -247,7 +250,7 @@ class Trainer:
 
     @property
     def rows_drawn(self) -> int:
-        """Return the rows of the global order that training has used, which is the data position of any layout."""
+        """Return the number of rows that training has used over all ranks: the data position, for any layout."""
         return self._first_row + (self.step - self._first_step) * self.length.rows_per_step
 
     @property
@@ -256,24 +259,24 @@ class Trainer:
 
     @property
     def epoch(self) -> float | None:
-        """Return the passes over the data that are done; None: the length of the data is unknown."""
+        """Return the number of passes over the data so far; None if the length of the data is unknown."""
         return self.length.epoch(self.rows_drawn)
 
-    # The row count at `_first_step`: it differs from step * batch only if a resume changed the batch.
+    # Row count and step at the last start or resume: a resume may change the rows per step.
     _first_row = _first_step = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return training_tensors(self.module, self.optimizer)
 
     def side_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of callbacks."""
+        """Return the tensors of callbacks, such as averaged weights."""
         return {name: tensor for callback in self.callbacks for name, tensor in callback.state_tensors(self).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
             **self.length.position(self.rows_drawn),
-            "seed": self.config.train.seed,  # with the step, this is the state of every random stream
+            "seed": self.config.train.seed,  # seed and step determine all random numbers
             "schedule": {**self.config.optim.schedule.model_dump(mode="json"), "steps": self.length.steps},
             "world": self.world.size,
             "data": self.data_identity,
@@ -283,7 +286,7 @@ class Trainer:
         }
 
     def save(self) -> Path | None:
-        """Save this step, unless it is saved already, and wait until it is written."""
+        """Save this step, unless it is saved already, and wait until the checkpoint is written."""
         return self._saves.save(self.step)
 
     def _saved(self) -> Saved:
@@ -293,14 +296,14 @@ class Trainer:
         return self.step, tensors, self.state_dict(), kept_text(self.config)
 
     def begin(self) -> None:
-        """Start at the first step with the initial weights."""
+        """Fill the initial weights."""
         self._initial_weights()
         self.engine.settle(self.optimizer)
 
     def resume(self, before: int | None = None) -> bool:
         """Continue from the newest good checkpoint of this run; return False when there is none.
 
-        `before`: take one of fewer steps than that.
+        `before`: only checkpoints of fewer steps.
         """
         self._saves.finish()
         loaded = self.checkpoints.resume(self.tensors(), may_lack=self.side_tensors(), before=before)
@@ -313,7 +316,7 @@ class Trainer:
         return True
 
     def restore_state(self, step: int, state: Mapping[str, Any]) -> None:
-        """Restore everything but tensors from `state` (see `state_dict`); the tensors are filled already."""
+        """Restore everything but tensors from `state` (see `state_dict`). The tensors must be filled."""
         self.engine.settle(self.optimizer)
         self.step = self._first_step = step
         self._first_row, self._saves.step = self.length.row_after(state), -1
@@ -323,11 +326,11 @@ class Trainer:
             log.logger().warning("%s", lost)
 
     def go_to_row(self, row: int) -> None:
-        """Read data from this row of the global order on. For callers whose rows mean other samples than before."""
+        """Continue the data at this row. For callers that changed the rows of the data set."""
         self._first_row, self._first_step = row, self.step
 
     def continue_from_here(self) -> None:
-        """Drop records of later steps and read data from this step on, after going back."""
+        """Continue after a rollback: callbacks drop records of later steps, and data is read from this step on."""
         self._call("on_rewind")
         self.steps.start(self.step, self.rows_drawn)
 

@@ -73,7 +73,7 @@ def test_resume_is_bitwise_and_a_finished_run_stays_finished(tmp_path: Path) -> 
 
 def test_a_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     tessera.train(recipe(tmp_path, steps=2))
-    with pytest.raises(Exception, match="already holds a run"):
+    with pytest.raises(Exception, match="already contains a run"):
         tessera.train(recipe(tmp_path, steps=2))
     tessera.train(recipe(tmp_path, steps=2), overwrite=True)
 
