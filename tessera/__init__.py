@@ -4,7 +4,7 @@
     run = tessera.train("recipe.yaml", {"train.steps": 100})
     model, processor = tessera.load(run.folder)
 
-The verbs live in `tessera.api`; they are fetched on first use, so that importing the package costs nothing.
+The functions are defined in `tessera.api`, which is imported on first use: `import tessera` itself is fast.
 """
 
 from __future__ import annotations

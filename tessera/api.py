@@ -1,4 +1,4 @@
-"""The Python face: the same verbs as the command line, with the same names."""
+"""The public functions of `import tessera`. They have the names of the commands of the command line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chat(
     trust: bool = False,
     **sampling: Any,
 ) -> Chat:
-    """Load a model and begin a conversation with it: `tessera.chat(folder).ask("What is this?", images=["a.jpg"])`.
+    """Load a model and start a conversation: `tessera.chat(folder).ask("What is this?", images=["a.jpg"])`.
 
     `sampling`: temperature, top_k, top_p, seed.
     """
@@ -74,11 +74,11 @@ def plan(
     device: str | None = None,
     patterns: bool = True,
 ) -> DescribedPlan:
-    """Return how a recipe would be split over `world` ranks. Nothing is started.
+    """Return the plan of a recipe: how it splits the model over `world` ranks. No training starts.
 
-    `device`: a name (`h200`, `24g`) or a number of GiB; then a step is counted on tensors without memory, and
-    `plan.device_fit` says whether it fits there, and which keys to change where it does not. `patterns` False: leave
-    out every key that names modules, so that `plan.modules()` lists the names while a pattern is still wrong.
+    `device`: a name (`h200`, `24g`) or a number of GiB. The memory of a step is then counted on fake tensors, and
+    `plan.device_fit` tells whether it fits, and which keys to change otherwise. `patterns` False: ignore all keys that
+    select modules, so that `plan.modules()` can list the module names although a pattern is wrong.
     """
     config = load_local_config(recipe, overrides, weights=False)
     if not patterns:
@@ -89,13 +89,13 @@ def plan(
     notes = [precision_guess(config)]
     try:
         check_rows(config, result)
-    except TesseraError as error:  # a layout is often tried before the batch is chosen
+    except TesseraError as error:  # a user may plan a layout before choosing the batch size
         notes.append(f"a run refuses this: {error.what}; possible: {', '.join(error.allowed or [])}")
     return replace(result, notes=tuple(note for note in notes if note))
 
 
 def _without_patterns(config: RunConfig) -> RunConfig:
-    """Return the recipe for one rank, without the keys that name modules."""
+    """Return the recipe without the keys that select modules, and for one rank."""
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"freeze": [], "lora": None}),

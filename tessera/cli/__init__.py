@@ -1,1 +1,1 @@
-"""Offer the verbs on the command line, each a few lines over the functions of `import tessera`."""
+"""The commands of the command line. Each calls a function of the Python API."""

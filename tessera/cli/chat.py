@@ -1,4 +1,4 @@
-"""Run `tessera chat MODEL`: a conversation in the terminal."""
+"""The command `tessera chat MODEL`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tessera.inference.chat import Chat
 
 HELP = {
-    "/image PATH": "show an image with the next question",
-    "/video PATH": "show a video with the next question",
+    "/image PATH": "add an image to the next question",
+    "/video PATH": "add a video to the next question",
     "/system TEXT": "set the system message; without a text, remove it",
-    "/undo": "forget the last question and its answer",
-    "/clear": "forget all questions and answers",
+    "/undo": "remove the last question and its answer",
+    "/clear": "remove all questions and answers",
     "/save FILE": "append the conversation to a .jsonl file, as training reads it",
     "/help": "this list",
     "/exit": "end; so does Ctrl-D",
@@ -41,7 +41,7 @@ def chat(
     device: Annotated[str, typer.Option("--device", help="auto, cpu or an accelerator")] = "auto",
     trust: TrustFlag = False,
 ) -> None:
-    """Talk with a model in the terminal; /image PATH shows it an image, /help lists the rest.
+    """Chat with a model in the terminal. /image PATH adds an image to the next question, /help lists all commands.
 
     Without a terminal, each line of standard input is a question.
     """
@@ -51,10 +51,10 @@ def chat(
     from tessera.inference.load import load
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    Sampling(**sampling)  # type: ignore[arg-type]  # values without sense are refused before a model is loaded
+    Sampling(**sampling)  # type: ignore[arg-type]  # refuse wrong values before the model is loaded
     if max_new_tokens < 1:
         raise TesseraError(
-            f"max_new_tokens is {max_new_tokens}",
+            f"--max-new-tokens must be 1 or more, got {max_new_tokens}",
             where="--max-new-tokens",
             allowed=["1 and above"],
             code="generation.max-tokens-too-small",
@@ -65,17 +65,17 @@ def chat(
 
 @dataclass
 class Terminal:
-    """Read questions and commands from standard input, and print answers as they come."""
+    """Read questions and commands from standard input, and print each answer while it is generated."""
 
     chat: Chat
-    images: list[Path] = field(default_factory=list)  # for the next question
+    images: list[Path] = field(default_factory=list)  # sent with the next question
     videos: list[Path] = field(default_factory=list)
 
     def run(self) -> None:
-        """Talk until the input ends."""
+        """Answer questions until the input ends."""
         person = sys.stdin.isatty()
         if person:
-            with contextlib.suppress(ImportError):  # lines can be edited, and come back by arrow keys
+            with contextlib.suppress(ImportError):  # importing readline adds line editing and history to input()
                 import readline  # noqa: F401
             typer.echo("ask, or /help; Ctrl-C stops an answer, Ctrl-D ends", err=True)
         while True:
@@ -92,7 +92,7 @@ class Terminal:
             except TesseraError as error:
                 if not person:
                     raise
-                typer.echo(str(error), err=True)  # a wrong path must not end a conversation
+                typer.echo(str(error), err=True)  # the conversation goes on after a mistake
 
     def _prompt(self) -> str:
         count = len(self.images) + len(self.videos)
@@ -108,7 +108,7 @@ class Terminal:
         try:
             self.chat.ask(line, images=self.images, videos=self.videos, on_text=lambda text: typer.echo(text, nl=False))
         except KeyboardInterrupt:
-            typer.echo("\n(stopped; the question is forgotten)", err=True)
+            typer.echo("\n(stopped; the question was removed)", err=True)
             return
         typer.echo("")
         self.images, self.videos = [], []
@@ -118,13 +118,13 @@ class Terminal:
             path = Path(rest.strip("'\"")).expanduser()
             if not rest or not path.is_file():
                 raise TesseraError(
-                    f"no such file: {rest or '(none named)'}", where=word, fix=f"{word} PATH", code="media.file-missing"
+                    f"no such file: {rest or '(no path)'}", where=word, fix=f"{word} PATH", code="media.file-missing"
                 )
             (self.images if word == "/image" else self.videos).append(path)
         elif word == "/system":
             self.chat.system = rest or None
         elif word == "/undo":
-            typer.echo("forgotten" if self.chat.undo() else "nothing to forget", err=True)
+            typer.echo("removed the last turn" if self.chat.undo() else "there is no turn to remove", err=True)
         elif word == "/clear":
             self.chat.clear()
             self.images, self.videos = [], []
@@ -135,7 +135,7 @@ class Terminal:
                 typer.echo(f"{name:14} {what}", err=True)
         else:
             raise TesseraError(
-                f"unknown command {word}",
+                f"unknown chat command {word}",
                 where="chat",
                 allowed=_WORDS,
                 nearest=nearest(word, _WORDS),
@@ -145,17 +145,19 @@ class Terminal:
     def _save(self, name: str) -> None:
         if not name.endswith(".jsonl"):
             raise TesseraError(
-                f"cannot save to {name or '(no file named)'}",
+                f"conversations are saved to .jsonl files, got {name or 'no file name'!r}",
                 where="/save",
                 fix="/save FILE.jsonl",
                 code="output.not-writable",
             )
         if not self.chat.turns:
-            raise TesseraError("nothing was said yet", where="/save", code="generation.nothing-to-save")
+            raise TesseraError("the conversation is empty", where="/save", code="generation.nothing-to-save")
         path = Path(name).expanduser()
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.chat.plain_messages()}, ensure_ascii=False) + "\n")
         except OSError as error:
-            raise TesseraError(f"cannot write: {error.strerror}", where=str(path), code="output.not-writable") from None
+            raise TesseraError(
+                f"cannot write the file: {error.strerror}", where=str(path), code="output.not-writable"
+            ) from None
         typer.echo(f"appended to {path}", err=True)

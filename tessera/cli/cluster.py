@@ -1,4 +1,4 @@
-"""Describe the machines of a run: check the options of the command line, and write jobs for Slurm and Kubernetes."""
+"""Check the command line options about machines, and write job files for Slurm and Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_NODES = 100_000
 _SLURM_NAME = re.compile(r"[\w.\-]+")
 _DNS_LABEL = re.compile(
     r"[a-z0-9](?:[a-z0-9\-]{0,51}[a-z0-9])?"
-)  # shorter than the limit: the operator adds -worker-NNN
+)  # 53 characters, not 63: the operator appends -worker-NNN
 _IMAGE = re.compile(r"[\w][\w./:@\-]*")
 _MASTER_PORT = 29500
 _RESTARTS = 3
@@ -25,7 +25,7 @@ _RESTARTS = 3
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describe the machines: one, several with fixed numbers (static), or any number within a range (elastic)."""
+    """Describe the machines of a run: one, several with fixed numbers (static), or a range of machines (elastic)."""
 
     nproc: int = 1
     min_nodes: int = 1
@@ -37,12 +37,12 @@ class Cluster:
 
     @property
     def ranks(self) -> int | None:
-        """Return the number of all ranks; None where it depends on how many machines come."""
+        """Return the number of ranks on all machines; None if the number of machines may vary."""
         return self.nproc * self.max_nodes if self.min_nodes == self.max_nodes else None
 
     @property
     def launches(self) -> bool:
-        """Return whether the ranks are children of this process; otherwise it is the only rank."""
+        """Return whether this process must start the ranks as child processes; otherwise it is the only rank itself."""
         return self.nproc > 1 or self.endpoint is not None or self.restarts > 0
 
 
@@ -59,16 +59,16 @@ def parse_cluster(
     low, high = _node_range(nnodes)
     if master is not None and rdzv is not None:
         raise TesseraError(
-            "both --master and --rdzv are given",
-            fix="--master for fixed machines, --rdzv for elastic",
+            "--master and --rdzv exclude each other",
+            fix="use --master for a fixed number of machines, --rdzv for a range",
             code="job.master-and-rendezvous",
         )
     if rdzv is not None:
-        _refuse("--rdzv", {"--node-rank": node_rank, "--port": port}, "elastic machines number themselves")
+        _refuse("--rdzv", {"--node-rank": node_rank, "--port": port}, "the rendezvous numbers elastic machines")
         return Cluster(nproc, low, high, 0, _endpoint(rdzv, "--rdzv"), True, restarts)
     if low != high:
         raise TesseraError(
-            f"a range of machines ({nnodes}) needs a rendezvous",
+            f"--nnodes {nnodes} is a range of machines, which needs a rendezvous",
             where="--nnodes",
             fix="add --rdzv HOST:PORT",
             code="job.range-without-rendezvous",
@@ -80,26 +80,26 @@ def parse_cluster(
     if master is None or node_rank is None:
         missing = "--master" if master is None else "--node-rank"
         raise TesseraError(
-            f"{high} machines need {missing}",
+            f"{missing} is missing for {high} machines",
             where=missing,
-            fix="add --node-rank 0…N-1 (another on each machine) and --master HOST:PORT (the same on all)",
+            fix="on each machine, add its own --node-rank (from 0) and the same --master HOST:PORT",
             code="job.machine-not-numbered",
         )
     if not 0 <= node_rank < high:
         raise TesseraError(
-            f"machine {node_rank} of {high}",
+            f"--node-rank {node_rank} is out of range for {high} machines",
             where="--node-rank",
             allowed=[f"0 to {high - 1}"],
             code="job.machine-out-of-range",
         )
     if restarts:
         raise TesseraError(
-            "machines with fixed numbers are not restarted",
+            "--restarts does not work with --master",
             where="--restarts",
             fix="use --rdzv in place of --master",
             code="job.restarts-need-rendezvous",
         )
-    _refuse("--master", {"--port": port}, "its port is part of --master")
+    _refuse("--master", {"--port": port}, "--master contains the port")
     return Cluster(nproc, high, high, node_rank, _endpoint(master, "--master"), False, 0)
 
 
@@ -107,7 +107,7 @@ def _refuse(beside: str, options: dict[str, object | None], why: str) -> None:
     names = [name for name, value in options.items() if value is not None]
     if names:
         raise TesseraError(
-            f"{names[0]} does not go with {beside}: {why}",
+            f"{names[0]} has no effect with {beside}: {why}",
             where=names[0],
             fix=f"leave {names[0]} out",
             code="job.option-without-effect",
@@ -119,7 +119,7 @@ def _node_range(text: str) -> tuple[int, int]:
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high <= _MAX_NODES:
         raise TesseraError(
-            f"not a number of machines: {text!r}",
+            f"--nnodes must be a number or a range of machines, got {text!r}",
             where="--nnodes",
             allowed=["4", "2:4 (elastic)"],
             code="job.machines-not-a-number",
@@ -131,7 +131,7 @@ def _endpoint(text: str, where: str) -> str:
     match = _ENDPOINT.fullmatch(text)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise TesseraError(
-            f"not HOST:PORT: {text!r}",
+            f"{where} must be HOST:PORT, got {text!r}",
             where=where,
             allowed=["node-0:29500", "10.0.0.1:29500"],
             code="job.not-an-endpoint",
@@ -144,7 +144,7 @@ def _endpoint(text: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """Describe a job for any scheduler. `words`: arguments of `tessera train` without those about machines."""
+    """Describe a job for a scheduler. `words`: arguments of `tessera train`, without options about machines."""
 
     words: Sequence[str]
     name: str
@@ -152,9 +152,9 @@ class Job:
     ranks_per_node: int
 
     def start_line(self, node_rank: str, endpoint: str) -> str:
-        """Return LINE of `sh -c LINE sh WORDS...`: the shell sees the words only as "$@", whatever they contain.
+        """Return the shell line that starts training. The job passes `words` as "$@", so that no word is parsed.
 
-        A scheduler starts a job again after a machine was lost; then the run is resumed.
+        If the scheduler starts the job again, --or-resume continues the run.
         """
         line = f'exec tessera train "$@" --or-resume --nproc {self.ranks_per_node}'
         if self.nodes > 1:
@@ -163,7 +163,7 @@ class Job:
 
 
 def slurm_script(job: Job) -> str:
-    """Return an sbatch file. Options of the site (partition, account, time) are given to sbatch."""
+    """Return an sbatch file. Partition, account and time limit are options of sbatch itself."""
     _check(_SLURM_NAME, job.name, "name", "letters, digits, dots, dashes")
     options = [
         ("job-name", job.name),
@@ -189,27 +189,27 @@ def slurm_script(job: Job) -> str:
 
 
 def kubernetes_manifest(job: Job, image: str | None, pvc: str | None = None) -> str:
-    """Return a PyTorchJob of the training operator. `pvc`: a claim that is mounted at /data."""
+    """Return a PyTorchJob manifest. `pvc`: a persistent volume claim, mounted at /data."""
     label = "a lower-case name of letters, digits and dashes, at most 53"
     _check(_DNS_LABEL, job.name, "name", label)
     if image is None:
         raise TesseraError(
-            "Kubernetes needs a container image",
+            "--kubernetes needs a container image",
             where="--image",
             fix="add --image REGISTRY/NAME:TAG",
             code="job.no-container-image",
         )
     container: dict[str, Any] = {
-        "name": "pytorch",  # the operator looks for this name
+        "name": "pytorch",  # the training operator requires this container name
         "image": _check(_IMAGE, image, "--image", "REGISTRY/NAME:TAG"),
-        # The operator sets these variables in every pod; RANK there is the pod's number.
+        # The training operator sets RANK (the number of the pod), MASTER_ADDR and MASTER_PORT in every pod.
         "command": ["sh", "-c", job.start_line("$RANK", "$MASTER_ADDR:$MASTER_PORT"), "sh"],
         "args": list(job.words),
         "ports": [{"name": "pytorchjob-port", "containerPort": _MASTER_PORT}],
         "resources": {"limits": {"nvidia.com/gpu": job.ranks_per_node}},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    # Loader workers pass batches in shared memory; by default a pod has 64 MiB of it.
+    # Loader workers pass batches through shared memory, and a pod has only 64 MiB by default.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if pvc is not None:
         claim = _check(_DNS_LABEL, pvc, "--pvc", label)
@@ -236,7 +236,7 @@ def kubernetes_manifest(job: Job, image: str | None, pvc: str | None = None) -> 
 
 
 class _NoAliases(yaml.SafeDumper):
-    """Write shared objects out each time, so that the file is easy to read."""
+    """Write repeated objects in full instead of as YAML aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -244,5 +244,7 @@ class _NoAliases(yaml.SafeDumper):
 
 def _check(pattern: re.Pattern[str], value: str, where: str, allowed: str) -> str:
     if not pattern.fullmatch(value):
-        raise TesseraError(f"not usable here: {value!r}", where=where, allowed=[allowed], code="job.value-not-usable")
+        raise TesseraError(
+            f"{value!r} is not allowed as {where}", where=where, allowed=[allowed], code="job.value-not-usable"
+        )
     return value

@@ -1,4 +1,4 @@
-"""Offer the verbs `tessera data …`: examine data sets before a run does, convert and encode them, write a demo set."""
+"""The commands `tessera data …`: examine, convert and encode data sets, and write the demo set."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def doctor(
     decode: Annotated[bool, typer.Option("--decode", help="decode all media, and not only their headers")] = False,
     trust: TrustFlag = False,
 ) -> None:
-    """Say what is wrong with data sets before a run finds out. Exit code 1 if samples would be lost."""
+    """Report problems of data sets before training. The exit code is 1 if a run would drop samples."""
     from tessera.tools.data_doctor.examine import examine, for_model, for_recipe, sets_as_in, sets_of
 
     check_output(html, "--html")
     check_output(json_file, "--json")
     if recipe is not None and model is not None:
         raise TesseraError(
-            "--recipe and --model both name a model",
+            "--recipe and --model exclude each other: both name a model",
             where="tessera data doctor",
-            fix="give one",
+            fix="leave one of them out",
             code="recipe.model-named-twice",
         )
     brought = for_recipe(recipe) if recipe is not None else None if model is None else for_model(model, trust)
@@ -80,21 +80,21 @@ def convert(
     check: Annotated[bool, typer.Option("--check/--no-check", help="leave out rows whose media are not there")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file")] = False,
 ) -> None:
-    """Write a data set in another form."""
+    """Write a data set in another format."""
     from tessera.tools.data_convert import convert as as_messages
     from tessera.tools.data_convert import convert_llava
     from tessera.tools.data_doctor.examine import sets_of
 
     if to not in ("messages", "mllm"):
         raise TesseraError(
-            f"no such form: {to!r}", where="--to", allowed=["messages", "mllm"], code="data.unknown-form"
+            f"unknown format {to!r}", where="--to", allowed=["messages", "mllm"], code="data.unknown-form"
         )
     if to == "mllm":
         if images is None:
             raise TesseraError(
-                "mllm needs a folder of images",
+                "--to mllm needs the folder of COCO images",
                 where="--images",
-                fix="give the one that holds train2017",
+                fix="--images FOLDER, the folder that contains train2017",
                 code="data.no-image-folder",
             )
         done = convert_llava(source, images, target, check_images=check, overwrite=overwrite)
@@ -102,9 +102,9 @@ def convert(
         sections = sets_of([source])
         if len(sections) > 1:
             raise TesseraError(
-                f"{len(sections)} sets are named",
+                f"{len(sections)} data sets are named, and only one can be converted",
                 where="tessera data convert",
-                fix="one at a time",
+                fix="convert them one by one",
                 code="data.several-sets",
             )
         section = sections[0].model_copy(update={"root": root})
@@ -118,7 +118,7 @@ def demo(
     folder: Annotated[Path, typer.Argument(help="folder to write")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace everything in the folder")] = False,
 ) -> None:
-    """Write a small set of conversations about real images, to try a recipe or a model on. It needs no network."""
+    """Write the demo set: a few conversations about real images, to try recipes and models without a network."""
     from tessera.tools.demo_data import write_demo
 
     for line in write_demo(folder, overwrite=overwrite).lines():
@@ -134,9 +134,9 @@ def features(
     shard: Annotated[int, typer.Option("--shard", min=1, help="samples of a file")] = 64,
     batch: Annotated[int, typer.Option("--batch", min=1, help="samples that are encoded together")] = 4,
 ) -> None:
-    """Write latents and embeddings of a data set once, to train on them instead of encoding in every step.
+    """Encode a data set once to latents and text embeddings, and write them: training then skips the encoders.
 
-    Started again, it goes on where it was. Under torchrun the ranks share the work.
+    The command continues an interrupted encoding. Under torchrun the ranks share the work.
     """
     from tessera.config.reader import parse_overrides
     from tessera.runtime import log
@@ -144,7 +144,7 @@ def features(
 
     if split not in ("train", "eval"):
         raise TesseraError(
-            f"no such split: {split!r}", where="--split", allowed=["train", "eval"], code="data.unknown-split"
+            f"unknown split {split!r}", where="--split", allowed=["train", "eval"], code="data.unknown-split"
         )
     log.setup()
     done = write_features(

@@ -1,4 +1,4 @@
-"""`tessera generate`: answers of language models, images and videos of generation models. The model decides."""
+"""The command `tessera generate`: text from language models, images and videos from generation models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tessera.errors import TesseraError
 if TYPE_CHECKING:
     from tessera.diffusion.sampling.request import Request
 Model = Annotated[Path | None, typer.Argument(help="run, checkpoint, adapters, Hugging Face or diffusers folder")]
-Question = Annotated[str | None, typer.Argument(help="what to ask, or what to make")]
+Question = Annotated[str | None, typer.Argument(help="question, or prompt of an image or a video")]
 Images = Annotated[
-    list[Path] | None, typer.Option("--image", help="image to show, to begin with, or to edit; may be given again")
+    list[Path] | None,
+    typer.Option("--image", help="image to ask about, first frame, or image to edit; may be given again"),
 ]
 
-# Arguments of the command, by the kind of model that reads them.
+# Names of arguments, by the kind of model that uses them.
 SHARED = ("model", "question", "image", "seed", "device", "trust", "adapter", "strength")
 ANSWERS = ("video", "system", "max_new_tokens", "temperature", "top_k", "top_p")
 SAMPLING = (  # fields of a `Request`
@@ -44,85 +45,96 @@ def generate(
         list[Path] | None, typer.Option("--adapter", help="LoRA file or PEFT folder; may be given again")
     ] = None,
     strength: Annotated[
-        list[float] | None, typer.Option("--strength", help="of each --adapter, in order; default: 1")
+        list[float] | None, typer.Option("--strength", help="strength of each --adapter, in order; default: 1")
     ] = None,
-    video: Annotated[list[Path] | None, typer.Option("--video", help="answers: video to show")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="answers: system prompt")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="answers: 256 by default")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="answers: 0, the likeliest token")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="answers: 0 is no limit")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="answers")] = None,
+    video: Annotated[list[Path] | None, typer.Option("--video", help="text: video to ask about")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="text: system prompt")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", help="text: 256 by default")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="text: default 0, the likeliest token")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="text: 0 is no limit")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="text: share of probability to sample from")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="media: .png, .gif or .mp4 file")] = None,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="media: may be given again")] = None,
-    prompts: Annotated[Path | None, typer.Option("--prompts", help="media: text file with a prompt a line")] = None,
-    negative: Annotated[str | None, typer.Option("--negative", help="media: what to lead away from")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="media: prompt; may be given again")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="media: text file with one prompt per line")] = None,
+    negative: Annotated[str | None, typer.Option("--negative", help="media: negative prompt")] = None,
     height: Annotated[int | None, typer.Option("--height", help="media: pixels")] = None,
     width: Annotated[int | None, typer.Option("--width", help="media: pixels")] = None,
-    frames: Annotated[int | None, typer.Option("--frames", help="media: 1 is an image")] = None,
-    fps: Annotated[float | None, typer.Option("--fps", help="media: frames shown in a second")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="media: of the solver")] = None,
-    guidance: Annotated[float | None, typer.Option("--guidance", help="media: 1 is none")] = None,
+    frames: Annotated[int | None, typer.Option("--frames", help="media: number of frames; 1 is an image")] = None,
+    fps: Annotated[float | None, typer.Option("--fps", help="media: frames per second")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="media: steps of the solver")] = None,
+    guidance: Annotated[
+        float | None, typer.Option("--guidance", help="media: guidance scale; 1 is no guidance")
+    ] = None,
     guidance_2: Annotated[
-        float | None, typer.Option("--guidance-2", help="media: of the second expert, for little noise")
+        float | None, typer.Option("--guidance-2", help="media: guidance of the low-noise expert")
     ] = None,
     true_guidance: Annotated[
-        float | None, typer.Option("--true-guidance", help="media: with --negative, beside embedded guidance")
+        float | None, typer.Option("--true-guidance", help="media: classifier-free guidance of Flux, with --negative")
     ] = None,
     solver: Annotated[str | None, typer.Option("--solver", help="media: euler, unipc or dpm++")] = None,
-    shift: Annotated[float | None, typer.Option("--shift", help="media: of the noise levels")] = None,
-    count: Annotated[int | None, typer.Option("--count", help="media: samples of each prompt")] = None,
+    shift: Annotated[float | None, typer.Option("--shift", help="media: shift of the noise levels")] = None,
+    count: Annotated[int | None, typer.Option("--count", help="media: samples per prompt")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="media: samples that are computed together")] = None,
-    last_image: Annotated[Path | None, typer.Option("--last-image", help="media: last frame")] = None,
+    last_image: Annotated[Path | None, typer.Option("--last-image", help="media: last frame of a video")] = None,
     adapter_2: Annotated[
-        list[Path] | None, typer.Option("--adapter-2", help="media: for the second expert, for little noise")
+        list[Path] | None, typer.Option("--adapter-2", help="media: adapter of the low-noise expert")
     ] = None,
-    strength_2: Annotated[list[float] | None, typer.Option("--strength-2", help="media: of each --adapter-2")] = None,
+    strength_2: Annotated[
+        list[float] | None, typer.Option("--strength-2", help="media: strength of each --adapter-2")
+    ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="media: float32, bfloat16 or float16")] = None,
-    vae_tiling: Annotated[bool, typer.Option("--vae-tiling", help="media: decode in overlapping tiles")] = False,
-    vae_slicing: Annotated[bool, typer.Option("--vae-slicing", help="media: decode one after another")] = False,
+    vae_tiling: Annotated[bool, typer.Option("--vae-tiling", help="media: VAE decodes in overlapping tiles")] = False,
+    vae_slicing: Annotated[bool, typer.Option("--vae-slicing", help="media: VAE decodes samples one by one")] = False,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="media: ranks on this machine")] = None,
-    cp: Annotated[int | None, typer.Option("--cp", help="media: ranks that share tokens; default: all")] = None,
-    ulysses: Annotated[
-        int | None, typer.Option("--ulysses", help="media: of --cp, so many exchange heads, the others form a ring")
+    cp: Annotated[
+        int | None, typer.Option("--cp", help="media: ranks that share the tokens of a sample; default: all")
     ] = None,
-    tp: Annotated[int | None, typer.Option("--tp", help="media: ranks that compute each layer together")] = None,
+    ulysses: Annotated[
+        int | None, typer.Option("--ulysses", help="media: ranks of --cp that exchange heads; the rest form a ring")
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="media: tensor parallel ranks")] = None,
     parts: Annotated[
         Path | None, typer.Option("--parts", help="media: diffusers folder with VAE and text encoders, for a run")
     ] = None,
 ) -> None:
-    """Ask a model; the answer streams to the terminal. A model of images or videos writes them to --out."""
+    """Ask a language model and stream its answer, or generate images and videos to --out."""
     options = {name: value for name, value in locals().items() if name != "ctx"}
     _run(ctx, {name: value for name, value in options.items() if not (value is None or value is False or value == [])})
 
 
 def _run(ctx: typer.Context, options: Mapping[str, Any]) -> None:
-    """Answer or sample as the model does. `options`: those that were set, by the names of their arguments."""
+    """Generate text or media, as the model requires. `options`: the options that the user set, by argument name."""
     device, trust = options["device"], options.get("trust", False)
     nproc, layout = options.get("nproc"), {name: options[name] for name in LAYOUT if name in options}
     if "model" not in options:
         raise TesseraError(
-            "no model is named", where="tessera generate", fix="tessera generate MODEL ...", code="generation.no-model"
+            "the command needs a model",
+            where="tessera generate",
+            fix="tessera generate MODEL ...",
+            code="generation.no-model",
         )
     check_path(options["model"])
     from tessera.inference.load_pipeline import generates_media
 
     adapters = _strengths(options.get("adapter"), options.get("strength"), "--strength")
     if not generates_media(options["model"], trust):
-        _refuse(options, "this model answers in text", (*SHARED, *ANSWERS))
+        _refuse(options, "this model generates text", (*SHARED, *ANSWERS))
         if options["seed"] and not options.get("temperature"):
             _refuse({"seed": options["seed"]}, "at temperature 0 the likeliest token is taken", ["temperature"])
         _answer(options, adapters)
         return
-    _refuse(options, "this model makes images or videos", (*SHARED, *SAMPLING, *MEDIA, *LAYOUT))
+    _refuse(options, "this model generates images or videos", (*SHARED, *SAMPLING, *MEDIA, *LAYOUT))
     if "out" not in options:
         raise TesseraError(
-            "no file is named to write to",
+            "the command needs an output file for images and videos",
             where="--out",
             fix="--out sample.png, .gif or .mp4",
             code="generation.no-output-file",
         )
     check_output(options["out"], "--out")
-    request = _request(options)  # before any rank starts: a misspelt word should cost a moment
+    request = _request(options)  # check the request before ranks start
     loading = {name: options[name] for name in ("dtype", "parts") if name in options}
     loading |= {"device": device, "trust": trust, "adapters": adapters}
     loading["adapters_2"] = _strengths(options.get("adapter_2"), options.get("strength_2"), "--strength-2")
@@ -142,7 +154,7 @@ def _request(options: Mapping[str, Any]) -> Request:
         texts += read_prompts(options["prompts"])
     if not texts:
         raise TesseraError(
-            "nothing says what to make",
+            "the command needs a prompt",
             where="--prompt",
             fix='--prompt "a red kite over a beach"',
             code="generation.no-prompt",
@@ -156,7 +168,7 @@ def _request(options: Mapping[str, Any]) -> Request:
 
 
 def _started(ctx: typer.Context, nproc: int | None) -> bool:
-    """Return whether the ranks of this machine were started, by the same command without `--nproc`, and have ended."""
+    """Run the same command on `nproc` ranks and wait for them. Return False if this process is the only rank."""
     if nproc is None:
         return False
     from tessera.cli.cluster import parse_cluster
@@ -171,7 +183,7 @@ def _started(ctx: typer.Context, nproc: int | None) -> bool:
 
 
 def _words(ctx: typer.Context) -> list[str]:
-    """Return the command line again, without `--nproc`."""
+    """Return the arguments of this command, without `--nproc`."""
     options: list[str] = []
     arguments: list[str] = []
     for parameter in ctx.command.params:
@@ -190,7 +202,7 @@ def _words(ctx: typer.Context) -> list[str]:
 
 @contextmanager
 def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | None]:
-    """Join the other ranks that a launcher has started, and yield the layout; None: this is the only process."""
+    """Join the process group of a launcher, and yield the layout over its ranks; yield None for a single process."""
     from tessera.runtime import distributed as dist
 
     ranks = dist.expected_world_size()
@@ -199,7 +211,7 @@ def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | 
         name = next((name for name in axes if axes[name] != 1), None)
         if name is not None:
             raise TesseraError(
-                f"--{name} {axes[name]} needs as many ranks, and this is one process",
+                f"--{name} {axes[name]} needs {axes[name]} ranks, and this is a single process",
                 where=f"--{name}",
                 fix=f"tessera generate --nproc {axes[name]} ..., or start it with torchrun",
                 code="layout.needs-more-ranks",
@@ -213,20 +225,20 @@ def _ranks(layout: Mapping[str, int], device: str) -> Iterator[dict[str, int] | 
 
 
 def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where: str) -> dict[Path, float]:
-    """Return the adapters with their strengths; those without one have 1."""
+    """Return adapters with their strengths. The default strength is 1."""
     paths, values = adapters or [], strengths or []
     if len(values) > len(paths):
         option = where.replace("strength", "adapter")
         raise TesseraError(
-            f"{len(values)} strengths for {len(paths)} adapters",
+            f"there are {len(values)} strengths for {len(paths)} adapters",
             where=where,
-            fix=f"give an {option} for each",
+            fix=f"give an {option} for each strength",
             code="adapter.strengths-mismatch",
         )
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
         raise TesseraError(
-            f"{twice} is named twice",
+            f"the adapter {twice} is named twice",
             where=where,
             fix="name it once, with the sum of its strengths",
             code="adapter.named-twice",
@@ -235,7 +247,7 @@ def _strengths(adapters: list[Path] | None, strengths: list[float] | None, where
 
 
 def _refuse(options: Mapping[str, Any], why: str, allowed: Sequence[str]) -> None:
-    """Raise if an option is set that has no effect here."""
+    """Raise if `options` contains an option that is not in `allowed`."""
     name = next((name for name in options if name not in allowed), None)
     if name is not None:
         raise _without_effect(name, why, [_option(other) for other in allowed if other not in POSITIONAL])
@@ -261,7 +273,7 @@ def _answer(options: Mapping[str, Any], adapters: Mapping[Path, float]) -> None:
 
     if "question" not in options:
         raise TesseraError(
-            "no question is asked",
+            "the command needs a question",
             where="tessera generate",
             fix='tessera generate MODEL "What is it?"',
             code="generation.no-prompt",

@@ -1,4 +1,4 @@
-"""Offer the verbs that exchange models and data sets with a hub."""
+"""The commands `tessera download` and `tessera push`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def download(
     ] = None,
     data: Annotated[bool, typer.Option("--data", help="a data set, and no model")] = False,
 ) -> None:
-    """Download a model or a data set: safetensors and texts, no pickle and no code. Started again, it goes on."""
+    """Download a model or a data set, without pickle files and code. An interrupted download is continued."""
     from tessera.runtime import log
     from tessera.tools.download import download as run
 
@@ -38,7 +38,7 @@ def push(
     ] = None,
     message: Annotated[str | None, typer.Option("--message", help="of the commit")] = None,
 ) -> None:
-    """Publish a model or adapters on Hugging Face or ModelScope, with a card that is written from the run."""
+    """Publish a model or adapters on Hugging Face or ModelScope, with a generated model card."""
     from tessera.tools.push import push as run
 
     for line in run(source, id, private=private, dry_run=dry_run, base=base, message=message).lines():

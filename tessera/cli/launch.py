@@ -31,10 +31,10 @@ from tessera.training.setup import build_meta_model
 
 
 def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
-    """Run `tessera WORDS` on the ranks of this machine, and exit with the code of a rank that failed.
+    """Run `tessera WORDS` on the ranks of this machine. If a rank fails, exit with its exit code.
 
-    A recipe that cannot run on so many ranks is refused here, once. After a failure the verdict of the watchdog is read
-    from the folder of the run.
+    The plan is made before any rank starts, so that a wrong layout is reported once. After a failure, the watchdog's
+    report in the run folder names the rank that failed first.
     """
     if cluster.ranks is not None:
         build_meta_model(config, cluster.ranks)
@@ -42,7 +42,7 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
 
 
 def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, folder: Path | None = None) -> None:
-    """Run `tessera WORDS` on the ranks of this machine, as `launch` does. `folder`: of a run, which can be resumed."""
+    """Run `tessera WORDS` on the ranks of this machine. `folder`: the run folder; None: the command is not a run."""
     _quiet_launcher()
     announce_launcher()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
@@ -51,7 +51,7 @@ def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, f
     if cluster.endpoint is None:
         cluster = replace(cluster, endpoint=f"127.0.0.1:{free_port()}")
     try:
-        # Kept until the end: where this machine serves the store, torch's launcher shares its open port.
+        # The store must live until the end: torch's launcher uses the same open port on the machine that serves it.
         rendezvous_store = _check_nodes(cluster, join_timeout_s)
         elastic_launch(_settings(cluster, join_timeout_s), sys.executable)("-m", "tessera.cli.main", *words)
     except ChildFailedError as error:
@@ -63,12 +63,12 @@ def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, f
         raise TesseraError(
             f"{cluster.min_nodes} machines did not come together at {cluster.endpoint} within {join_timeout_s:g} s "
             f"({first_line(error)})",
-            fix="start the same command on every machine; --nnodes is how many are needed",
+            fix="start the same command on every machine; --nnodes is the number of machines",
             code="job.machines-did-not-join",
         ) from None
     except SignalException as error:
-        # The ranks received the signal too and have saved by now.
-        goes_on = "" if folder is None else "; `tessera resume` goes on"
+        # The ranks have received the same signal, and have saved a checkpoint.
+        goes_on = "" if folder is None else "; `tessera resume` continues the run"
         print(f"stopped by {error.sigval.name}{goes_on}", file=sys.stderr)
         raise SystemExit(0 if folder is not None else 1) from None
     finally:
@@ -76,7 +76,7 @@ def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, f
 
 
 def _quiet_launcher() -> None:
-    """Keep the launcher's own lines about signals and exit codes away: the ranks have said it better."""
+    """Silence log lines of torch's launcher: the ranks report signals and failures themselves."""
     if not os.environ.get("TESSERA_WARNINGS"):
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
@@ -94,7 +94,7 @@ def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
         min_nodes=cluster.min_nodes,
         max_nodes=cluster.max_nodes,
         nproc_per_node=cluster.nproc,
-        run_id="tessera",  # equal on all machines of a run; the endpoint differs between runs
+        run_id="tessera",  # must be equal on all machines of a run; runs differ by their endpoint
         rdzv_backend="c10d" if cluster.elastic else "static",
         rdzv_endpoint=cluster.endpoint or "",
         rdzv_configs=rendezvous,
@@ -104,9 +104,10 @@ def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
 
 
 def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
-    """Wait until all machines with fixed numbers are there, each once and with equally many ranks, or name the rest.
+    """Wait until all machines with fixed numbers have joined. Raise with the numbers of missing machines.
 
-    A single machine serves its own store, out of reach of others. Elastic machines return None.
+    Machines with the same number, or with another number of ranks, are refused. Return the store of the rendezvous;
+    a single machine serves its own store on localhost. Elastic machines are not checked, and None is returned.
     """
     if cluster.elastic:
         return None
@@ -116,7 +117,10 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
     if cluster.node_rank == 0 and not port_is_free(int(port), ""):
         where = "--port" if cluster.max_nodes == 1 else "--master"
         raise TesseraError(
-            f"port {port} is in use", where=where, fix="choose another, or leave --port out", code="job.port-in-use"
+            f"port {port} is in use",
+            where=where,
+            fix="choose another port, or leave --port out",
+            code="job.port-in-use",
         )
     if cluster.max_nodes == 1:
         return serve_store(host, int(port), timeout)
@@ -128,9 +132,9 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
     mine = f"nodes/{cluster.node_rank}"
     if store.add(f"{mine}/taken", 1) > 1:
         raise TesseraError(
-            f"machine {cluster.node_rank} has come already",
+            f"another machine has joined with --node-rank {cluster.node_rank}",
             where="--node-rank",
-            fix="number each once",
+            fix="give each machine its own --node-rank",
             code="job.machine-number-taken",
         )
     store.set(mine, json.dumps([socket.gethostname(), cluster.nproc, cluster.max_nodes]))
@@ -142,7 +146,7 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
             raise TesseraError(
                 f"{word} missing: {len(keys) - len(missing)} of {len(keys)} came to {cluster.endpoint} "
                 f"within {timeout_s:g} s",
-                fix="start the same command there, with its own --node-rank",
+                fix="start the same command on the missing machines, each with its own --node-rank",
                 code="job.machines-did-not-join",
             )
         time.sleep(0.05)
@@ -152,14 +156,14 @@ def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
             raise TesseraError(
                 f"machine {node} ({name}) was started with --nproc {nproc} --nnodes {nodes}, machine "
                 f"{cluster.node_rank} with --nproc {cluster.nproc} --nnodes {cluster.max_nodes}",
-                fix="use the same numbers on every machine",
+                fix="use the same --nproc and --nnodes on every machine",
                 code="job.machines-disagree",
             )
     return store
 
 
 def _is_reported(folder: Path, began: float) -> bool:
-    """Return whether the watchdog has named the failed rank since `began`."""
+    """Return whether the watchdog has reported a failed rank after the time `began`."""
     try:
         return float(json.loads((folder / FAILURE_FILE).read_text(encoding="utf-8"))["time"]) >= began
     except (OSError, ValueError, KeyError):

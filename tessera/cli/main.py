@@ -1,4 +1,4 @@
-"""Run the command line, `tessera VERB …`. Torch is imported when a verb needs it, so that help answers at once."""
+"""The command line `tessera`. Torch is imported inside of commands, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Print how a recipe would be split over ranks. Needs no accelerator and starts nothing.
+    """Print how a recipe splits the model over ranks. No accelerator is needed, and no training starts.
 
-    With --device, exit code 1 if a step does not fit there.
+    With --device, the exit code is 1 if a step does not fit into its memory.
     """
     from tessera.config.reader import parse_overrides
     from tessera.config.run_config import load_config
@@ -107,7 +107,7 @@ def plan(
         with log.on_screen():
             result = make(recipe, changes, world=world, device=device)
     except TesseraError:
-        # It may be a pattern that is wrong, and the names are what it is mended by.
+        # A wrong pattern in the recipe may be the cause: print the module names to choose from.
         if modules:
             with contextlib.suppress(TesseraError):
                 typer.echo(make(recipe, changes, patterns=False).modules())
@@ -173,7 +173,7 @@ def convert(
     ] = None,
     trust: TrustFlag = False,
 ) -> None:
-    """Write a model in another form; as a Hugging Face folder, with its adapters merged into it, by default."""
+    """Convert a model to another format. The default is a Hugging Face folder with merged adapters."""
     check_path(source)
     from tessera.config.reader import parse_yaml
     from tessera.runtime import log
@@ -219,7 +219,7 @@ def evaluate(
     device: Annotated[str, typer.Option("--device")] = "auto",
     trust: TrustFlag = False,
 ) -> None:
-    """Generate answers to held-out samples and count exact matches, or score those to a benchmark's table."""
+    """Generate answers to held-out samples and count exact matches, or compute the score of a benchmark."""
     check_path(model)
     from tessera.evaluation.evaluate import evaluate as run
     from tessera.runtime import log
@@ -247,9 +247,9 @@ def compare(
     max_samples: Annotated[int | None, typer.Option("--max-samples")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 32,
 ) -> None:
-    """Check a folder: is it what was written, and does plain `transformers` compute the same?
+    """Check that a Hugging Face folder is unchanged since its export, and that `transformers` computes the same.
 
-    Exit code 1 if anything is wrong.
+    The exit code is 1 if a check fails.
     """
     check_path(folder)
     from tessera.runtime import log
@@ -275,7 +275,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="folder of the run")],
     out: Annotated[Path | None, typer.Option("--out", help="file to write; default: RUN/report.html")] = None,
 ) -> None:
-    """Write report.html of a run again."""
+    """Write the report of a run as an HTML page."""
     from tessera.observe.report.page import report as write
 
     typer.echo(f"wrote {write(run, out=out)}")
@@ -292,7 +292,7 @@ def config_schema() -> None:
 
 @config_app.command("show")
 def config_show(recipe: Annotated[Path, typer.Argument(help="YAML recipe")], overrides: Overrides = None) -> None:
-    """Print a recipe with every default filled in."""
+    """Print a recipe with all default values."""
     from tessera.config.reader import dump_yaml, parse_overrides
     from tessera.config.run_config import load_config
 
@@ -323,7 +323,7 @@ def _tell_other_ranks(error: TesseraError) -> None:
 
 
 def _refuse_foreign_options(words: list[str]) -> None:
-    """Raise for an option of another trainer, such as --learning_rate, with our key for it."""
+    """Raise for an option of another trainer, such as --learning_rate, and name the key of Tessera for it."""
     if not words or words[0] not in ("train", "resume", "plan", "preflight", "launch"):
         return
     for word, following in zip(words, [*words[1:], ""], strict=True):
@@ -332,7 +332,7 @@ def _refuse_foreign_options(words: list[str]) -> None:
         hint = find_hint(name, argument or None) if name.startswith("--") else None
         if hint is not None:
             raise TesseraError(
-                f"no such option: {name}; settings are written key=value",
+                f"unknown option {name}: settings of a recipe are written key=value",
                 where="command line",
                 fix=hint.sentence,
                 code="job.unknown-option",
@@ -340,10 +340,10 @@ def _refuse_foreign_options(words: list[str]) -> None:
 
 
 def _leave() -> NoReturn:
-    """End a rank without the shutdown of the interpreter.
+    """End a rank by `os._exit`, without the shutdown of the interpreter.
 
-    Threads of torch that are still running have been seen to abort the process there, which a launcher takes for a
-    failed run. All work is saved by now.
+    Running threads of torch have aborted the process during the shutdown, and the launcher then reported a failed run.
+    All work is saved before this call.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Offer the verbs that start a run or a program, or write the job that starts one, and the options that verbs share."""
+"""The commands train, resume, preflight and launch, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TrustFlag = Annotated[
 
 
 def complete_key(incomplete: str) -> list[str]:
-    """Return the keys of a recipe that begin like a word of the shell, up to the next dot."""
+    """Return completions of a partial recipe key for the shell: `opt` gives `optim.`."""
     from tessera.config.reader import keys_of
     from tessera.config.run_config import RunConfig
 
@@ -58,7 +58,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a run of the same name")] = False,
     or_resume: Annotated[bool, typer.Option("--or-resume", help="go on if the run has checkpoints already")] = False,
 ) -> None:
-    """Train by a recipe."""
+    """Train a model by a recipe."""
     from tessera.cli.cluster import parse_cluster
     from tessera.config.reader import parse_overrides
     from tessera.config.run_config import load_config
@@ -68,19 +68,19 @@ def train(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master=master, rdzv=rdzv, restarts=restarts, port=port
     )
     changes = parse_overrides(overrides or [])
-    named = load_config(recipe, changes)  # before torch is imported and any rank starts: a mistake should cost a second
-    if not or_resume:  # a run that goes on may do without what its recipe names
+    named = load_config(recipe, changes)  # check the recipe before torch is imported and ranks start
+    if not or_resume:  # a run that is resumed does not need the files of its recipe any more
         check_run_names(named)
     settings = {**changes, **_read_environment(cluster)}
     config = load_config(recipe, settings)
     if overwrite and (or_resume or cluster.elastic or restarts):
         raise TesseraError(
-            "a run that goes on by itself would be replaced each time",
+            "--overwrite would replace the run at each restart",
             where="--overwrite",
             fix="leave --overwrite out",
             code="run.overwrite-with-resume",
         )
-    if or_resume and os.environ.get("RANK", "0") == "0":  # the others may find the lock of their own main rank
+    if or_resume and os.environ.get("RANK", "0") == "0":  # other ranks would wait for the lock of their own main rank
         from tessera.training.lock import wait_for_owner
 
         wait_for_owner(config.folder)
@@ -90,7 +90,7 @@ def train(
 
         if not or_resume and cluster.node_rank == 0 and not cluster.elastic:
             check_fresh(config.folder, overwrite)
-        # Ranks that are started again must go on with what the first attempt has saved.
+        # Restarted ranks must resume from the checkpoints of the first attempt.
         again = or_resume or cluster.elastic or restarts > 0
         flags = [*(["--overwrite"] if overwrite else []), *(["--or-resume"] if again else [])]
         words = ["train", str(recipe), *(overrides or []), *flags]
@@ -103,7 +103,7 @@ def train(
 
     callbacks = _prepare_rank()
     with _stopped_at_once(config.folder):
-        if or_resume and run_exists(config.folder):  # the recipe names the same code
+        if or_resume and run_exists(config.folder):  # the user trusts the code that the recipe names
             others = {key: value for key, value in settings.items() if key not in ("name", "out")}
             _finish(go_on(config.folder, others, trust=named_code(config), callbacks=callbacks))
         else:
@@ -122,7 +122,7 @@ def resume(
     restarts: Restarts = 0,
     trust: TrustFlag = False,
 ) -> None:
-    """Go on with a run from its newest good checkpoint, on any number of ranks."""
+    """Resume a run from its newest valid checkpoint, on any number of ranks."""
     from tessera.cli.cluster import parse_cluster
     from tessera.config.reader import parse_overrides
     from tessera.config.run_paths import no_run
@@ -156,7 +156,7 @@ def preflight(
     master: Master = None,
     rdzv: Rendezvous = None,
 ) -> None:
-    """Check that a cluster works: start all ranks, compare them, run one collective, and end."""
+    """Check a cluster: start all ranks, compare their versions and settings, and run one collective."""
     from tessera.cli.cluster import parse_cluster
     from tessera.config.reader import parse_overrides
     from tessera.config.run_config import load_config
@@ -191,14 +191,17 @@ def launch(
     image: Annotated[str | None, typer.Option("--image", help="Kubernetes: container image")] = None,
     pvc: Annotated[str | None, typer.Option("--pvc", help="Kubernetes: claim with data and runs, at /data")] = None,
 ) -> None:
-    """Write a recipe as a job for Slurm or Kubernetes; the job is not started."""
+    """Write a job file for Slurm or Kubernetes. The job is not submitted."""
     from tessera.cli.cluster import Job, kubernetes_manifest, slurm_script
     from tessera.config.reader import parse_overrides
     from tessera.config.run_config import load_config
 
     if slurm == kubernetes:
         raise TesseraError(
-            "for which scheduler?", where="tessera launch", allowed=["--slurm", "--kubernetes"], code="job.no-scheduler"
+            "the command needs exactly one scheduler",
+            where="tessera launch",
+            allowed=["--slurm", "--kubernetes"],
+            code="job.no-scheduler",
         )
     config = load_config(recipe, parse_overrides(overrides or []))
     job = Job([str(recipe), *(overrides or [])], config.name, nodes, gpus_per_node)
@@ -210,7 +213,7 @@ def launch(
 
 
 def _read_environment(cluster: Cluster) -> dict[str, Any]:
-    """Check the environment variables of a run and explain them once; return the settings that follow from them."""
+    """Let extensions check environment variables of a run. Return the recipe settings that they derive from them."""
     from tessera.runtime.distributed import environment_ranks
 
     world_size = cluster.ranks if cluster.launches else environment_ranks()[1]
@@ -221,18 +224,18 @@ def _read_environment(cluster: Cluster) -> dict[str, Any]:
 
 
 def _prepare_rank() -> list[Callback]:
-    """Let extensions prepare this process; return the callbacks that they add to this rank."""
+    """Let extensions prepare this process. Return the training callbacks that they add."""
     return [callback for prepare in extensions("tessera.prepare_rank") for callback in prepare()]
 
 
 @contextmanager
 def _stopped_at_once(folder: Path) -> Iterator[None]:
-    """Exit with code 130 and a line after a Ctrl-C that did not wait for the end of a step."""
+    """Turn a KeyboardInterrupt into a message and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
-            typer.echo(f"stopped at once; `tessera resume {folder}` goes on from the newest checkpoint", err=True)
+            typer.echo(f"stopped at once; `tessera resume {folder}` continues from the newest checkpoint", err=True)
         raise SystemExit(130) from None
 
 
@@ -248,19 +251,19 @@ def _finish(run: object) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Refuse a model that is not there, before torch is imported."""
+    """Raise if the path of a model does not exist, before torch is imported."""
     from tessera.training import early_checks
 
     early_checks.check_path(path)
 
 
 def check_output(path: Path | None, option: str) -> None:
-    """Refuse a file that cannot be written, before the work for it begins."""
+    """Raise if an output file cannot be written, before the command does its work."""
     if path is None:
         return
     if path.is_dir():
         raise TesseraError(
-            f"{path} is a folder",
+            f"{option} must be a file, and {path} is a folder",
             where=option,
             fix=f"name a file in it, such as {path / 'result'}",
             code="output.is-a-folder",
@@ -268,7 +271,7 @@ def check_output(path: Path | None, option: str) -> None:
     existing = next((folder for folder in path.absolute().parents if folder.exists()), None)
     if existing is None or not existing.is_dir() or not os.access(existing, os.W_OK):
         raise TesseraError(
-            f"nothing can be written to {existing}", where=option, fix="name another file", code="output.not-writable"
+            f"no permission to write to {existing}", where=option, fix="name another file", code="output.not-writable"
         )
 
 
@@ -278,6 +281,6 @@ def write_output(path: Path, text: str, option: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TesseraError(
-            f"{path} cannot be written: {first_line(error)}", where=option, code="output.not-writable"
+            f"cannot write {path}: {first_line(error)}", where=option, code="output.not-writable"
         ) from None
     typer.echo(f"wrote {path}")

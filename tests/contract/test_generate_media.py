@@ -53,15 +53,15 @@ def test_prompts_of_a_file_are_numbered_samples(wan: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["MODEL", "a cat"], "no file is named"),
-        (["MODEL", "--out", "x.png"], "nothing says what to make"),
+        (["MODEL", "a cat"], "generation.no-output-file"),
+        (["MODEL", "--out", "x.png"], "generation.no-prompt"),
         (["MODEL", "a cat", "--out", "x.png", "--temperature", "1"], "--temperature has no effect"),
         (["MODEL", "a cat", "--out", "x.png", "--frames", "5"], "a PNG holds one image"),
         (["MODEL", "a cat", "--out", "x.avi"], "known format"),
         (["MODEL", "a cat", "--out", "x.png", "--height", "-3"], "height"),
         (["MODEL", "a </s> cat", "--out", "x.png", "--frames", "1"], "control word"),
         (["MODEL", "a cat", "--out", "x.png", "--frames", "1", "--parts", "NONE"], "--parts FOLDER"),
-        ([], "no model is named"),
+        ([], "generation.no-model"),
     ],
 )
 def test_what_means_nothing_is_refused_with_code_2(
@@ -104,5 +104,5 @@ def test_ranks_that_a_command_starts_write_the_sample_of_one_process(wan: Path, 
 def test_a_layout_without_ranks_is_refused(wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(wan), "a cat", "--out", str(tmp_path / "x.png"), *SMALL, "--frames", "1", "--cp", "2"]
     result = CliRunner().invoke(app, words)
-    assert "needs as many ranks" in str(result.exception)
+    assert "layout.needs-more-ranks" in str(result.exception)
     assert "--nproc 2" in str(result.exception)
