@@ -1,1 +1,1 @@
-"""Convert, compare and try out models and data without training."""
+"""Functions beside training: convert, compare and publish models, plan a run, examine data sets."""

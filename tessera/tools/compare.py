@@ -1,6 +1,6 @@
-"""Check a Hugging Face folder: against its record, and against plain `transformers`.
+"""Check an exported Hugging Face folder: compare its files with their hashes, and its outputs with `transformers`.
 
-Transformers loads the same folder with its own processor, and computes logits and, where there is data, answers.
+Tessera and transformers each load the folder with their own processor, and compute logits and, with data, answers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tessera.models import resolve
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.layouts import CONFIG_FILE, detect_layout, no_such_folder
 
-_MOST = 20  # problems in a report
+_MOST = 20  # problems that are printed
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Hold the problems of a folder, and the answers of both sides."""
+    """Hold the result of a comparison: problems of the folder, and the answers of Tessera and of transformers."""
 
     answers: list[tuple[str, str, str]]  # sample id, answer of Tessera, answer of transformers
     problems: tuple[str, ...] = ()
-    compared: tuple[str, ...] = ()  # what was compared, or why it was not
+    compared: tuple[str, ...] = ()  # lines that tell what was compared, or why a comparison was skipped
 
     @property
     def same(self) -> int:
@@ -68,45 +68,46 @@ def compare(
     max_new_tokens: int = 32,
     batch: int = 64,
 ) -> Agreement:
-    """Check everything that can be checked about a folder, and return the result.
+    """Check a Hugging Face folder, and return the result.
 
-    Its files are compared with its record, if it is an export of Tessera. `prove`: whether logits are compared with
-    those of transformers, see `prove_folder`. `data`: chat samples, which both sides answer greedily.
+    If the folder is an export of Tessera, its files are compared with the hashes in its record. `prove`: whether logits
+    are compared with those of transformers, see `prove_folder`. `data`: chat samples; Tessera and transformers answer
+    them by greedy decoding.
     """
     folder = local_model(folder)
     check_choice(prove)
     if detect_layout(folder) is None and is_adapters(folder):
         raise TesseraError(
-            "these are adapters, and only models are compared with other libraries",
+            "this folder contains adapters, and only full models can be compared",
             where=str(folder),
-            fix=f"merge them and compare the result: tessera convert {folder} MERGED, and tessera compare MERGED "
-            "(adapters that do not name their model: convert with --like MODEL)",
+            fix=f"tessera convert {folder} MERGED merges them (add --like MODEL if they do not name their model), then "
+            "tessera compare MERGED",
             code="adapter.compare-unmerged",
         )
     if not folder.is_dir():
         raise no_such_folder(folder)
     if (folder / "config.yaml").is_file():
         raise TesseraError(
-            "this is a run or a checkpoint, which transformers cannot load",
+            "this folder is a run or a checkpoint, which transformers cannot load",
             where=str(folder),
-            fix=f"`tessera convert {folder} FOLDER` writes a Hugging Face folder; with checkpoint.export it is RUN/hf",
+            fix=f"tessera convert {folder} FOLDER writes a Hugging Face folder; compare that folder",
             code="weights.not-hf-folder",
         )
     if detect_layout(folder) is None and not any(folder.glob("*.safetensors")):
         raise TesseraError(
-            f"no Hugging Face folder: it has no {CONFIG_FILE}",
+            f"this is not a Hugging Face folder: {CONFIG_FILE} is missing",
             where=str(folder),
-            fix="`tessera convert SHARDS FOLDER --like BASE` makes one of shards and of DCP folders",
+            fix="convert DCP folders and shards first: tessera convert SOURCE FOLDER --like MODEL",
             code="weights.no-config-file",
         )
     record = read_record(folder)
     if record is None:
-        compared = "no record of an export here: bytes are not checked"
-    elif problems := changes_since(folder, record):  # a damaged folder may be unreadable
-        meant = f"compared with its record; if the changes are meant, remove {folder / MARK}"
+        compared = "the folder has no tessera_export.json: its bytes are not checked"
+    elif problems := changes_since(folder, record):  # stop here: a damaged folder may be unreadable
+        meant = f"the folder was changed after its export; if you meant to change it, remove {folder / MARK}"
         return Agreement([], tuple(problems), (meant,))
     else:
-        compared = f"as it was written: {len(record.files)} files"
+        compared = f"unchanged since the export: {len(record.files)} files"
     proof = _proof(folder, prove, exported=record is not None)
     answers = [] if data is None else _answers(folder, data, root, max_samples, max_new_tokens, batch)
     return Agreement(answers, proof.problems + proof.warnings, (compared, proof.line))
@@ -118,7 +119,7 @@ def _proof(folder: Path, prove: Prove, exported: bool) -> Proof:
     except TesseraError as error:
         if not exported:
             raise
-        return Proof(f"not compared with transformers: {error.what}")  # a model of the user's own
+        return Proof(f"not compared with transformers: {error.what}")  # the class of the model may be the user's
     return prove_folder(folder, spec, config, prove)
 
 
@@ -130,16 +131,18 @@ def _answers(
     max_new_tokens: int,
     batch: int,
 ) -> list[tuple[str, str, str]]:
-    """Generate greedily on both sides from the same messages and decoded images.
+    """Return the answers of Tessera and of transformers to the same messages and decoded images.
 
-    Everything after decoding is done twice: here, and by the processor, chat template and model of transformers.
+    Both sides use their own preprocessing, chat template and model, and decode greedily.
     """
     sources = held_out_sources(folder, data, root, max_samples)
     samples = [q for q in questions(sources) if isinstance(q, Question)]
     if not samples:
-        raise TesseraError("no sample could be used", where=str(data), code="data.no-usable-sample")
+        raise TesseraError("the data has no usable chat sample", where=str(data), code="data.no-usable-sample")
     model, processor = load(folder)
-    processor = replace(processor, limits=replace(processor.limits, jpeg_draft=False))  # as the other side decodes
+    processor = replace(
+        processor, limits=replace(processor.limits, jpeg_draft=False)
+    )  # transformers decodes JPEG files in full size
     answers: list[str] = []
     with WorkProgress("answers of Tessera", len(samples), "samples") as progress:
         for at in range(0, len(samples), batch):
@@ -156,7 +159,7 @@ def _answers(
 def _images(question: Question) -> list[Any]:
     if any(part.kind != "image" for part in question.sample.media()):
         raise TesseraError(
-            f"sample {question.sample.id} has a video: only images and text can be compared",
+            f"sample {question.sample.id} contains a video or audio: only images and text can be compared",
             code="media.video-not-comparable",
         )
     return [decode(part, question.root, Limits(), VideoSampling()) for part in question.sample.media()]

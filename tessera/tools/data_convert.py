@@ -1,4 +1,4 @@
-"""Convert data sets: any set to `messages` rows, LLaVA-Instruct to the `mllm` form."""
+"""Convert data sets: any set to a JSONL file of messages, LLaVA-Instruct to the `mllm` format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 
-SHOWN = 5  # refused rows whose reasons are listed
+SHOWN = 5  # reasons that are kept, of the first skipped rows
 
 
 class MissingMediaError(RecordError):
@@ -27,17 +27,17 @@ class MissingMediaError(RecordError):
 
 @dataclass
 class Converted:
-    """Hold the result of a conversion: how many rows were written, and how many were left out and why."""
+    """Hold the result of a conversion: the number of written and of skipped rows, and reasons for skipping."""
 
     out: Path
     written: int = 0
     missing: int = 0  # rows with a missing media file
     bad: int = 0  # rows that cannot be read
-    reasons: list[tuple[str, str]] = field(default_factory=list)  # of the first rows that were left out
-    root: Path | None = None  # the `root` of the new set in a recipe; None where it needs none
+    reasons: list[tuple[str, str]] = field(default_factory=list)  # (id, reason) of the first skipped rows
+    root: Path | None = None  # value of `root` for the new data set in a recipe; None: no `root` is needed
 
     def leave_out(self, error: RecordError) -> None:
-        """Count a row that is left out."""
+        """Count a skipped row."""
         self.missing += isinstance(error, MissingMediaError)
         self.bad += not isinstance(error, MissingMediaError)
         if len(self.reasons) < SHOWN:
@@ -45,17 +45,17 @@ class Converted:
 
     def lines(self) -> list[str]:
         """Return the result as lines for the terminal."""
-        left_out = f", left out {self.missing} with missing media and {self.bad} that cannot be read"
+        left_out = f", skipped {self.missing} with missing media and {self.bad} that cannot be read"
         out = [f"{self.out}: {self.written} rows written" + (left_out if self.missing or self.bad else "")]
         if self.root is not None:
-            out.append(f"  its images lie outside of its folder: train on it with root: {self.root}")
+            out.append(f"  the images are outside of the folder of this file: set root: {self.root} in the recipe")
         return out + [f"  {id}: {reason}" for id, reason in self.reasons]
 
 
 def convert(
     section: SourceSection, out: str | Path, *, check_media: bool = False, overwrite: bool = False
 ) -> Converted:
-    """Write any data set that can be read as `messages` rows in a JSONL file. Media paths stay relative to its root."""
+    """Write a data set of any format as a JSONL file of messages. Media paths stay relative to the root of the set."""
     source = open_source(section)
 
     def row_of(sample: Sample) -> dict[str, Any]:
@@ -79,25 +79,25 @@ def convert_llava(
     check_images: bool = True,
     overwrite: bool = False,
 ) -> Converted:
-    """Write LLaVA-Instruct rows about the images of COCO in the `mllm` form: a JSON array of
+    """Write LLaVA-Instruct rows about COCO images in the `mllm` format: a JSON array of
 
         {"images": ["./data/COCO2017/train2017/000000033471.jpg"], "messages": [{"role": "user", ...}, ...]}
 
-    `images` is the folder that holds `folder`; paths begin with it as it is given, here `data/COCO2017`. Rows without
-    an image have an empty list. Rows whose image is not there are counted and left out, unless `check_images` is off.
+    `images`: the folder that contains `folder`; written paths begin with it, here with `data/COCO2017`. Rows without
+    an image have an empty list. Rows with a missing image are skipped and counted, unless `check_images` is False.
     """
     base = Path(images)
-    relative = not base.is_absolute() and ".." not in base.parts  # a path with '..' would not be read
+    relative = not base.is_absolute() and ".." not in base.parts  # the reader of data sets refuses paths with '..'
     prefix = f"./{base / folder}" if relative else os.path.abspath(base / folder)
     if check_images and not (base / folder).is_dir():
         raise TesseraError(
-            f"no folder {folder!r} in {base}",
+            f"{base} does not contain the folder {folder!r}",
             where="images",
-            fix="give the folder that was made by unpacking COCO2017",
+            fix="name the folder that unpacking COCO2017 created",
             code="data.no-image-folder",
         )
 
-    @functools.cache  # lists a folder once, and does not check each of its hundred thousand files
+    @functools.cache  # one listing of a folder replaces a hundred thousand checks of single files
     def names_in(inner: str) -> frozenset[str]:
         here = base / folder / inner
         return frozenset(os.listdir(here)) if here.is_dir() else frozenset()
@@ -118,7 +118,7 @@ def convert_llava(
 
 
 def _is_found_from(out: Path, images: str) -> bool:
-    """Return whether a data set finds its images without a key `root`: below its own folder."""
+    """Return whether a data set file finds its images without `root`, below the folder of the file."""
     try:
         return folder_of(images, out.parent) is not None
     except TesseraError:
@@ -151,7 +151,7 @@ def _convert(
             counts = f"{done.missing} with missing media, {done.bad} that cannot be read"
             reasons = "; ".join(dict.fromkeys(reason for _, reason in done.reasons))
             raise TesseraError(
-                f"no row could be written; {counts}: {reasons}", where=str(done.out), code="data.no-row-written"
+                f"all rows were skipped ({counts}): {reasons}", where=str(done.out), code="data.no-row-written"
             )
         file.write(end)
     return done
@@ -162,7 +162,9 @@ def _mllm_row(sample: Sample, prefix: str) -> dict[str, Any]:
     messages: list[dict[str, str]] = []
     for message in sample.messages:
         if message.role not in ("user", "assistant"):
-            raise RecordError(sample.id, f"a turn of {message.role!r}: rows of this form have users and assistants")
+            raise RecordError(
+                sample.id, f"a message has the role {message.role!r}: the mllm format has user and assistant only"
+            )
         text = ""
         for part in message.parts:
             if part.kind == "image" and isinstance(part.value, str):
@@ -171,7 +173,7 @@ def _mllm_row(sample: Sample, prefix: str) -> dict[str, Any]:
             elif part.kind == "text":
                 text += part.value
             else:
-                raise RecordError(sample.id, f"{part.kind} in a row of images")
+                raise RecordError(sample.id, f"a part is {part.kind}: the mllm format has text and image files only")
         messages.append({"role": message.role, "content": text})
     return {"images": images, "messages": messages}
 
@@ -189,7 +191,7 @@ def _messages_row(sample: Sample) -> dict[str, Any]:
 
 
 def _plain_row(sample: Sample) -> dict[str, Any]:
-    """Return a `text` row. Plain text has no role, so it cannot be a message."""
+    """Return a row in the `text` format, for plain text without roles."""
     row: dict[str, Any] = {"id": sample.id, "text": ""}
     for part in sample.messages[0].parts:
         if part.kind == "text":
@@ -209,17 +211,20 @@ def _value(id: str, part: Part) -> str:
 
 @contextmanager
 def _fresh(out: Path, overwrite: bool, *inputs: Path) -> Iterator[TextIO]:
-    """Open a file for writing that appears complete, or not at all. It may not be one of `inputs`."""
+    """Open an output file that is renamed into place when it is complete. It must not be one of `inputs`."""
     if out.exists() and not overwrite:
         raise TesseraError(
-            f"{out} is already there",
+            f"the file {out} exists",
             where="out",
-            fix="name another file, or --overwrite (overwrite=True in Python)",
+            fix="name another file, or add --overwrite (overwrite=True in Python)",
             code="output.exists",
         )
     if out.exists() and any(path.exists() and out.samefile(path) for path in inputs):
         raise TesseraError(
-            f"{out} is what is read", where="out", fix="name another file", code="output.replaces-source"
+            f"{out} is the data set that is converted",
+            where="out",
+            fix="name another file",
+            code="output.replaces-source",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = out.with_name(f".{out.name}.{os.getpid()}.part")

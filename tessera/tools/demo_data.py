@@ -1,7 +1,7 @@
-"""Write the demo set that ships with the package: conversations about real photographs and scans, for a first run.
+"""Write the demo set that ships with the package: conversations about real photographs and scans.
 
-It needs no network. Beside the rows lies a small tokenizer, so that a model that begins from nothing can be trained on
-them as well. `SOURCES.md` says where the images come from, and under which licences.
+It includes a small tokenizer for training a tiny model from scratch. `SOURCES.md` lists the origins and licences of the
+images. No network is needed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SETS = ("train.jsonl", "held_out.jsonl", "pairs.jsonl")
 
 @dataclass(frozen=True)
 class DemoSet:
-    """Name what was written."""
+    """Describe the written demo set."""
 
     folder: Path
-    rows: dict[str, int]  # by file
+    rows: dict[str, int]  # file name -> number of rows
     images: int
 
     def lines(self) -> list[str]:
@@ -36,12 +36,11 @@ class DemoSet:
 
 
 def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
-    """Write the demo set into a new folder, which appears when it is whole. One that is there already stays as it
-    is."""
+    """Write the demo set into a new folder. A folder that contains the demo set already is not changed."""
     missing = [name for name in _SETS if not (_SHIPPED / name).is_file()]
     if missing:
         raise TesseraError(
-            f"this installation came without its demo set: {', '.join(missing)}",
+            f"the installed package lacks files of the demo set: {', '.join(missing)}",
             where=str(_SHIPPED),
             fix="install the package again: pip install --force-reinstall --no-deps tessera-mm",
             code="environment.demo-set-missing",
@@ -59,6 +58,6 @@ def write_demo(folder: str | Path, *, overwrite: bool = False) -> DemoSet:
 
 
 def _is_demo(folder: Path) -> bool:
-    """Return whether the demo set is in a folder; its rows may have been changed since."""
+    """Return whether a folder contains the demo set, maybe with changed rows."""
     whole = all((folder / name).is_file() for name in (*_SETS, "tokenizer/tokenizer.json", "SOURCES.md"))
     return whole and (folder / "SOURCES.md").read_bytes() == (_SHIPPED / "SOURCES.md").read_bytes()

@@ -1,4 +1,4 @@
-"""Plan a recipe for a named device: count the memory of a step, and try keys that lower it until it fits."""
+"""Plan a recipe for a device: count the memory of a step, and search for keys of the recipe that make it fit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tessera.tools.dry_run import Uncountable, device_bytes, for_device, run_rol
 from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model
 
-_WORTH = 0.01  # least share of the total that a change must save to be named
-_TIMES = 3  # at most, for one key: half of a row, a quarter, an eighth
+_WORTH = 0.01  # a change must save at least this share of the memory to be suggested
+_TIMES = 3  # changes of one key, such as a micro-batch of a half, a quarter and an eighth
 
 
 def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan:
-    """Return the plan of a recipe on ranks with this device, with its peak memory."""
+    """Return the plan of a recipe with `device_fit`: the peak memory of a step on this device, and changes that fit."""
     size = find_size(device, "--device")
     search = _Search(size, world)
     config = for_device(config, size)
@@ -42,7 +42,7 @@ class _Count:
 
 
 class _Search:
-    """Try changes of a recipe: each is planned and, where that can decide, a step runs without memory."""
+    """Search for changes of a recipe that fit into a device. The memory of a change is counted by a dry run."""
 
     def __init__(self, size: DeviceSize, world: int) -> None:
         self._size, self._world = size, world
@@ -57,7 +57,7 @@ class _Search:
         return fit if fit.fits else replace(fit, changes=tuple(self._changes(first)))
 
     def _changes(self, first: _Count) -> list[FitChange]:
-        """Return the cheapest change that is enough alone, or else changes that are enough together."""
+        """Return the cheapest single change that fits, or several changes that fit together."""
         keys = memory_keys(first.config, self._world, first.plan.roles.blocks)
         for number, key in enumerate(keys, 1):
             tried = self._try(key, first, f"change {number} of {len(keys)}", alone=True)
@@ -79,7 +79,10 @@ class _Search:
         return changes
 
     def _try(self, key: MemoryKey, at: _Count, phase: str, *, alone: bool) -> _Count | None:
-        """Return the memory of a recipe with a change; None if the change is refused, or cannot be enough alone."""
+        """Return the memory of a recipe with one change. Return None if the plan refuses the change.
+
+        `alone`: also return None, without a dry run, if the weights and optimizer state alone do not fit.
+        """
         try:
             config = _changed(at.config, dict(key.settings))
             plan = build_meta_model(config, self._world).plan
@@ -97,7 +100,7 @@ class _Search:
         plan = plan or build_meta_model(config, self._world).plan
         held = max(device_bytes(plan, position) for position in range(len(plan.memory.by_position)))
         if plan.pipeline is None and plan.microbatches > 2 and config.train.samples_per_step is None:
-            # From the second micro-batch on all are equal: gradients exist, and activations come and go.
+            # Two micro-batches are enough: from the second on, all need the same memory.
             rows = config.train.global_batch * 2 // plan.microbatches
             shorter = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": rows})})
         else:
@@ -112,12 +115,12 @@ class _Search:
 
 
 def _in_turn(keys: Sequence[MemoryKey]) -> list[MemoryKey]:
-    """Return the keys in the order to try: those first with which a run can be resumed."""
+    """Return the keys in the order to try. Keys that a resumed run may change come first."""
     return [key for key in keys if key.while_training] + [key for key in keys if not key.while_training]
 
 
 def _of_kind(key: MemoryKey, keys: Sequence[MemoryKey]) -> MemoryKey | None:
-    """Return the next change by the same key, such as an even smaller micro-batch."""
+    """Return the next change of the same key, such as an even smaller micro-batch; None: there is none."""
     return next((one for one in keys if one.settings.keys() == key.settings.keys()), None)
 
 

@@ -1,4 +1,4 @@
-"""Download a model or a data set from a hub ahead of a run, or for a machine without a network."""
+"""Download a model or a data set from a hub, before a run or for a machine without a network."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def download(
     include: Sequence[str] = (),
     data: bool = False,
 ) -> Path:
-    """Download a model, or with `data` a data set, and return the folder that it lies in.
+    """Download a model, or a data set if `data` is True, and return its folder.
 
-    `id`: hf://org/name or ms://org/name, also with @revision; org/name alone is one of Hugging Face. `to`: a folder to
-    write; None: the cache of the hub's library, where a recipe that names the same id finds it. `include`: patterns of
-    files, such as "*.json"; default: all that a run reads, and of a data set all files that can be read.
+    `id`: hf://org/name or ms://org/name, optionally with @revision. org/name alone means Hugging Face. `to`: a folder
+    to write; None: the cache of the hub's library, which recipes with the same id use. `include`: patterns of files,
+    such as "*.json"; the default is all files that training reads.
 
-    Weights come as safetensors alone, and no code. A download that broke off goes on; every file is compared with the
-    hash that the hub lists.
+    Weights are downloaded as safetensors only, and code is not downloaded. An interrupted download is continued. Every
+    file is compared with the hash on the hub.
     """
     named = named_repository(id, "dataset" if data else "model", revision, WHERE)
     whole_set = named.kind == "dataset" and not named.inside and not include
@@ -36,19 +36,19 @@ def download(
         wanted = Wanted(include=("*",) if whole_set else tuple(include))
         return fetch(named, WHERE, to=None if to is None else Path(to), wanted=wanted).folder
     fetched = fetch(named, WHERE, wanted=Wanted(split="train"))
-    with suppress(TesseraError):  # many sets have no held-out files
+    with suppress(TesseraError):  # many data sets have no held-out split
         fetch(fetched.id, WHERE, wanted=Wanted(split="eval"))
     return fetched.folder
 
 
 def named_repository(id: str, kind: RepoKind, revision: str | None, where: str) -> HubId:
-    """Return what a command names on a hub; `org/name` alone is one of Hugging Face, whatever lies here."""
+    """Return the hub id that a command names. `org/name` alone means Hugging Face, even if such a local path exists."""
     hub_id = find_hub_id(id, kind, where) or parse_hub_id(f"hf://{id}", kind, where)
     if revision is None:
         return hub_id
     if hub_id.revision not in (None, revision):
         raise TesseraError(
-            f"{id} names another revision than {revision!r}",
+            f"{id} contains another revision than --revision {revision}",
             where=where,
             fix="leave one of them out",
             code="hub.two-revisions",

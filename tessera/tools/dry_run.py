@@ -1,7 +1,7 @@
-"""Try a recipe before a run: a step of each role in a fake world, and a check of all ranks of a cluster.
+"""Try a recipe before training: a dry run of one step, and a preflight check of all ranks of a cluster.
 
-In a dry run tensors have shapes and no memory, and collectives return at once, so that a step of any model on any
-number of ranks runs on a laptop. What it calls is counted: it is the code that a real run calls.
+A dry run executes the code of a real step on fake tensors, in a fake process group whose collectives return at once. It
+counts memory and communication of any model on any number of ranks, on a laptop.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ from tessera.training.setup import ModelSetup, build_meta_model
 
 @dataclass(frozen=True)
 class Role:
-    """Describe ranks that do the same work.
+    """Describe ranks that need the same memory and communication, and the figures of one of them.
 
-    They differ in the rows that they read, in their shard of a layer, or in which of several equal stages they have.
+    The ranks differ in their data, in their shard of a layer, or in the number of their (otherwise equal) stage.
     """
 
-    positions: tuple[int, ...]  # in the pipeline
-    ranks: int  # how many have this role
+    positions: tuple[int, ...]  # positions in the pipeline
+    ranks: int  # number of ranks with this role
     volumes: tuple[CommVolume, ...]
-    seconds: float  # of its dry run
-    held: int = 0  # bytes on the device all the time, by the plan: weights, optimizer state, buffers
-    activations: int = 0  # bytes more at the peak of a step: its batches, activations, gradients, gathered weights
-    encoding: int = 0  # bytes of the largest frozen component that comes to the device before the step
+    seconds: float  # duration of the dry run
+    held: int = 0  # bytes that stay on the device, from the plan: weights, optimizer state, buffers
+    activations: int = 0  # further bytes at the peak of a step: batches, activations, gradients, gathered weights
+    encoding: int = 0  # bytes of the largest offloaded frozen component, which is on the device before the step only
 
     @property
     def total(self) -> int:
-        """Return the peak bytes of a rank on its device. Encoders are not on the device while the model computes."""
+        """Return the peak bytes of a rank on its device. Offloaded encoders and the step do not overlap."""
         return self.held + max(self.activations, self.encoding)
 
     def describe(self) -> str:
@@ -88,34 +88,34 @@ def dry_run(
     world: int = 1,
     device: str | None = None,
 ) -> list[Role]:
-    """Run one step of each role on tensors without memory, and return the roles with their counted communication.
+    """Run one step of each role on fake tensors, and return the roles with their memory and communication.
 
-    `device`: a name (`h200`, `24g`) or a number of GiB, to count in the types of that device. Each role runs in a
-    process of its own, because torch keeps meshes and groups as long as a process lives.
+    `device`: a name (`h200`, `24g`) or a number of GiB, whose operations and dtypes are counted. Each role runs in a
+    separate process, because torch keeps device meshes and process groups until a process ends.
     """
     config = load_local_config(recipe, overrides, weights=False)
     if device is not None:
         config = for_device(config, find_size(device, "--device"))
-    log.logger().info("running one step of each role without memory")
+    log.logger().info("dry run: one step of each role on fake tensors")
     return run_roles(config, world)
 
 
 def for_device(config: RunConfig, size: DeviceSize) -> RunConfig:
-    """Return a recipe as it would run on a device, wherever it is counted."""
+    """Return a recipe with the type of a device, which need not exist on this machine."""
     return load_config(parse_yaml(dump_yaml(config), "recipe"), {"train.device": size.device})
 
 
 class Uncountable(TesseraError):
-    """Say that a step of a recipe cannot be run without memory."""
+    """Report that a step of a recipe cannot run on fake tensors."""
 
 
 def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> list[Role]:
-    """Run one step of each role of a recipe, as `dry_run` does. `phase`: what the line of progress calls it."""
+    """Run one step of each role of a recipe on fake tensors. `phase`: title of the progress line."""
     setup = build_meta_model(config, world)
     if setup.spec.example is None:
         raise Uncountable(
-            f"family {setup.spec.name} has no example batch, so a step of it cannot be run dry",
-            fix="`tessera plan` without --dry-run forecasts what it can from the plan",
+            f"the family {setup.spec.name} has no example batch for a dry run",
+            fix="use tessera plan without --dry-run, which estimates communication and memory from the plan",
             code="model.no-example-batch",
         )
     plan = setup.plan
@@ -131,7 +131,7 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
 
 
 def _stage_key(plan: Plan, position: int) -> object:
-    """Return a key that is equal for positions whose stages differ only in the numbers of layers."""
+    """Return a key that is equal for pipeline positions with equal stages, whatever the indices of their layers."""
     pipeline = plan.pipeline
     if pipeline is None:
         return ()
@@ -148,7 +148,9 @@ def _stage_key(plan: Plan, position: int) -> object:
 
 def _in_new_process(config: RunConfig, world: int, positions: Sequence[int]) -> Role:
     request = json.dumps({"recipe": dump_yaml(config), "world": world, "position": positions[0]})
-    path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # families and tasks of the user
+    path = os.pathsep.join(
+        part or os.getcwd() for part in sys.path
+    )  # the child must be able to import families and tasks of the user
     done = subprocess.run(
         [sys.executable, "-m", "tessera.tools.dry_run"],
         env={**os.environ, "PYTHONPATH": path},
@@ -168,23 +170,23 @@ def _uncounted(position: int, output: str) -> Uncountable:
     lines = output.strip().splitlines()
     lines = [line for line in lines if re.match(r"[\w.]+(?:Error|Exception|Interrupt)\b", line)] or lines
     return Uncountable(
-        f"a step at {position} of the pipeline failed in the dry run: {lines[-1] if lines else 'no output'}",
-        fix="`tessera plan` without --dry-run forecasts the same from the plan",
+        f"the dry run of pipeline position {position} failed: {lines[-1] if lines else 'no output'}",
+        fix="use tessera plan without --dry-run, which estimates communication and memory from the plan",
         code="run.dry-run-stage-failed",
     )
 
 
 def main() -> None:
-    """Run the role that `_in_new_process` asks for."""
+    """Run one role in a child process: read the request from stdin, and print the role as JSON."""
     request = json.load(sys.stdin)
     config = load_config(parse_yaml(request["recipe"], "recipe"))
     print(json.dumps(asdict(run_role(config, request["world"], request["position"]))))
 
 
 def run_role(config: RunConfig, world: int, position: int) -> Role:
-    """Run a step of the ranks at a position of the pipeline."""
+    """Run one step of a rank at a position of the pipeline on fake tensors, and return its figures."""
     began = time.perf_counter()
-    setup = build_meta_model(config, world)  # used up below
+    setup = build_meta_model(config, world)  # parallelize_on_meta below changes its module
     plan = setup.plan
     rank = position * (world // plan.axes.size(PP))  # the pipeline is the outermost axis
     cpu = torch.device("cpu")
@@ -197,7 +199,7 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
             engine = build_engine(module, plan, mesh, cpu, pipeline=_DryPipeline)
             _route_evenly(module)
             memory, counted = LiveMemory(), CommCounter(mesh)
-            with memory, counted:  # the counter sees all, as without the other
+            with memory, counted:  # nested so that the communication counter sees every operation
                 if plan.sharding.offload:
                     _leave_gradients_out(module, memory)
                 engine.step(setup.task, [_without_memory(batch, shapes_only) for batch in batches])
@@ -212,22 +214,22 @@ def run_role(config: RunConfig, world: int, position: int) -> Role:
 
 
 def device_bytes(plan: Plan, position: int) -> int:
-    """Return the bytes that a rank at a position of the pipeline holds on its device between steps.
+    """Return the bytes on the device of a rank between steps, at a position of the pipeline.
 
-    Gradients are not among them: a step makes and frees them.
+    Gradients are not included: a step allocates and frees them.
     """
     here = plan.memory.by_position[position]
     held = here.total - here.gradients
     if plan.sharding.offload:
         shards = shards_of_stage(plan.param_shards, plan.pipeline, position)
         held = here.buffers + here.window + sum(s.numel * plan.precision.compute.itemsize for s in shards if s.whole)
-        # A weight comes to the device as it is kept, and is cast there.
+        # An offloaded weight is copied to the device in its storage dtype, and cast there.
         held += max((s.local_numel for s in shards if not s.whole), default=0) * plan.precision.weights.itemsize
     return held + sum(part.at(position) for part in plan.memory.frozen.values() if part.residence != "offloaded")
 
 
 def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
-    """Stop counting gradients that are final: with CPU offload they are in host memory then."""
+    """Stop counting a gradient when it is final: CPU offload moves it to host memory."""
 
     def leave(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -239,13 +241,12 @@ def _leave_gradients_out(module: nn.Module, memory: LiveMemory) -> None:
 
 
 class _DryPipeline(PipelineEngine):
-    """Replace the parts that read values of tensors, which have none here. All micro-batches are equal, so any number
-    will do."""
+    """Run a pipeline on fake tensors: replace the methods that would read values of tensors."""
 
     stage_class = staticmethod(lone_stage)
 
     def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
-        return list(microbatches)  # examples have features
+        return list(microbatches)  # example batches contain encoded features already
 
     def number_of(self, mb: Tensor) -> int:
         return 0
@@ -255,7 +256,7 @@ class _DryPipeline(PipelineEngine):
 
 
 def _route_evenly(module: nn.Module) -> None:
-    """Send the experts of every rank the same number of tokens: the router's choice is not known."""
+    """Replace the routing of experts by equal numbers of tokens for each rank: fake router outputs have no values."""
     for part in module.modules():
         if isinstance(part, RankDispatch):
             part.read_counts = _even_counts
@@ -268,7 +269,7 @@ def _even_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
 
 
 def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
-    """Return a micro-batch as a rank of the mesh would get it, of a typical row of the family."""
+    """Return the example batch of the family as a micro-batch of one rank of the mesh."""
     make, plan = setup.spec.example, setup.plan
     assert make is not None, "asked for before"
     batch = make(setup.config, config.data.length * config.train.micro_batch)
@@ -284,14 +285,14 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
 
 
 def _as_pair(tokens: int) -> dict[str, Tensor]:
-    """Return the tensors that make a row a pair of answers, each half of the row, or one answer that is rated good."""
+    """Return the tensors that turn a row into a preference pair of two halves, or into one desirable answer."""
     pair = torch.arange(tokens) * 2 // max(1, tokens)
     first = torch.zeros(1, dtype=torch.int64)
     return {"pair": pair, "pair_ids": first, "pair_row": first.clone(), "desirable": torch.ones(1, dtype=torch.bool)}
 
 
 class _OneBatch(RowSource):
-    """Serve one ready batch as the only row."""
+    """Return one fixed batch as the only row."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -312,7 +313,7 @@ def _without_memory(batch: Batch, mode: Any) -> Batch:
 
 
 def estimate_error(plan: Plan, roles: list[Role]) -> float:
-    """Return the relative error of the plan's estimate of communication in bytes, at the stage where it is largest."""
+    """Return the largest relative error of the plan's communication estimate, in bytes, over all stages."""
     worst = 0.0
     for role in roles:
         counted = sum(line.bytes for line in role.volumes)
@@ -323,11 +324,10 @@ def estimate_error(plan: Plan, roles: list[Role]) -> float:
 
 
 def preflight(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """Start all ranks, compare them and run one collective on their devices; return lines for the terminal.
+    """Join all ranks, compare their settings and run one collective; return lines for the terminal.
 
-    Only the main rank returns lines. A problem is a `TesseraError` that names ranks and machines.
-
-    The plan is made first: a recipe that cannot run on so many ranks fails without any of them waiting.
+    Only the main rank returns lines. A problem raises a `TesseraError` that names ranks and machines. The plan is made
+    first, so that a wrong layout fails before ranks wait for each other.
     """
     config = load_local_config(recipe, overrides, weights=False)
     build_meta_model(config, dist.environment_ranks()[1])
@@ -335,12 +335,12 @@ def preflight(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, An
     with join(config) as world:
         joined = time.perf_counter() - began
         total = dist.sum_over_ranks(torch.ones(1, device=world.device))
-        assert int(total) == world.size  # reading it waits for the device
+        assert int(total) == world.size  # int() waits for the device
         summed = time.perf_counter() - began - joined
         if not world.is_main:
             return []
         return [
-            f"{world.size} ranks came together in {joined:.1f} s, all with configuration {fingerprint(config)}",
+            f"{world.size} ranks joined in {joined:.1f} s, all with configuration {fingerprint(config)}",
             f"devices: {devices.name(world.device)}; a first sum over all of them took {summed:.2f} s",
             f"run folder: {config.folder} is shared and writable",
         ]

@@ -1,4 +1,4 @@
-"""Describe a folder of weights that is written: names of tensors, config.json and side files."""
+"""Describe the folder that a conversion writes: names of tensors, config.json and side files (tokenizer, template)."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def hf_target(
     *,
     is_source: bool = False,
 ) -> FolderTarget:
-    """Return a Hugging Face folder with the side files of `folder` and the fields of its config.json, `raw`.
+    """Describe a Hugging Face folder with the side files of `folder` and the fields of its config.json, `raw`.
 
-    `is_source`: it is the folder that is converted. Its side files are read, so that missing ones are added. Those of
-    an original checkpoint are written anew, since transformers does not read them. `tensors`: native ones, maybe
-    without data. If `folder` has weights, they are written in the same way: in as many files, stacked experts in the
-    same order, and a tied head if it stores one.
+    `is_source`: `folder` is also the source of the weights; missing side files are then added. Side files of an
+    original checkpoint are rewritten, because transformers does not read them. `tensors`: native tensors, maybe without
+    data. If `folder` contains weights, the new folder has the same files, the same order of stacked experts, and a tied
+    head if `folder` stores one.
     """
     described = exported_config(config, raw, main_dtype(tensors), spec.gives(REWARDS))
     original = is_original(spec, folder)
@@ -57,49 +57,49 @@ def hf_target(
         except UnknownConversationError as error:
             if original:
                 raise
-            # Weights are converted without a prompt: a tokenizer of other conversations is handed on.
-            _log.warning("the files beside the weights are copied as they are: %s", error.what)
+            # A conversion of weights needs no chat template, so an unknown one is copied unchanged.
+            _log.warning("side files are copied unchanged: %s", error.what)
     return FolderTarget(table.as_stored(shapes).spelled_as(shards), described, files, shards)
 
 
 def _has_processor(spec: ModelSpec, folder: Path) -> bool:
-    """Return whether a folder has the files of its processor: a model may come without a tokenizer."""
+    """Return whether a folder contains the files of its processor, such as a tokenizer."""
     return isinstance(spec, GenerationSpec) or any((folder / name).exists() for name in _TOKENIZERS)
 
 
 def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return shapes and files of the tensors in a folder, by their names there."""
+    """Return the shape and the file of each tensor in a folder, by stored name."""
     if not any(folder.glob("*.safetensors")):
         return {}, {}
     try:
         with FolderTensors(folder) as stored:
             files = {name: file for name, file in stored.files.items() if name in stored.shapes}
             return dict(stored.shapes), files
-    except TesseraError as error:  # its configuration and side files are enough
-        _log.warning("weights are not written in the way of those in %s: %s", folder, error.what)
+    except TesseraError as error:  # config.json and side files of the folder are enough
+        _log.warning("the new folder does not follow the file layout of %s: %s", folder, error.what)
         return {}, {}
 
 
 def original_target(
     spec: ModelSpec, table: WeightMap, tensors: Mapping[str, Tensor], folder: Path | None, where: Path
 ) -> FolderTarget:
-    """Return a folder in the form of the original checkpoint: with everything but the weights of `folder`.
+    """Describe a folder in the original format of the model's authors, with all files of `folder` except weights.
 
-    `tensors`: native ones, maybe without data. Their names and shapes must be those that the folder has.
+    `tensors`: native tensors, maybe without data. Their names and shapes must match the weights in `folder`.
     """
     if not spec.originals:
         raise TesseraError(
-            f"the family {spec.name} has one form of folders, that of Hugging Face",
+            f"the family {spec.name} has no original format besides the Hugging Face folder",
             where="--to original",
             fix="--to hf",
             code="output.family-has-one-form",
         )
     if folder is None or not is_original(spec, folder):
         raise TesseraError(
-            "the original checkpoint whose form is to be written is not known",
+            "--to original needs the original checkpoint as a template",
             where=str(where) if folder is None else str(folder),
             allowed=[f"a folder whose model_type is {kind}" for kind in spec.originals],
-            fix="name the one that it began from: --like FOLDER (like= in Python)",
+            fix="name the folder of the original checkpoint: --like FOLDER (like= in Python)",
             code="weights.original-not-named",
         )
     layout = detect_layout(folder)
@@ -115,14 +115,15 @@ def original_target(
         theirs = {name: shape for name, shape in stored.shapes.items() if not as_stored.skips(name)}
     for name in [*shapes, *theirs]:
         if shapes.get(name) != theirs.get(name):
+            here, there = _shape_text(shapes.get(name)), _shape_text(theirs.get(name))
             raise TesseraError(
-                f"{name} is {_shape_text(shapes.get(name))} here and {_shape_text(theirs.get(name))} there",
+                f"{name} is {here} in the model and {there} in the original checkpoint",
                 where=str(folder),
-                fix="name the folder that the model began from: --like FOLDER",
+                fix="name the original checkpoint of this model: --like FOLDER",
                 code="weights.original-differs",
             )
     described = with_dtype(raw, main_dtype(tensors))
-    if "auto_map" in raw:  # the code that it names is handed on as well
+    if "auto_map" in raw:  # the code files that auto_map names are copied too
         described["auto_map"] = raw["auto_map"]
     return FolderTarget(as_stored, described, functools.partial(copy_side_files, folder, code=True), shards)
 

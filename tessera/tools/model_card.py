@@ -1,4 +1,4 @@
-"""Write the card of a published model: its base, its data, its training and its results."""
+"""Write the model card of a published model: base model, data, recipe and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from tessera.errors import TesseraError
 from tessera.runtime.files import read_metrics
 
 Library = Literal["transformers", "diffusers", "peft"]
-_SECTIONS = ("precision", "parallel", "optim")  # of a recipe; the others may contain local paths
+_SECTIONS = (
+    "precision",
+    "parallel",
+    "optim",
+)  # sections of a recipe for the card; other sections may contain local paths
 _LOADED = {
     "transformers": "from transformers import AutoModelForImageTextToText, AutoProcessor\n\n"
     'model = AutoModelForImageTextToText.from_pretrained("{name}")\n'
@@ -30,9 +34,9 @@ _LOADED = {
 
 
 def model_card(name: str, library: Library, run: Path | None, base: str | None) -> str:
-    """Return the card of a model. `run`: the folder of its run; `base`: org/name of the model that it began from.
+    """Return the text of a model card. `run`: the run folder; `base`: org/name of the base model.
 
-    Folders of this machine are not in it: of a path only the last part is.
+    Local paths are private: the card contains only the last part of a path.
     """
     config = None if run is None else load_config(read_saved(run / "config.yaml"))
     text = [_header(library, config, base), f"# {name.rpartition('/')[2]}", ""]
@@ -67,7 +71,7 @@ def _first_sentence(config: RunConfig | None, library: Library, base: str | None
 
 
 def _public_name(source: SourceSection) -> str | None:
-    """Return org/name of a data set of Hugging Face; None for a local one."""
+    """Return org/name of a data set on Hugging Face; None for a local data set."""
     for value in (source.hub_id, source.path):
         if value is not None and is_hub_id(value):
             id = parse_hub_id(value, "dataset", "data")
@@ -86,7 +90,7 @@ def _trained_on(config: RunConfig) -> list[str]:
 
 
 def _results(run: Path) -> list[str]:
-    """Return the last recorded figures of each kind."""
+    """Return a table with the last metrics of each kind (step, evaluation)."""
     try:
         rows = read_metrics(run / "metrics.jsonl")
     except (OSError, TesseraError):
@@ -106,7 +110,7 @@ def _results(run: Path) -> list[str]:
 
 
 def _recipe(config: RunConfig) -> list[str]:
-    """Return the sections of a recipe that name no files of this machine."""
+    """Return the sections of a recipe that cannot contain local paths, as YAML."""
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     text = yaml.safe_dump({name: dumped[name] for name in _SECTIONS if dumped.get(name)}, sort_keys=False)
     return ["## Recipe", "", "```yaml", text.replace("```", "'''").rstrip(), "```", ""]
@@ -123,5 +127,5 @@ def _versions() -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that ends neither its code span nor its row of a table."""
+    """Replace characters that would end a code span or a table row in Markdown."""
     return "".join(letter if letter.isprintable() and letter not in "`|" else " " for letter in str(text))[:300]

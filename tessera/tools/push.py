@@ -36,14 +36,14 @@ _MORE = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", CARD)
 
 @dataclass(frozen=True)
 class Pushed:
-    """Describe what is to be sent to the hub, or was sent."""
+    """Describe files that were sent to the hub, or that a dry run would send."""
 
     id: HubId
     folder: Path
-    files: dict[str, int]  # name -> bytes
+    files: dict[str, int]  # name -> size in bytes
     left_out: tuple[str, ...]
-    card: str | None  # the new model card; None: the folder has one
-    url: str | None  # None: nothing was sent
+    card: str | None  # the generated model card; None: the folder contains a README.md
+    url: str | None  # URL of the repository; None: dry run
 
     def lines(self) -> list[str]:
         done = f"{self.url}" if self.url else f"would go to {self.id.name}"
@@ -68,16 +68,16 @@ def push(
 ) -> Pushed:
     """Publish a run's export, a Hugging Face or diffusers folder, or PEFT adapters, under `id` (org/name).
 
-    A card is written from the run; a README.md of the folder, or one that is on the hub already, is kept. `private`:
-    make a repository that others do not see. `dry_run`: send nothing, and return what would go. `base`: org/name of the
-    model that it began from, where the run does not know it. `message`: of the commit.
+    A model card is generated from the run, unless the folder or the repository has a README.md. `private`: create a
+    private repository. `dry_run`: send nothing, and return the list of files. `base`: org/name of the base model; None:
+    taken from the run. `message`: commit message.
     """
     named = named_repository(id, "model", None, WHERE)
     if named.kind != "model" or named.revision is not None or named.inside:
         raise TesseraError(
-            f"{named} is no place to push to",
+            f"{named} is not the name of a model repository",
             where=WHERE,
-            fix="name a model: org/name on Hugging Face, ms://org/name on ModelScope",
+            fix="use org/name (Hugging Face) or ms://org/name (ModelScope)",
             code="hub.not-a-name",
         )
     folder, run = _folder_of(Path(source))
@@ -96,28 +96,28 @@ def push(
 
 
 def _folder_of(source: Path) -> tuple[Path, Path | None]:
-    """Return the folder to publish, and its run if that can be determined."""
+    """Return the folder to publish, and its run folder if it has one."""
     if (source / "config.yaml").is_file() and detect_layout(source) is None:
         exports = [source / name for name in ("hf", "adapter") if (source / name).is_dir()]
         if len(exports) > 1:
             raise TesseraError(
-                "this run has exported a model and adapters",
+                "this run has two exports, a model and adapters",
                 where=str(source),
                 allowed=exports,
-                fix="name one of them",
+                fix="name the export to push",
                 code="hub.two-exports",
             )
         if not exports:
             raise TesseraError(
-                "this run has exported nothing yet",
+                "this run has no export",
                 where=str(source),
-                fix=f"tessera convert {source} FOLDER (with --adapters for those alone), then tessera push FOLDER ID",
+                fix=f"tessera convert {source} FOLDER (or with --adapters), then tessera push FOLDER ID",
                 code="hub.nothing-exported",
             )
         return exports[0], source
     if not source.is_dir() or (detect_layout(source) is None and not is_adapters(source)):
         raise TesseraError(
-            "neither a model nor adapters are here",
+            "this folder contains neither a model nor adapters",
             where=str(source),
             allowed=["a run", "a Hugging Face or diffusers folder", "PEFT adapters"],
             code="hub.nothing-to-push",
@@ -133,7 +133,7 @@ def _library(folder: Path) -> Library:
 
 
 def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
-    """Return org/name of the model that training began from, if the run or its folder was downloaded from this hub."""
+    """Return org/name of the base model, if it was downloaded from the hub that is pushed to; otherwise None."""
     candidates: list[str] = []
     if run is not None:
         model = read_saved(run / "config.yaml").get("model")
@@ -146,7 +146,7 @@ def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
             id = parse_hub_id(candidate, "model", WHERE)
             if id.hub == hub:
                 return id.name
-        note = Path(candidate) / ".tessera" / "download.json"  # of `tessera download --to`
+        note = Path(candidate) / ".tessera" / "download.json"  # written by `tessera download --to`
         if candidate and note.is_file():
             name = read_json_mapping(note).get("name")
             return str(name) if name else None
@@ -154,14 +154,14 @@ def _known_base(folder: Path, run: Path | None, hub: Hub) -> str | None:
 
 
 def _contents(folder: Path, base: str | None) -> tuple[dict[str, Path | bytes], tuple[str, ...]]:
-    """Return the files to send, by name: a path, or new bytes for a file that names local folders."""
+    """Return the files to send (name -> path, or bytes for a rewritten file), and the names of other files."""
     record = read_record(folder) if not is_adapters(folder) else None
     problems = [] if record is None else [one for one in changes_since(folder, record) if CARD not in one]
     if problems:
         raise TesseraError(
             f"the folder was changed after its export: {problems[0]}",
             where=str(folder),
-            fix=f"export it again; or, if the change is meant, remove {folder / MARK}",
+            fix=f"export the model again, or remove {folder / MARK} if you meant to change the folder",
             code="output.changed-after-export",
         )
     contents: dict[str, Path | bytes] = {}
@@ -181,15 +181,15 @@ def _contents(folder: Path, base: str | None) -> tuple[dict[str, Path | bytes], 
 
 
 def _with_public_base(path: Path, base: str | None) -> bytes:
-    """Return the configuration of adapters with a base that others can load."""
+    """Return adapter_config.json with a base model on the hub instead of a local path."""
     said = read_json_mapping(path)
     named = str(said.get(_BASE) or "")
     if base is None:
         if named.count("/") != 1 or Path(named).exists() or named.startswith(("/", ".")):
             raise TesseraError(
-                f"the adapters belong to {named or 'a model without a name'!r}, which nobody else can find",
+                f"the base model of the adapters is {named or 'not named'!r}, which is not a name on the hub",
                 where=str(path),
-                fix="give its name on the hub: --base org/name",
+                fix="name the base model on the hub: --base org/name",
                 code="adapter.base-without-name",
             )
         base = named
@@ -204,9 +204,9 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
     token = library.get_token()
     if token is None:
         raise TesseraError(
-            "nobody is logged in to Hugging Face",
+            "no token for Hugging Face was found",
             where=WHERE,
-            fix="`hf auth login`, or set HF_TOKEN to a token that may write; --dry-run shows what would go",
+            fix="run hf auth login, or set HF_TOKEN to a token with write permission",
             code="hub.not-logged-in",
         )
     api = library.HfApi(endpoint=client.endpoint, token=token)
@@ -215,9 +215,9 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
         there = api.repo_info(name)
         if private and not there.private:
             raise TesseraError(
-                f"{name} exists and is public",
+                f"the repository {name} exists and is public",
                 where="--private",
-                fix="push to another name, or make it private there",
+                fix="push to another name, or make the repository private on its web page",
                 code="hub.repository-is-public",
             )
         sent = dict(contents)
@@ -241,21 +241,21 @@ def _send(planned: Pushed, contents: dict[str, Path | bytes], private: bool, mes
         status = None if error.response is None else error.response.status_code
         fix, code = "try again", "hub.push-refused"
         if status in (401, 403):
-            fix, code = "the token may not write there: make one with the right to write", "hub.token-cannot-write"
-        message = f"Hugging Face refuses: {first_line(error)[:300]}"
+            fix, code = "create a token with write permission for this repository", "hub.token-cannot-write"
+        message = f"Hugging Face refused the upload: {first_line(error)[:300]}"
         raise TesseraError(message, where=WHERE, fix=fix, code=code) from None
     except (OSError, ValueError) as error:
         raise TesseraError(
-            f"the push broke off: {first_line(error)[:300]}",
+            f"the upload failed: {first_line(error)[:300]}",
             where=WHERE,
-            fix="try again: files that are there are not sent twice",
+            fix="run the command again; files that arrived are not sent again",
             code="hub.push-broke-off",
         ) from None
     return Pushed(planned.id, planned.folder, planned.files, planned.left_out, card, url)
 
 
 def _send_to_modelscope(planned: Pushed, contents: dict[str, Path | bytes], private: bool, message: str) -> Pushed:
-    """Send files of a folder, and others as bytes. A repository that does not exist is created."""
+    """Upload the files to ModelScope. Create the repository if it does not exist."""
     client, name, card = ModelScope(WHERE), planned.id.name, planned.card
     say(f"{name}: sending {len(planned.files)} files, {human_bytes(sum(planned.files.values()))}")
     try:
@@ -265,9 +265,9 @@ def _send_to_modelscope(planned: Pushed, contents: dict[str, Path | bytes], priv
                 client.api.create_repo(name, "model", visibility="private" if private else "public")
             elif private and not _is_private(client.api.get_repo(name, "model")):
                 raise TesseraError(
-                    f"{name} exists and is public",
+                    f"the repository {name} exists and is public",
                     where="--private",
-                    fix="push to another name, or make it private there",
+                    fix="push to another name, or make the repository private on its web page",
                     code="hub.repository-is-public",
                 )
             if card and any(file["Path"] == CARD for file in client.entries(name, "model", MODELSCOPE_BRANCH)):
@@ -283,16 +283,16 @@ def _send_to_modelscope(planned: Pushed, contents: dict[str, Path | bytes], priv
                     str(planned.folder),
                     commit_message=message,
                     allow_patterns=[escaped(path) for path in contents if path not in sent],
-                    use_cache=False,  # it would write a file of its own into the folder
+                    use_cache=False,  # the cache would add a file to the folder
                     disable_tqdm=True,
                 )
                 for path, content in sent.items():
                     client.api.upload_file(name, "model", content, path, commit_message=message, disable_tqdm=True)
     except Unreachable as error:
         raise TesseraError(
-            f"the push broke off: {error}",
+            f"the upload failed: {error}",
             where=WHERE,
-            fix="try again: files that are there are not sent twice",
+            fix="run the command again; files that arrived are not sent again",
             code="hub.push-broke-off",
         ) from None
     return replace(planned, card=card, url=f"{(client.endpoint or _MODELSCOPE).rstrip('/')}/models/{name}")
@@ -306,7 +306,7 @@ def _is_private(repository: Any) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the report and the log of ModelScope's library; its errors are raised."""
+    """Silence the output of ModelScope's library. Errors are still raised."""
     logger = logging.getLogger("modelscope_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -138,7 +138,7 @@ def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(written[name], expected[name]) for name in expected)
     checked = tessera.compare("back", prove="never")
     assert checked.complete, checked.problems
-    assert checked.compared[0].startswith("as it was written")  # its record was written
+    assert checked.compared[0].startswith("unchanged since the export")  # its record was written
 
 
 def test_options_come_from_files(folder: Path) -> None:

@@ -55,7 +55,7 @@ def test_llava_instruct_becomes_the_mllm_form(tmp_path: Path, coco: Path) -> Non
         "messages": [{"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Yes."}],
     }
     assert done.reasons[0][1] == f"no such image: {coco}/train2017/000000000000.jpg"
-    assert "left out 2 with missing media and 1" in done.lines()[0]
+    assert "skipped 2 with missing media and 1" in done.lines()[0]
     # What was written can be trained on, with the root that is named.
     assert done.root == coco
     assert f"root: {coco}" in done.lines()[1]

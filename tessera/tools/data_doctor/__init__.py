@@ -1,1 +1,1 @@
-"""`tessera data doctor`: every row looked at before a run does: what is wrong with it, and how to mend that."""
+"""The command `tessera data doctor`: find problems of data sets before training, and name fixes."""

@@ -1,6 +1,6 @@
-"""Collect the measures of all data sets: findings, figures of each set, histograms, and a forecast of row lengths.
+"""Collect the measures of all data sets, and derive findings, sums, histograms and a forecast of row lengths.
 
-A sample is a few numbers. Samples that a finding names are read again.
+Only numbers are kept of each sample. The few samples that a finding names are read again for their texts.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tessera.tools.data_doctor.findings import (
 from tessera.tools.data_doctor.histogram import Histogram, histogram
 from tessera.tools.data_doctor.look import Look
 
-ONE_ANSWER = 0.3  # largest share of samples with the same answer
-FEW = 20  # samples: shares of fewer mean nothing
-PACKED = 200_000  # samples that a forecast packs; the rest is extrapolated
-# Histograms: title, unit, column.
+ONE_ANSWER = 0.3  # a larger share of samples with the same answer is a finding
+FEW = 20  # least number of samples for a finding about shares
+PACKED = 200_000  # largest number of samples to pack for a forecast; more are extrapolated
+# Histograms as (title, unit, column of measures).
 _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
     ("Trained on in a sample", "tokens", "trained"),
@@ -55,7 +55,7 @@ _ALWAYS = (
 
 @dataclass(frozen=True)
 class SetFacts:
-    """Hold the figures of one data set. Sums are over usable samples."""
+    """Hold counts and sums of one data set. Sums are over usable samples."""
 
     path: str
     rows: int
@@ -86,12 +86,12 @@ class ExaminedSet:
     refused: TesseraError | None = None
 
     def add_index(self, index: SourceIndex) -> None:
-        """Take the measures of a data set's index, and its bad records."""
+        """Add the measures and the bad records of a data set's index."""
         self.rows, self.columns = np.asarray(index.rows), index.columns
         self.bad, self.bad_count = list(bad_rows(index.tables)), index.bad_count
 
     def add_look(self, looked: Measured) -> None:
-        """Take the measures of `Look`. Samples that it cannot read are bad, too."""
+        """Add the measures of `Look`. Records that it failed on are added to the bad records."""
         arrays = looked.arrays
         at = np.searchsorted(self.rows, arrays["row"])
         self.columns = {name: values[at] for name, values in self.columns.items()}
@@ -100,7 +100,7 @@ class ExaminedSet:
         self.bad, self.bad_count = sorted([*self.bad, *looked.bad]), self.bad_count + looked.bad_count
 
     def refuse(self, error: TesseraError) -> None:
-        """Count all samples as unusable: a run ends at this data set."""
+        """Mark the data set as refused: a run would end with this error, and no sample is usable."""
         self.refused, self.rows, self.columns = error, np.empty(0, np.int64), {}
         self.bad, self.bad_count = [], 0
 
@@ -111,7 +111,7 @@ class ExaminedSet:
             return None
 
     def kind_of_bad(self, bad: BadRow) -> str:
-        """Return the kind of finding of a bad record, by the words of its reason or by what can be read of it."""
+        """Return the kind of finding for a bad record: from the text of its reason, or by trying to read the record."""
         kind = kind_of(bad.reason)
         if kind is not None:
             return kind
@@ -122,7 +122,7 @@ class ExaminedSet:
 
 
 class Collection:
-    """Hold the usable samples of all data sets, in order. `length`: tokens of a row; None: without a model."""
+    """Hold the measures of all usable samples, in the order of data sets. `length`: tokens of a row; None: no model."""
 
     def __init__(self, sets: Sequence[ExaminedSet], length: int | None, truncate: Truncate) -> None:
         self.sets, self.length, self.truncate = sets, length, truncate
@@ -139,16 +139,16 @@ class Collection:
         self.long = np.zeros(len(tokens), bool) if length is None else tokens > length
 
     def column(self, name: str) -> np.ndarray:
-        """Return a measure of all samples; zeros if no data set has it."""
+        """Return one measure of all samples; zeros if the data sets do not have it."""
         return self.columns.get(name, np.zeros(int(self.starts[-1]), np.int64))
 
     def locate(self, at: int) -> tuple[ExaminedSet, int]:
-        """Return the data set of a sample, and its record number there."""
+        """Return the data set of a sample, and the number of its record."""
         number = int(np.searchsorted(self.starts, at, side="right")) - 1
         return self.sets[number], int(self.sets[number].rows[at - int(self.starts[number])])
 
     def facts(self) -> list[SetFacts]:
-        """Return the figures of each data set."""
+        """Return counts and sums of each data set."""
         facts = []
         for number, examined in enumerate(self.sets):
             mine = np.arange(self.starts[number], self.starts[number + 1])
@@ -190,7 +190,7 @@ class Collection:
         return findings
 
     def _add(self, findings: dict[str, Finding], kind: str, samples: np.ndarray) -> None:
-        """Add a finding about these samples."""
+        """Add a finding of this kind with the numbers of all affected samples."""
         _set(findings, kind, len(samples), [self._location(at, kind) for at in samples[:MOST_LOCATIONS].tolist()])
 
     def _location(self, at: int, kind: str) -> SampleLocation:
@@ -234,7 +234,7 @@ def _set(findings: dict[str, Finding], kind: str, count: int, places: Iterable[S
 
 
 def _repeated(hashes: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return how many samples repeat an earlier one, and (first, second, how often) of the first few groups."""
+    """Return the number of repeated samples, and (first, second, number of copies) of the first few groups."""
     order = np.argsort(hashes, kind="stable")
     ranked = hashes[order]
     starts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]])) if len(ranked) else np.empty(0, int)
@@ -251,7 +251,7 @@ def _repeated(hashes: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
 
 
 def histograms(collected: Collection, work: Work | None) -> list[Histogram]:
-    """Return the distributions of the measures."""
+    """Return histograms of the measures that are not all zero."""
     tokens = collected.length is not None
     drawn = [
         histogram(title, unit, values, collected.length if name == "tokens" else None, adds_up=name not in ("pixels",))
@@ -269,20 +269,20 @@ def histograms(collected: Collection, work: Work | None) -> list[Histogram]:
 
 @dataclass(frozen=True)
 class Rung:
-    """Hold what a run with rows of `length` tokens loses, and how its rows are filled."""
+    """Hold the forecast for one row length: which samples are dropped, and how well the others fill rows."""
 
     length: int
     dropped: int  # samples longer than a row
-    dropped_share: float  # of all usable samples
+    dropped_share: float  # dropped samples over all usable samples
     tokens_lost: float  # share of all tokens in dropped samples
-    padding: float  # share of packed rows that is empty
+    padding: float  # share of padding tokens in packed rows
     rows: int
-    work: float | None  # of the heaviest row, over the mean; None: unknown
+    work: float | None  # FLOPs of the heaviest row over the mean; None: FLOPs are unknown
     chosen: bool
 
 
 def ladder(length: int, longest: int) -> list[int]:
-    """Return half and double lengths around `length`, up to the first that fits every sample."""
+    """Return row lengths to compare: a quarter, half and multiples of `length`, up to one that fits every sample."""
     rungs = [length // 4, length // 2, length]
     while rungs[-1] < longest and len(rungs) < 8:
         rungs.append(rungs[-1] * 2)
@@ -290,7 +290,7 @@ def ladder(length: int, longest: int) -> list[int]:
 
 
 def forecast(collected: Collection, length: int, work: Work | None, seed: int) -> list[Rung]:
-    """Return what row lengths around `length` drop without truncation, and how the rest is packed."""
+    """Return a forecast for row lengths around `length`: samples that are dropped, and packing of the others."""
     tokens = collected.column("tokens")
     if not len(tokens):
         return []

@@ -1,6 +1,6 @@
-"""Hold the result of an examination, and write it as lines for a terminal, as one HTML page, and as JSON.
+"""The result of the data doctor, and its output as terminal text, as an HTML page and as JSON.
 
-Text from data is made harmless for the terminal, and escaped in the page.
+Texts of a data set are untrusted: control characters are replaced for the terminal, and the page escapes HTML.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tessera.tools.data_doctor.histogram import Histogram, bars, chart, short
 from tessera.tools.data_doctor.look import Shown, Thumb
 
 WITHOUT_A_MODEL = (
-    "Lengths are in characters: with --recipe or --model the doctor also counts tokens, says what is trained on, "
-    "forecasts what a row length drops, and weighs each sample."
+    "Lengths are in characters. With --recipe or --model the doctor also counts tokens, marks the text that is trained "
+    "on, and forecasts how many samples a row length drops."
 )
 _WIDE = 110
 _MARKS: dict[Severity, str] = {"loss": "✗", "warning": "!", "note": "·"}
-_MAX_SHOWN = 700  # characters of a sample
+_MAX_SHOWN = 700  # largest number of characters printed per sample
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     sets: tuple[SetFacts, ...]
-    findings: dict[str, Finding]  # by kind, worst first
+    findings: dict[str, Finding]  # kind -> finding, worst first
     histograms: tuple[Histogram, ...]
     forecast: tuple[Rung, ...]
     samples: tuple[Shown, ...]
-    length: int | None  # None: without a processor
+    length: int | None  # tokens of a row; None: examined without a model
     decoded: bool
     seconds: float
 
@@ -47,7 +47,7 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 when a run would leave samples out."""
+        """Return 1 if a run would drop samples, otherwise 0."""
         return 1 if self.worst == "loss" else 0
 
     @property
@@ -63,7 +63,7 @@ class Diagnosis:
         return sum(getattr(one, name) for one in self.sets)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the first things to know, named."""
+        """Return the main figures as (name, value)."""
         rows = self.total("rows")
         facts = [("samples", f"{rows:,}"), ("usable", f"{self.total('usable') / max(1, rows):.2%}")]
         if self.length is None:
@@ -81,12 +81,12 @@ class Diagnosis:
         return facts
 
     def notes(self) -> list[str]:
-        """Return what a reader should know of how this was found out."""
+        """Return sentences about the limits of this examination."""
         said = [] if self.length is not None else [WITHOUT_A_MODEL]
         if self.decoded:
             said.append("Every image and video was decoded.")
         elif self.total("media"):
-            said.append("Media was judged by headers; --decode reads all of it.")
+            said.append("Only headers of media were read; --decode decodes all media.")
         return said
 
     def sets_table(self) -> tuple[list[str], list[list[str]]]:
@@ -141,7 +141,7 @@ class Diagnosis:
 
 
 def _terminal_lines(diagnosis: Diagnosis, samples: int) -> list[str]:
-    """Return a diagnosis as lines without control characters: texts of a data set may contain terminal codes."""
+    """Return the diagnosis as lines for the terminal, without control characters from the data set."""
     lines = [diagnosis.verdict, "", "   ".join(f"{name} {value}" for name, value in diagnosis.facts()), ""]
     if len(diagnosis.sets) > 1:
         lines += [*_aligned(*diagnosis.sets_table()), ""]
@@ -165,7 +165,7 @@ def _terminal_lines(diagnosis: Diagnosis, samples: int) -> list[str]:
 
 
 def _aligned(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table as lines, the first column at its left and the others at their right."""
+    """Return a table as lines of text. The first column is aligned left, the others right."""
     table = [names, *rows]
     widths = [max(len(row[at]) for row in table) for at in range(len(names))]
     return [
@@ -232,7 +232,7 @@ _WORDS = {"loss": "loses samples", "warning": "looks wrong", "note": "worth know
 
 
 def _page(diagnosis: Diagnosis) -> str:
-    """Return the page of a diagnosis."""
+    """Return the diagnosis as an HTML page."""
     chosen = [number for number, rung in enumerate(diagnosis.forecast) if rung.chosen]
     names = ", ".join(one.path for one in diagnosis.sets)
     findings = "".join(_finding(KINDS[name], one, diagnosis.total("rows")) for name, one in diagnosis.findings.items())

@@ -1,4 +1,4 @@
-"""Examine data sets: read their indexes, look at every usable sample, and compare samples with each other."""
+"""Examine data sets: read or build their indexes, measure every usable sample, and collect findings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tessera.training.setup import build_meta_model
 
 RUN_CONFIG = "config.yaml"
 _OF_ANSWERS = {"preference": PairProcessor, "unpaired_preference": RatedProcessor}
-_FIRST_RECORDS = 20  # records that show whether a data set has preference pairs
+_FIRST_RECORDS = 20  # number of records that are read to detect preference pairs
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def examine(
     timeout_s: float = 60.0,
     seed: int = 0,
 ) -> Diagnosis:
-    """Examine every record of `sections`; with a processor also the tokens of each sample.
+    """Examine all records of data sets, and return the diagnosis. With a processor, tokens are counted as well.
 
     `length` and `truncate`: as `data.length` and `data.truncate` of a recipe. `work`: FLOPs of samples in each stream,
     from their measures. `samples`: how many samples to show from the beginning of the data sets; half as many more are
@@ -77,16 +77,16 @@ def examine(
     began = time.perf_counter()
     if not sections:
         raise TesseraError(
-            "no data sets are given",
+            "the command needs a data set",
             where="tessera data doctor",
-            fix="name one or more files",
+            fix="name files, or a recipe with --recipe",
             code="data.no-files-named",
         )
     if processor is not None and not isinstance(processor, (ChatProcessor, GenerationProcessor)):
         raise TesseraError(
-            f"{type(processor).__name__} serves neither conversations nor captions",
+            f"{type(processor).__name__} processes neither conversations nor captions",
             where="tessera data doctor",
-            fix="leave out --recipe and --model: the data is then examined without tokens",
+            fix="leave out --recipe and --model to examine the data without tokens",
             code="data.processor-without-samples",
         )
     with tempfile.TemporaryDirectory(prefix="tessera-doctor-") as scratch:
@@ -108,7 +108,7 @@ def examine(
 
 
 def _in_format(section: SourceSection, processor: Processor | None) -> SourceSection:
-    """Return a data set with the format that the processor needs; without a processor, pairs are detected."""
+    """Return a data set section with the format that the processor needs. Without a processor, detect pairs."""
     if isinstance(processor, GenerationProcessor):
         return section.model_copy(update={"format": "generation"})
     if isinstance(processor, RatedProcessor):
@@ -120,7 +120,7 @@ def _in_format(section: SourceSection, processor: Processor | None) -> SourceSec
 
 
 def _has_pairs(section: SourceSection) -> bool:
-    """Return whether the first records of a data set that can be read have a better and a worse answer."""
+    """Return whether all readable records at the beginning of a data set are preference pairs."""
     source = open_source(section)
     records = source.records.scan(range(min(_FIRST_RECORDS, len(source))))
     contents = [record.content for _, record in records if not isinstance(record, RecordError)]
@@ -128,7 +128,7 @@ def _has_pairs(section: SourceSection) -> bool:
 
 
 def _examine_set(section: SourceSection, options: _Options) -> ExaminedSet:
-    """Return the usable samples of a data set with all measures, and the reasons why others cannot be used."""
+    """Examine one data set: measures of its usable samples, and reasons why other records are unusable."""
     processor, timeout_s = options.processor, options.timeout_s
     source = open_source(section, options.scratch)
     look = Look(source.root, processor, options.limits, options.decode)
@@ -153,7 +153,7 @@ def _examine_set(section: SourceSection, options: _Options) -> ExaminedSet:
 
 
 def _show(sets: Sequence[ExaminedSet], options: _Options, samples: int, seed: int) -> list[Shown]:
-    """Return the first samples of each data set as shown, then some drawn at random."""
+    """Return samples to display: the first samples of each data set, then random samples."""
     if samples < 1:
         return []
     each = max(1, samples // len(sets))
@@ -179,7 +179,7 @@ def _show(sets: Sequence[ExaminedSet], options: _Options, samples: int, seed: in
 
 @dataclass(frozen=True)
 class ForModel:
-    """Hold what a recipe, or the folder of a model, determines about an examination."""
+    """Hold the processor, the FLOPs function and the data section of a recipe or a model folder."""
 
     processor: Processor | None
     work: Work | None
@@ -191,12 +191,12 @@ class ForModel:
 
 
 def sets_of(names: Sequence[str]) -> list[SourceSection]:
-    """Return data sets as the command line names them: paths, also several in one word, a.json,b.json."""
+    """Return sections for the data sets named on the command line. A word may name several: a.json,b.json."""
     return build(DataSection, {"train": list(names)}, "data sets").train
 
 
 def sets_as_in(names: Sequence[str], data: DataSection) -> list[SourceSection]:
-    """Return data sets that the command line names, with the settings (root, columns) of those that `data` has too."""
+    """Return sections for data sets named on the command line. Sets that `data` lists too keep its root and columns."""
     sections = {os.path.abspath(section.path): section for section in (*data.eval, *data.train)}
     return [sections.get(os.path.abspath(section.path), section) for section in sets_of(names)]
 
@@ -206,13 +206,13 @@ def for_recipe(recipe: Path) -> ForModel:
 
 
 def for_model(folder: Path, trust: Trust = False) -> ForModel:
-    """Return the processor of a Hugging Face folder, a run, or a checkpoint. No weights are read."""
+    """Return the processor and settings of a Hugging Face folder, a run, or a checkpoint. No weights are read."""
     folder = local_model(folder, "--model", weights=False)
     if (folder / RUN_CONFIG).is_file():
         config = load_config(read_saved(folder / RUN_CONFIG))
-        check_trusted(folder, named_code(config), trust)  # the task is built too
+        check_trusted(folder, named_code(config), trust)  # building the task imports code that the run names
         run = folder.parent.parent if origin_of(folder) == "checkpoint" else folder
-        if (run / "processor").is_dir():  # the folder that the run began from may be gone
+        if (run / "processor").is_dir():  # the original model folder may not exist any more
             config = config.model_copy(
                 update={"model": config.model.model_copy(update={"tokenizer": run / "processor"})}
             )
@@ -221,7 +221,7 @@ def for_model(folder: Path, trust: Trust = False) -> ForModel:
 
 
 def _prepared(config: RunConfig) -> ForModel:
-    # A layout of several ranks does not change samples, and this is one process.
+    # Plan for one rank: the layout of the recipe does not change its samples.
     setup = build_meta_model(config.model_copy(update={"parallel": ParallelSection()}), 1)
     processor = build_processor(config, setup)
     if isinstance(processor, ChatProcessor):

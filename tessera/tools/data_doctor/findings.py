@@ -1,4 +1,4 @@
-"""What can be wrong with a data set: the catalogue of faults, their tally, and the checks that need no tokenizer."""
+"""The kinds of findings of the data doctor with their fixes, and the checks of texts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tessera.data.media.files import ArchiveMember
 
 Severity = Literal["loss", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("loss", "warning", "note")
-MOST_LOCATIONS = 5  # of each finding, named to the user
-DETAIL = 240  # characters of a reason that are kept
-DECODING = "cannot be decoded: "  # begins the reason of a sample whose header is sound and whose content is not
+MOST_LOCATIONS = 5  # samples that are named per finding
+DETAIL = 240  # largest number of characters of a detail
+DECODING = "cannot be decoded: "  # first words of a reason: the header is readable and the content is not
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Describe a kind of fault in a data set, and how to mend it.
+    """Describe a kind of finding and its fix.
 
-    Severity `loss`: a run leaves such samples out or ends at them; `warning`: a run trains on them, but probably not as
-    the user meant; `note`: for information.
+    Severity `loss`: a run skips the affected samples or fails at them. `warning`: a run trains on them, probably not as
+    the user intended. `note`: for information.
     """
 
     severity: Severity
@@ -110,7 +110,7 @@ KINDS: dict[str, Kind] = {
         "note", "Longer than a row and cut by turns", "raise data.length to keep all turns (data.truncate=turns cuts)"
     ),
 }
-# Problems of one usable sample, in the order of their bits in the column `problems`.
+# Kinds of problems of a usable sample. The column `problems` has one bit for each, in this order.
 SAMPLE_KINDS = (
     "empty-answer",
     "special-word",
@@ -123,7 +123,7 @@ SAMPLE_KINDS = (
     "shrunk",
 )
 
-# Which kind a reason means, in the words that sources and media readers use; the first that matches.
+# Patterns of reasons why a record is bad, as data readers word them -> kind of finding. The first match counts.
 _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(words, re.IGNORECASE), kind)
     for words, kind in (
@@ -144,34 +144,34 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def kind_of(reason: str) -> str | None:
-    """Return the kind of finding that the words of a reason mean; None if they do not tell."""
+    """Return the kind of finding for the reason of a bad record; None if no pattern matches."""
     return next((kind for words, kind in _REASONS if words.search(reason)), None)
 
 
 @dataclass(frozen=True)
 class SampleLocation:
-    where: str  # file and row
+    where: str  # file name and row number
     id: str
     detail: str
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold how many samples (or files) have a fault, and where the first few are."""
+    """Hold the number of affected samples, and the locations of the first few."""
 
     count: int
     locations: tuple[SampleLocation, ...]
 
 
 def worst_first(findings: Mapping[str, Finding]) -> dict[str, Finding]:
-    """Return findings by severity, and findings of one severity by number."""
+    """Return findings sorted by severity, then by number of samples."""
     order = sorted(findings, key=lambda name: (SEVERITIES.index(KINDS[name].severity), -findings[name].count, name))
     return {name: findings[name] for name in order}
 
 
 # ---------------------------------------------------------------------------------------------- texts
 
-# UTF-8 that was read as Latin-1 or Windows-1252, and the replacement character for bytes that are no text.
+# UTF-8 text that was decoded as Latin-1 or Windows-1252, and the Unicode replacement character.
 _MOJIBAKE = re.compile(r"â€|[ÃÂ][\u0080-\u00bf]|Ã[€‚ƒ„†‡ˆ‰Š‹ŒŽ•–—˜™š›œžŸ]|ï¿½|ï»¿|\ufffd")
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff]")
 _SPECIAL = re.compile(r"<\|[A-Za-z_][A-Za-z0-9_]{1,30}\|>|</?s>|\[/?INST\]|<<SYS>>|<(?:pad|unk|eos|bos)>")
@@ -180,16 +180,16 @@ _LOOSE = re.compile(r"<(?:image|video|audio)>")
 
 @dataclass
 class TextFacts:
-    """Hold the lengths of a sample's texts, and the problems found in them."""
+    """Hold the lengths of a sample's texts, its last answer, and problems of its texts."""
 
     characters: int = 0
-    answer_characters: int = 0  # of the assistant, or of text that nobody says
-    answer: str | None = None  # what the assistant said last
-    problems: dict[str, str] = field(default_factory=dict)  # kind of finding -> detail; a sample counts once for each
+    answer_characters: int = 0  # characters of the assistant, or of plain text
+    answer: str | None = None  # last message of the assistant
+    problems: dict[str, str] = field(default_factory=dict)  # kind of finding -> detail
 
 
 def check_texts(sample: Sample) -> TextFacts:
-    """Return the facts and problems of a sample's texts."""
+    """Measure and check the texts of a sample."""
     facts = TextFacts()
     loose: str | None = None
     has_media = bool(sample.media())
@@ -202,7 +202,7 @@ def check_texts(sample: Sample) -> TextFacts:
         if message.role == "assistant":
             facts.answer = texts[0] if len(texts) == 1 else "".join(texts)
             if not facts.answer.strip() and len(texts) == len(message.parts):
-                facts.problems.setdefault("empty-answer", "the assistant says nothing")
+                facts.problems.setdefault("empty-answer", "the answer is empty")
         for text in texts:
             for kind, words in _oddities(text):
                 if kind == "loose-placeholder":
@@ -242,21 +242,21 @@ def _around(text: str, match: re.Match[str]) -> str:
 
 
 def _order(messages: tuple[Message, ...]) -> str | None:
-    """Return what is wrong with the order of the turns, if anything. A tool may answer several times."""
+    """Describe what is wrong with the order of roles; None if it is valid. Tool messages may repeat."""
     if any(message.role == "system" for message in messages[1:]):
-        return "a system message that is not the first"
+        return "a system message is not the first message"
     turns = [message.role for message in messages if message.role in ("user", "assistant", "tool")]
     if not turns:
         return None
     if turns[0] == "assistant":
-        return "the assistant speaks first"
+        return "the first message is the assistant's"
     if turns[0] == "tool":
-        return "a tool answers before anyone asked"
+        return "the first message is a tool's"
     for number, (turn, next_one) in enumerate(itertools.pairwise(turns), start=2):
         if turn == next_one and turn != "tool":
-            return f"two turns of {turn} in a row (turns {number - 1} and {number})"
+            return f"messages {number - 1} and {number} have the same role, {turn}"
     if turns[-1] == "user":
-        return "ends with a question"
+        return "the last message is the user's"
     return None
 
 
@@ -265,13 +265,15 @@ def hash_of(*values: str | bytes) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        digest.update(len(data).to_bytes(8, "little"))  # "a", "bc" is not "ab", "c"
+        digest.update(
+            len(data).to_bytes(8, "little")
+        )  # lengths separate the values: ("a", "bc") and ("ab", "c") differ
         digest.update(data)
-    return int.from_bytes(digest.digest(), "little") >> 1  # it fits into int64
+    return int.from_bytes(digest.digest(), "little") >> 1  # columns of measures are int64
 
 
 def media_hash(part: Part, root: Path) -> int:
-    """Return a hash of a media part: of its path, or of its bytes where the row holds them."""
+    """Return a hash of a media part: of its path, or of its content if the record contains it."""
     value: Any = part.value
     if isinstance(value, (str, Path)):
         return hash_of(str(root), str(value))
@@ -299,7 +301,7 @@ def content_hash(sample: Sample, media: list[int]) -> int:
 
 
 def media_name(part: Part) -> str:
-    """Return the name of a media part for people: its path, or its name in an archive."""
+    """Return the path of a media part, or its name in an archive, for display."""
     if isinstance(part.value, (str, Path)):
         return str(part.value)
     return part.value.name if isinstance(part.value, ArchiveMember) else f"{part.kind} in the row"

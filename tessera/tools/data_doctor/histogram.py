@@ -1,4 +1,4 @@
-"""Summarise a distribution by bins and percentiles, and draw it as a chart or with block characters."""
+"""Histograms: bins and percentiles of values, drawn as an HTML chart or as a line of block characters."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Histogram:
     percentiles: dict[int, float]
     edges: tuple[float, ...]
     counts: tuple[int, ...]
-    mark: float | None = None  # a bound worth seeing, such as the length of a row
-    adds_up: bool = True  # the sum means something
+    mark: float | None = None  # a value to mark in the chart, such as the row length
+    adds_up: bool = True  # whether the sum of all values is meaningful
 
     @property
     def log_scale(self) -> bool:
@@ -47,7 +47,7 @@ class Histogram:
 def histogram(
     title: str, unit: str, values: np.ndarray, mark: float | None = None, *, adds_up: bool = True
 ) -> Histogram | None:
-    """Return the histogram of the values; None without values. Few integers get a bin each, wide ranges log bins."""
+    """Return the histogram of values; None if there are none. A few integers get one bin each, wide ranges log bins."""
     if not len(values):
         return None
     low, high = float(values.min()), float(values.max())
@@ -78,7 +78,7 @@ def histogram(
 
 
 def short(value: float) -> str:
-    """Return a number in few characters: 1234567 is 1.23M."""
+    """Format a number with few characters: 1234567 as 1.23M."""
     size = abs(value)
     for unit, letter in _UNITS:
         if size >= unit * (10 if letter == "k" else 1):
@@ -87,7 +87,7 @@ def short(value: float) -> str:
 
 
 def chart(data: Histogram) -> str:
-    """Return the histogram as a figure. Pointing at a bar shows its range and count."""
+    """Return the histogram as an HTML bar chart, with the range and the count of each bar as its tooltip."""
     edges = [short(edge) for edge in data.edges]
     bars = [(count, f"{edges[at]} to {edges[at + 1]}: {count:,}") for at, count in enumerate(data.counts)]
     lines = [(_position(data, data.percentiles[p]), "share", f"{p} %") for p in (50, 95)]
@@ -109,7 +109,7 @@ def bars(data: Histogram, width: int = 48) -> str:
 
 
 def _position(data: Histogram, value: float) -> float:
-    """Return where a value lies, counted in bars from the left."""
+    """Return the position of a value on the axis, in bars from the left."""
     edges = np.array(data.edges)
     at = int(np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(data.counts) - 1))
     return float(at + (value - edges[at]) / max(edges[at + 1] - edges[at], 1e-12))

@@ -1,7 +1,7 @@
-"""Look at one sample: what the data set's index does not know about it, and how a model reads it.
+"""Measure single samples for the data doctor, and prepare samples for display.
 
-`Look` runs in worker processes as a measure of `tessera.data.index`: it returns numbers only. The texts of a finding
-come from a second look at the few samples that are named.
+`Look` adds measures that the index of a data set lacks. It runs in worker processes and returns numbers only. Details
+of findings are computed again for the few samples that are named.
 """
 
 from __future__ import annotations
@@ -42,19 +42,22 @@ from tessera.tools.data_doctor.findings import (
 )
 
 MEDIA_KINDS = ("image", "video", "audio")
-ENLARGED, SHRUNK = 1.5, 0.25  # pixels after resizing over pixels before
-NO_FAMILY = MediaSampling(audio=AudioSampling(rate=16_000))  # how media is sampled without a model
-_OF_ANY_TEXT = ("mojibake", "control-character")  # the other problems of texts are about turns of a conversation
+ENLARGED, SHRUNK = 1.5, 0.25  # limits of (pixels after resizing / pixels before)
+NO_FAMILY = MediaSampling(audio=AudioSampling(rate=16_000))  # sampling of videos and audio if there is no model
+_OF_ANY_TEXT = (
+    "mojibake",
+    "control-character",
+)  # kinds that apply to captions too; other kinds are about conversations
 
 
 def no_target(kind: str, size: MediaSize) -> None:
-    """Resize no media: without a model, nothing is known about sizes."""
+    """Return None: without a model, media is not resized."""
     return
 
 
 @dataclass(frozen=True)
 class Look:
-    """Measure a sample for the doctor: its texts, the number and size of its media, hashes, and a bit per problem."""
+    """Measure a sample: length of texts, number and size of media, hashes, and one bit per kind of problem."""
 
     root: Path
     processor: ChatProcessor | GenerationProcessor | None
@@ -67,7 +70,7 @@ class Look:
 
     @property
     def captions(self) -> bool:
-        """Return whether records are captioned images and videos instead of conversations."""
+        """Return whether samples are captioned images and videos instead of conversations."""
         return isinstance(self.processor, GenerationProcessor)
 
     def __call__(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
@@ -97,7 +100,7 @@ class Look:
         return columns
 
     def problems(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, str]:
-        """Return the problems of a usable sample: kind of finding -> detail."""
+        """Return the problems of a usable sample as kind of finding -> detail."""
         spoken = _as_spoken(sample)
         problems = check_texts(spoken).problems
         if self.captions:
@@ -130,7 +133,7 @@ class Look:
 
 
 def _as_spoken(sample: Sample) -> Sample:
-    """Return the conversation of a preference pair with the better answer; any other sample as it is."""
+    """Return a preference pair as a conversation with the chosen answer. Other samples are returned unchanged."""
     answers = [message for message in sample.messages if message.role in (CHOSEN, REJECTED)]
     if not answers:
         return sample
@@ -140,11 +143,11 @@ def _as_spoken(sample: Sample) -> Sample:
 
 # ---------------------------------------------------------------------------------------------- samples on the page
 
-THUMBNAIL = 144  # pixels of the longer side
+THUMBNAIL = 144  # pixels of the longer side of a thumbnail
 MOST_MEDIA = 8  # thumbnails per sample
-MOST_TEXT = 1500  # characters per span; of a longer span both ends are shown
+MOST_TEXT = 1500  # characters per span; the middle of a longer span is cut
 MOST_SPANS = 200
-_REPEATED = 4  # equal tokens in a row are placeholders of media
+_REPEATED = 4  # at least so many equal tokens in a row are placeholders of media
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,9 @@ class TextSpan:
 @dataclass(frozen=True)
 class Thumb:
     name: str
-    size: str  # such as "640 x 480"
+    size: str  # for display, such as "640 x 480"
     tokens: int | None
-    uri: str | None  # of a small image, as data
+    uri: str | None  # data URI of a thumbnail
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class ToShow:
-    """Name a record of a data set that is to be shown."""
+    """Name a record to display: number of the data set, number of the record."""
 
     set: int
     row: int
@@ -183,7 +186,7 @@ class ToShow:
 
 @dataclass(frozen=True)
 class ShowSamples:
-    """Show samples, as work of a pool: decoders of media may crash."""
+    """Prepare samples for display in worker processes, because decoders of media may crash."""
 
     sources: Sequence[Source]
     looks: Sequence[Look]
@@ -213,7 +216,7 @@ def show(
     processor: ChatProcessor | None,
     problem: str | None = None,
 ) -> Shown:
-    """Return a sample as shown. Without a processor, messages of the assistant are marked as trained."""
+    """Prepare a sample for display. Without a processor, messages of the assistant are marked as trained."""
     parts = sample.media()
     thumbs = []
     for number, part in enumerate(parts[:MOST_MEDIA]):
@@ -235,14 +238,14 @@ def show(
 
 
 def _media_tokens(processor: ChatProcessor, part: Part, size: MediaSize) -> int:
-    """Return how many tokens a media part adds to a message."""
+    """Return the number of tokens that a media part adds to a message."""
     inner = processor.inner if isinstance(processor, PairProcessor) else processor
     with_media = inner.measure(Sample("", (Message("user", (part,)),)), [size])["tokens"]
     return with_media - inner.measure(Sample("", (Message("user", ()),)), [])["tokens"]
 
 
 def _token_spans(tokens: list[int], trained: list[bool], processor: ChatProcessor) -> list[TextSpan]:
-    """Return tokens as text, split where training begins or ends. Repeated placeholders of media become one span."""
+    """Return tokens as spans of trained and untrained text. Repeated placeholders of media become one span."""
     spans: list[TextSpan] = []
     start = 0
     while start < len(tokens) and len(spans) < MOST_SPANS:
@@ -299,7 +302,7 @@ def _size_text(part: Part, size: MediaSize) -> str:
 
 
 def _uri(media: Any) -> str | None:
-    """Return a thumbnail as a data URI: of an image, or of a video's first frame; None for audio."""
+    """Return a thumbnail of an image, or of the first frame of a video, as a data URI; None for audio."""
     image = media
     if isinstance(media, np.ndarray):
         if media.ndim != 4 or not len(media):
