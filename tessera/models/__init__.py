@@ -1,4 +1,4 @@
-"""One folder per family, each exposing a `SPEC`. A new family is one folder and no edit elsewhere."""
+"""Model families: one folder each, which exposes a `SPEC`. A new family needs no edit elsewhere."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, detect_layout, fold
 FAMILIES: Registry[ModelSpec] = Registry(FAMILY_NAMES, Instance(ModelSpec))
 
 
-FOREIGN = "transformers"  # the family that runs the library's own classes
+FOREIGN = "transformers"  # name of the family that runs classes of transformers
 
 
 def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
-    """Return the family that reads folders whose config.json has this `model_type`, or this class of diffusers.
+    """Return the family that reads folders with this `model_type` (or diffusers class) in config.json.
 
-    Where no family has a model of its own for it, the library's class is run, if it has one. `with_code`: the folder
-    brings a class of its own (`auto_map`), which is never run.
+    Without such a family, return the family `transformers` if the installed library has a class for the type.
+    `with_code`: config.json has an `auto_map`, which names Python code in the folder; that code is never run.
     """
     types: list[str] = []
     for name in FAMILIES.names():
@@ -55,13 +55,13 @@ def family_of(model_type: str, *, with_code: bool = False) -> ModelSpec:
 
 
 def is_original(spec: ModelSpec, folder: Path | None) -> bool:
-    """Return whether a folder has the form of a model's makers, and not that of Hugging Face."""
+    """Return whether a folder has the file format of a model's authors instead of the Hugging Face format."""
     layout = None if folder is None else detect_layout(folder)
     return layout is not None and layout.config().get("model_type") in spec.originals
 
 
 def _in_library(model_type: str) -> bool:
-    """Return whether the installed transformers has classes of this type."""
+    """Return whether the installed transformers has a class for this `model_type`."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     except ImportError:
@@ -70,31 +70,31 @@ def _in_library(model_type: str) -> bool:
 
 
 def _advice(with_code: bool) -> str:
-    """Return advice for a model that neither a family here nor the library reads."""
+    """Return the `fix` of an error about a `model_type` that neither Tessera nor transformers can read."""
     if with_code:
         return (
-            "its class is code that lies in the folder (auto_map), which is never run: use a folder in the form of "
-            "transformers' own class, or install the class and name it (model.family=module)"
+            "its class is Python code in the folder (auto_map), which is never run: use a folder of a class that "
+            "transformers contains, or install the class and name it (model.family=module)"
         )
     if importlib.util.find_spec("transformers") is None:
-        return "pip install 'tessera-mm[hf]': then the library's own class is run, if it has one"
-    return "no class of the installed transformers reads it either: model.family=module runs a class of yours"
+        return "pip install 'tessera-mm[hf]': then transformers may have a class for it"
+    return "the installed transformers has no class for it either: model.family=module trains your own class"
 
 
 def resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
-    """Return family and full configuration of a recipe's `model` section.
+    """Return the family and the full configuration of a recipe's `model` section.
 
-    They come from a preset, from a folder's config.json, or neither, with the fields in `model.config` on top. The head
-    is the one that is asked for, or the one that the weights at `path` have.
+    The configuration comes from a preset or from a folder's config.json, changed by the fields in `model.config`. The
+    head is `model.head`, or the head of the weights at `model.path`.
     """
     spec, config = _resolve(section)
     return (with_reward_head(spec) if (section.head or stored_head(section, spec)) == "reward" else spec), config
 
 
 def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "reward"]:
-    """Return what head the weights at `path` have; a head for tokens where there are none.
+    """Return which head the weights at `model.path` have; "language" without weights.
 
-    A class of transformers has its own head, whichever that is.
+    The family `transformers` always returns "language": its classes contain their own heads.
     """
     path = section.path
     if spec.name == FOREIGN or path is None or not path.exists():
@@ -106,13 +106,13 @@ def stored_head(section: ModelSection, spec: ModelSpec) -> Literal["language", "
 
 
 def fresh_names(section: ModelSection, spec: ModelSpec) -> frozenset[str]:
-    """Return the parameters that the weights at `model.path` do not have: the head of a reward model that begins."""
+    """Return the parameters that are missing in the weights at `model.path`: the head of a new reward model."""
     begins = spec.gives(REWARDS) and section.path is not None and stored_head(section, spec) != "reward"
     return frozenset({HEAD} if begins else ())
 
 
 def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
-    if section.path is not None and (section.path / "config.yaml").is_file():  # a run, or one of its checkpoints
+    if section.path is not None and (section.path / "config.yaml").is_file():  # a run folder or a checkpoint
         stored = load_config(read_saved(section.path / "config.yaml")).model
         check_trusted(section.path, model_code(stored), model_code(section))
         spec, config = _resolve(stored)
@@ -120,20 +120,20 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
             raise _preset_and_path()
         if section.family is not None and FAMILIES.get(section.family) is not spec:
             raise TesseraError(
-                f"{section.path} is a run of the family {spec.name}, not of {section.family}",
+                f"{section.path} is a run folder of the family {spec.name}, not of {section.family}",
                 where="model.family",
-                fix="leave out model.family; the run has one of its own",
+                fix="remove model.family: the run folder names its family",
                 code="model.family-of-run",
             )
         return spec, _with_changes(spec, config, section.config)
-    # A run's own copy of its recipe has the family and every field: it does not need the folder it started from.
+    # The recipe in a run folder contains the family and every field, so the folder it started from may be gone.
     complete = section.family is not None and section.config and section.preset is None
     if section.path is not None and not (complete and not section.path.exists()):
         data = folder_layout(section.path).config()
         if section.preset is not None:
             raise _preset_and_path()
         kind = str(data.get("model_type") or data.get(CLASS_NAME, ""))
-        # No family here has a head for several classes: such a folder is for the library's own class.
+        # No family of Tessera has a head for several classes, so the class of transformers is used.
         name = section.family or (FOREIGN if number_of_classes(data) not in (None, 1) else None)
         spec = FAMILIES.get(name) if name else family_of(kind, with_code=bool(data.get("auto_map")))
         with foreign_values(str(section.path / CONFIG_FILE)), _or_by_the_library(spec, kind):
@@ -148,27 +148,27 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
 
 @contextmanager
 def _or_by_the_library(spec: ModelSpec, model_type: str) -> Iterator[None]:
-    """Name the family that runs the library's own class, where a family here does not support a folder's values."""
+    """Add a `fix` that names the family `transformers` to errors about unsupported values of config.json."""
     try:
         yield
     except UnsupportedValueError as error:
         if model_type not in spec.hf_types or not _in_library(model_type):
             raise
-        fix = f"model.family={FOREIGN} runs the library's own class of this folder"
+        fix = f"set model.family={FOREIGN}, which trains the class of transformers"
         raise TesseraError(error.what, where=error.where, allowed=error.allowed, fix=fix, code=error.code) from None
 
 
 def _preset_and_path() -> TesseraError:
     return TesseraError(
-        "model.preset and model.path both say what the model is",
+        "model.preset and model.path both define the model",
         where="model",
-        fix="leave out model.preset; the folder has a configuration of its own",
+        fix="remove model.preset: the folder contains its own configuration",
         code="model.preset-and-path",
     )
 
 
 def build_on_meta(spec: ModelSpec, config: Any) -> nn.Module:
-    """Return the whole model on the meta device; sizes that no tensor can have are a user error."""
+    """Return the unsharded model on the meta device. Raise a `TesseraError` for sizes that no tensor can have."""
     try:
         with torch.device("meta"):
             return spec.main.build(config)
@@ -201,7 +201,7 @@ def _with_changes(spec: ModelSpec, config: Section, changes: Mapping[str, Any]) 
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `changes`, which are nested like the configuration or named by dotted keys."""
+    """Return `base` updated by `changes`. Keys of `changes` may be nested or dotted."""
     return apply_overrides(base, dict(_leaves(changes)))
 
 

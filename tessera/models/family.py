@@ -35,7 +35,7 @@ from tessera.nn.causal_lm import LanguageModel
 from tessera.ops.attention import AttentionBackend
 from tessera.weights.map import WeightMap
 
-HFTextFormats = Mapping[str, tuple[HFTextFormat, str]]  # model_type -> format, class of transformers
+HFTextFormats = Mapping[str, tuple[HFTextFormat, str]]  # model_type -> text format and class name of transformers
 
 
 class LanguageConfig(Section):
@@ -54,7 +54,7 @@ class LanguageConfig(Section):
         return build(cls, {"text": text, "tie_word_embeddings": bool(data.get("tie_word_embeddings"))}, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the fields of `config.json`, in the first text format that can describe this model."""
+        """Return the fields of config.json, in the first text format that can describe this model."""
         fitting = [one for one in self.formats.values() if one[0].fits(self.text)]
         text_format, architecture = fitting[0] if fitting else next(iter(self.formats.values()))
         fields = text_format.write(self.text)
@@ -67,9 +67,9 @@ def language_family(
     presets: Mapping[str, Mapping[str, Any]],
     templates: Sequence[ChatTemplate],
 ) -> ModelSpec:
-    """Return the specification of a family that is a text decoder and a head.
+    """Return the specification of a family that consists of a text decoder and a head.
 
-    `templates`: chat templates it may use; the first whose special tokens the tokenizer has is taken.
+    `templates`: chat templates of the family. The processor uses the first whose special tokens the tokenizer has.
     """
     return ModelSpec(
         name=name,
@@ -112,8 +112,8 @@ def preset(
 
 
 def quickstart_preset(*, tied: bool = True, **text: Any) -> dict[str, Any]:
-    """Return the preset of a text decoder small enough to learn something in minutes on two cores."""
-    # The initial range is about 1/sqrt(hidden): the published 0.02 suits widths of thousands.
+    """Return the preset of a text decoder that is small enough to train on two CPU cores in minutes."""
+    # About 1/sqrt(hidden_size): the usual 0.02 suits widths of thousands.
     return preset(512, 128, 384, 4, (4, 2), tied=tied, initializer_range=0.06, **text)
 
 
@@ -126,7 +126,7 @@ def load_processor(family: str, class_name: str, config: Any, folder: Path, **op
 def _text_processor(
     templates: Sequence[ChatTemplate], config: LanguageConfig, folder: Path, **options: Any
 ) -> Processor:
-    # Imported when first used: a model without its processor needs no tokenizer.
+    # Imported late: a model without its processor needs no tokenizer library.
     from tessera.models.text.processor import TextProcessor
 
     text = config.text

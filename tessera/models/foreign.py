@@ -36,16 +36,16 @@ def import_class(path: str, base: type[C], where: str) -> type[C]:
 
 
 def takes_batch(module: nn.Module) -> bool:
-    """Return whether `forward` takes the batch itself: its first parameter is called `batch`."""
+    """Return whether `forward` takes the `Batch` itself: its first parameter is named `batch`."""
     names = list(inspect.signature(module.forward).parameters)
     return bool(names) and names[0] == "batch"
 
 
 def accept_batches(module: nn.Module, arguments: Callable[[Batch], Mapping[str, Tensor]]) -> nn.Module:
-    """Make `module(batch)` call `module(**arguments(batch))`; other calls do not change.
+    """Make `module(batch)` call `module(**arguments(batch))`. Calls without a `Batch` do not change.
 
-    This is a hook and not a wrapper, so that parameter names stay the same. It runs after the hook of `fully_shard`,
-    which does not cast tensors inside a batch; they are cast here to the dtype of the gathered weights.
+    A forward pre-hook does this, not a wrapper, so parameter names stay the same. The hook of `fully_shard` runs before
+    it and does not cast tensors inside a batch, so this hook casts them to the dtype of the gathered weights.
     """
 
     def spread(owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any] | None:
@@ -61,15 +61,15 @@ def accept_batches(module: nn.Module, arguments: Callable[[Batch], Mapping[str, 
 
 
 def _computed_in(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the weights that are gathered now, or None if each block gathers (and casts) for itself."""
+    """Return the dtype of the gathered weights; None if each block gathers and casts its own weights."""
     whole = (p for p in module.parameters() if p.is_floating_point() and not isinstance(p, DTensor))
     return next((p.dtype for p in whole), None)
 
 
 class Arguments:
-    """Turn a batch's tensors into keyword arguments of a module; an unknown one is an error that names it.
+    """Turn the tensors of a batch into keyword arguments of a module. Raise an error for a tensor without a parameter.
 
-    A name with a dot (`loss.labels`) belongs to the task: no Python parameter can have such a name.
+    Tensors with a dot in their name (`loss.labels`) belong to the task and are left out.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -83,12 +83,12 @@ class Arguments:
         for name in tensors:
             if not self.open and name not in self.names:
                 raise TesseraError(
-                    f"{self.owner}.forward takes no argument {name!r}, which the data gives",
+                    f"{self.owner}.forward has no parameter {name!r}, and the batch has a tensor of this name",
                     where="data.kind",
                     allowed=self.names,
                     nearest=nearest(name, self.names),
-                    fix="give the tensors of a batch the names of forward's parameters, "
-                    "or call its first parameter `batch` to get the batch itself",
+                    fix="name the tensors of a batch like the parameters of forward, "
+                    "or name its first parameter `batch` to get the full batch",
                     code="data.not-an-argument",
                 )
         return tensors

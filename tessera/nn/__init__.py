@@ -1,1 +1,1 @@
-"""Plain modules that two or more families use. No module here has a buffer or knows where it runs."""
+"""Modules that several families use. They have no buffers and know nothing of devices and ranks."""

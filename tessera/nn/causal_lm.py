@@ -18,16 +18,16 @@ ROUTER_AUX = "router_aux_loss"  # name of the output with the loss that keeps ex
 
 
 class CausalLMBase(nn.Module):
-    """Base of models that end in a text decoder and a head: cache, outputs, initial weights."""
+    """Base of models with a text decoder and a head: cache, outputs, initial weights."""
 
     text: TextDecoder | None
     head: nn.Module | None
-    heads: dict[str, str]  # by the name of its output: the attribute that holds a head; the first is the main head
-    token_rows: TokenRows | None  # for a text decoder with experts: their load is balanced per row
+    heads: dict[str, str]  # output name -> attribute of its head; the first is the main head
+    token_rows: TokenRows | None  # finds the row of each token, for the balance loss of experts
     initializer_range: float
 
     def _embed(self, batch: Batch) -> Tensor:
-        """Return the embeddings of tokens, in training with the noise that the batch has for them."""
+        """Return the token embeddings, in training with the noise tensor of the batch."""
         assert self.text is not None
         x: Tensor = self.text.embed(batch["tokens"])
         noise = batch.get(EMBEDDING_NOISE) if self.training else None
@@ -45,7 +45,7 @@ class CausalLMBase(nn.Module):
         cache: KVCache | None,
         step: CacheStep | None,
     ) -> Outputs | Tensor:
-        """Return the outputs of decoder and heads for embeddings `x`, or hidden states if another stage has the
+        """Run decoder and heads on embeddings `x` and return the outputs, or hidden states if a later stage has the
         heads."""
         assert self.text is not None
         rows, main = self._rows(batch), next(iter(self.heads))
@@ -75,22 +75,22 @@ class CausalLMBase(nn.Module):
         return outputs
 
     def _layers_asked_for(self, batch: Batch) -> dict[str, int]:
-        """Return the layers whose hidden states the batch asks for, by the name of the output."""
+        """Return the layers whose hidden states the batch requests, by output name."""
         prefix = hidden_of("text.layers.")
         return {name: int(name.removeprefix(prefix)) for name in batch.outputs if name.startswith(prefix)}
 
     def _module(self, path: str) -> nn.Module | None:
-        """Return a child module; None where another pipeline stage has it."""
+        """Return a child module; None if another pipeline stage has it."""
         module: nn.Module | None = getattr(self, path)
         return module
 
     def add_head(self, output: str, path: str, head: nn.Module) -> None:
-        """Add a head that reads the same hidden states as the main one and gives `output`."""
+        """Add a head that reads the same hidden states as the main head, for the output `output`."""
         self.add_module(path, head)
         self.heads = {**self.heads, output: path}
 
     def new_cache(self, blocks: int, block_size: int) -> KVCache:
-        """Return the memory of a KV cache (see `core.cache`)."""
+        """Return an empty KV cache (see `core.cache`)."""
         return KVCache(blocks, block_size)
 
     @torch.no_grad()
@@ -108,8 +108,8 @@ class CausalLMBase(nn.Module):
 class LanguageModel(CausalLMBase):
     """Compute a text decoder and a head. Batches have `tokens` [T], `positions` [T] or [3, T], and segments "text".
 
-    Parts that are None are in another pipeline stage: the model continues from `carry`, the activation of the stage
-    before, or returns its own for the next. The first stage gets no `carry` and embeds the tokens.
+    Modules that are None belong to another pipeline stage. The first stage embeds the tokens; later stages continue
+    from `carry`, the activation of the previous stage. A stage without the head returns its activation.
     """
 
     def __init__(self, text: TextDecoder, head: nn.Module, initializer_range: float) -> None:
@@ -128,9 +128,9 @@ class LanguageModel(CausalLMBase):
         step: CacheStep | None = None,
         carry: Tensor | None = None,
     ) -> Outputs | Tensor:
-        """Return the outputs by name. With `logits`, the main head is applied to all tokens, or ("last") to the last
-        token of each segment.
+        """Return the outputs by name.
 
-        `cache` and `step`: the memory of a KV cache, and what this call does with it.
+        `logits`: apply the main head to all tokens, or ("last") to the last token of each segment. `cache` and `step`:
+        the KV cache, and how this call uses it.
         """
         return self._read(self._embed(batch) if carry is None else carry, batch, logits, cache, step)

@@ -34,7 +34,7 @@ class DecoderShape:
     rope: Rope
     qkv_bias: bool = False
     qk_norm: bool = False  # RMS norm of queries and keys per head, before rotation
-    sandwich_norm: bool = False  # attention and MLP outputs are normalised before the residual addition
+    sandwich_norm: bool = False  # normalise the outputs of attention and MLP before the residual addition
     attention: str = AUTO  # implementation of attention
 
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.core = PackedAttention(True, shape.attention, shape.head_dim)
 
     def forward(self, x: Tensor, angles: Angles, segments: Segments, cache: LayerCache | None) -> Tensor:
-        # The number of heads is left to the weights: under tensor parallelism a rank holds some of them.
+        # Without a fixed number of heads: under tensor parallelism a rank has some of them.
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -78,7 +78,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Compute a decoder layer with a gated MLP, or with `mlp` in its place."""
+    """Compute a decoder layer, with a gated MLP or the module `mlp`."""
 
     def __init__(self, shape: DecoderShape, mlp: nn.Module | None = None) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(shape)
         self.mlp_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.mlp = GatedMLP(shape.hidden, shape.intermediate) if mlp is None else mlp
-        self.routed = isinstance(mlp, MoE)  # before a wrapper around it hides its class
+        self.routed = isinstance(mlp, MoE)  # checked here, because wrappers hide the class later
         self.attn_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
         self.mlp_out_norm = RMSNorm(shape.hidden, shape.norm_eps) if shape.sandwich_norm else None
 
@@ -108,13 +108,13 @@ class DecoderLayer(nn.Module):
 
 
 class TextDecoder(nn.Module):
-    """Compute final hidden states from embeddings. The token embedding belongs to it, but the caller looks tokens up.
+    """Compute final hidden states from embeddings. Callers look up tokens in its `embed`.
 
-    Embeddings may be wider than the decoder: further blocks of `hidden` channels are added after the first, second ...
-    layer (DeepStack features of images), which must be in one pipeline stage.
+    Embeddings may be wider than the decoder: further blocks of `hidden` channels (DeepStack features of images) are
+    added after the first, second ... layer. These layers must be in one pipeline stage.
 
-    Parts that are None are in another pipeline stage and are skipped. `mlp` makes the module that replaces the MLP of a
-    layer (a mixture of experts), by layer index; None: the layer has an MLP.
+    Modules that are None belong to another pipeline stage and are skipped. `mlp`: returns the module that replaces a
+    layer's MLP (a mixture of experts), by layer index; None keeps the MLP.
     """
 
     def __init__(self, shape: DecoderShape, mlp: Callable[[int], nn.Module | None] = lambda layer: None) -> None:
@@ -123,7 +123,7 @@ class TextDecoder(nn.Module):
         self.embed: nn.Embedding = TokenEmbedding(shape.vocab, shape.hidden)
         layers = [DecoderLayer(shape, mlp(index)) for index in range(shape.layers)]
         routers = [layer.mlp.router.shape for layer in layers if isinstance(layer.mlp, MoE)]
-        self.experts = routers[0] if routers else None  # of layers that have experts
+        self.experts = routers[0] if routers else None  # shape of the experts, equal in all layers
         self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm | None = RMSNorm(shape.hidden, shape.norm_eps)
 
@@ -137,23 +137,22 @@ class TextDecoder(nn.Module):
         cache: KVCache | None = None,
         step: CacheStep | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return hidden states, and summed expert statistics if the model is trained with the balance loss. `cache` and
-        `step` go together: see `core.cache`.
+        """Return hidden states, and summed expert statistics if the model is trained with the balance loss.
 
-        Behind the final hidden states, in the feature dimension, are those behind each layer in `returned`: what splits
-        or gathers tokens then sees one tensor.
+        Hidden states after each layer in `returned` are concatenated to the final ones along the feature dimension, so
+        hooks that shard or gather tokens get a single tensor. `cache` and `step`: see `core.cache`.
         """
         for index in returned:
             if not 0 <= index < len(self.layers) or self.layers[index] is None:
                 raise TesseraError(
-                    f"this pipeline stage has no layer {index}, whose hidden states the task reads",
+                    f"the task reads hidden states of layer {index}, which this pipeline stage does not have",
                     where="train.task",
-                    fix=f"read those of layers 0 to {len(self.layers) - 1}; with parallel.pp, of the last stage alone",
+                    fix=f"use layers 0 to {len(self.layers) - 1}; with parallel.pp, only layers of the last stage",
                     code="task.layer-on-other-stage",
                 )
         states: dict[int, Tensor] = {}
         angles = self.shape.rope.angles(positions)
-        # Not a view if nothing is split off: a stage may return it as it is, and schedules detach it in place.
+        # Do not make a view if nothing is split off: a stage may return `x`, which schedules detach in place.
         x, *deeper = (x,) if x.shape[-1] == self.shape.hidden else torch.split(x, self.shape.hidden, dim=-1)
         used: Tensor | None = None
         for index, layer in enumerate(self.layers):

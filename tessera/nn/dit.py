@@ -1,7 +1,7 @@
 """Blocks of diffusion transformers: time embeddings, modulation by sample, attention to latents and to text.
 
-A packed sequence holds tokens of several samples. What is computed once per sample (modulation by its time) has one
-entry per sample, and `spread` brings it to the tokens by an index. Where all tokens share one entry, it is broadcast.
+A packed sequence contains tokens of several samples. Values that depend on the sample (modulation by its timestep) have
+one row per sample, and `spread` selects the row of each token. A single row is broadcast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tessera.ops.pointwise import Angles, rms_norm, rotate
 from tessera.ops.registry import AUTO
 from tessera.runtime.modules import FeatureStatistics, local_shard
 
-# Norm of queries and keys before rotation: over each head, over all heads together, or none.
+# Norm of queries and keys before rotation: per head, over all heads together, or none.
 QKNorm = Literal["per_head", "across_heads"] | None
 
 
@@ -30,9 +30,9 @@ QKNorm = Literal["per_head", "across_heads"] | None
 
 
 def timestep_features(timesteps: Tensor, size: int, *, shift: float = 0.0, cosine_first: bool = True) -> Tensor:
-    """Return cosines and sines [S, size] of `timesteps` [S] in fp32, at frequencies from 1 down to about 1 / 10000."""
+    """Return cosines and sines [S, size] of `timesteps` [S] in fp32, at frequencies from 1 to about 1 / 10000."""
     half = size // 2
-    # In the order of the published code: at times of a thousand, another order of rounding gives other angles.
+    # Same order of operations as the published code: at times of about 1000, rounding changes the angles.
     exponents = -math.log(10_000) * torch.arange(half, device=timesteps.device, dtype=torch.float32) / (half - shift)
     angles = timesteps.float().unsqueeze(-1) * torch.exp(exponents)
     parts = (angles.cos(), angles.sin()) if cosine_first else (angles.sin(), angles.cos())
@@ -40,7 +40,7 @@ def timestep_features(timesteps: Tensor, size: int, *, shift: float = 0.0, cosin
 
 
 class FeedForward(nn.Module):
-    """Compute two linear layers with an activation between."""
+    """Compute two linear layers with an activation between them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class FeedForward(nn.Module):
 
 
 class TimeEmbedding(FeedForward):
-    """Embed timesteps [S], in the type of its weights."""
+    """Embed timesteps [S], in the dtype of its weights."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__(features, hidden, hidden, F.silu)
@@ -72,8 +72,11 @@ class TimeEmbedding(FeedForward):
 
 
 def time_index(batch: Batch) -> Tensor | None:
-    """Return which of `timesteps` belongs to each element of the main sequence: that of its sample, unless the batch
-    has a `time_index` (tokens of one sample at few different times). None: every element has one of its own."""
+    """Return the index into `timesteps` of each element of the main sequence.
+
+    It is the sample's index, unless the batch has a `time_index` (several times within a sample). None: each element
+    has its own timestep.
+    """
     index = batch.get("time_index")
     if index is not None:
         return index
@@ -85,7 +88,7 @@ def time_index(batch: Batch) -> Tensor | None:
 
 
 class _Spread(torch.autograd.Function):
-    """Select entries; backward is a product, which adds in one order, and not a scatter, which does not."""
+    """Select rows. The backward pass is a matrix product, which is deterministic, instead of a scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
@@ -102,8 +105,10 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(values: Tensor, index: Tensor | None) -> Tensor:
-    """Return `values` [S, D] as [T, D] by `index` [T]; a single entry stays [1, D] and is broadcast. None: there is a
-    value for each element already."""
+    """Return `values` [S, D] as [T, D] by `index` [T]. A single row stays [1, D] and is broadcast.
+
+    None: `values` already has a row for each element.
+    """
     if values.shape[0] == 1 or index is None:
         return values
     tokens: Tensor = _Spread.apply(values, index)  # type: ignore[no-untyped-call]
@@ -111,30 +116,30 @@ def spread(values: Tensor, index: Tensor | None) -> Tensor:
 
 
 class Modulation(nn.Module):
-    """Add a learned table to the modulation that the time gives: `count` vectors, in fp32."""
+    """Add a learned table of `count` vectors to the modulation of the timestep, in fp32."""
 
     def __init__(self, count: int, hidden: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(count, hidden))
 
     def forward(self, values: Tensor, index: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the vectors for every token ([T, D], or [1, D] for all), from `values` [S, count, D] or [S, 1, D]."""
+        """Return the vectors of every token ([T, D], or [1, D] for all), from `values` [S, count, D] or [S, 1, D]."""
         return tuple(spread(part, index) for part in (self.table.float() + values.float()).unbind(1))
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the layer norm of `x` times (1 + scale) plus shift, computed in the type of these two."""
+    """Return layer_norm(`x`) * (1 + scale) + shift, computed in the dtype of scale and shift."""
     normed = F.layer_norm(x.to(scale.dtype), x.shape[-1:], eps=eps)
     return (normed * (1 + scale) + shift).to(x.dtype)
 
 
 def gated_sum(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """Return `x` + update * gate, computed in the widest type of the three and returned in that of `x`."""
+    """Return `x` + update * gate in the dtype of `x`, computed in the widest dtype of the three."""
     return (x + update * gate).to(x.dtype)
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """Compute a layer norm in fp32 and return it in the type of the input, whatever type the weights have."""
+    """Compute a layer norm in fp32 and return it in the dtype of the input."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
@@ -148,7 +153,7 @@ class WideLayerNorm(nn.LayerNorm):
 
 
 class FeatureRMSNorm(FeatureStatistics):
-    """Compute the RMS norm over all heads of a token together, of which a rank may have a part."""
+    """Compute the RMS norm over all heads of a token, also if a rank has only some of the heads."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -171,16 +176,17 @@ def make_qk_norm(kind: QKNorm, heads: int, head_dim: int, eps: float) -> nn.Modu
 
 
 def by_head(x: Tensor, norm: Callable[[Tensor], Tensor] | None, head_dim: int) -> Tensor:
-    """Return `x` [T, H * D] as [T, H, D], normed. How many heads there are is left to the weights: a rank may have some
-    of them."""
+    """Return `x` [T, H * D] as [T, H, D], normalised. H follows from the width, because a rank may have some of the
+    heads."""
     if isinstance(norm, FeatureRMSNorm):
         x = norm(x)
-    heads = x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)  # also where there is no token
+    # explicit sizes, because -1 is ambiguous for zero tokens
+    heads = x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
     return heads if norm is None or isinstance(norm, FeatureRMSNorm) else norm(heads)
 
 
 class Projections(nn.Module):
-    """Apply several linear layers to one input: under tensor parallelism it enters all of them at once."""
+    """Apply several linear layers to one input, which tensor parallelism then gathers only once."""
 
     def __init__(self, size: int, **outputs: int) -> None:
         super().__init__()
@@ -192,7 +198,7 @@ class Projections(nn.Module):
 
 
 class PackedSelfAttention(nn.Module):
-    """Attend inside each sample, without a mask; positions rotate neighbouring dimensions of queries and keys."""
+    """Attend within each sample, without a mask. Rotations act on adjacent dimensions of queries and keys."""
 
     def __init__(
         self, size: int, heads: int, head_dim: int, norm: QKNorm, eps: float = 1e-6, attention: str = AUTO
@@ -227,7 +233,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(inner, size)
 
     def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
-        """`segments` are those of the tokens in `x`, which may be a rank's part of the sequence."""
+        """Return the output for tokens `x`. `segments`: of these tokens, which may be a rank's part of the sequence."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
         out: Tensor = self.out(attended.flatten(1))

@@ -1,5 +1,5 @@
-"""Blocks of transformers that attend over text and latents together (MM-DiT): with weights for each kind of element
-(`DoubleBlock`), or with one set for both (`SingleBlock`)."""
+"""Blocks with joint attention over text and latents (MM-DiT): with separate weights for text and latents
+(`DoubleBlock`), or with the same weights for both (`SingleBlock`)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tessera.ops.pointwise import Angles, rotate
 from tessera.ops.registry import AUTO
 from tessera.ops.rows import permute_rows
 
-# How a double block continues with text behind its attention: "computed"; "kept": not computed, with frozen weights for
-# exports; "absent": not computed, and there are no weights for it.
+# What a double block does with text after attention. "computed": output projection and MLP; "kept": nothing, but it has
+# frozen weights for exports; "absent": nothing, and it has no weights for it.
 TextRest = Literal["computed", "kept", "absent"]
 
 
 @dataclass(frozen=True)
 class JointShape:
-    """Hold the sizes and options of blocks that attend over text and latents together."""
+    """Hold the sizes and options of blocks with joint attention over text and latents."""
 
     hidden: int
     heads: int
-    intermediate: int  # inner width of an MLP
-    qk_norm: bool = True  # RMS norm of the queries and keys of each head
+    intermediate: int  # inner width of the MLPs
+    qk_norm: bool = True  # RMS norm of queries and keys per head
     eps: float = 1e-6
     attention: str = AUTO
 
@@ -40,32 +40,32 @@ class JointShape:
 
 @dataclass(frozen=True)
 class JointLayout:
-    """Hold the positions of text and latents in the main sequence, their samples, and their rotations.
+    """Hold the order of text and latents in the main sequence, their sample indices and their rotation angles.
 
-    Blocks hold text and latents as two tensors; attention needs them in the order of the sequence. `order` [T] lists
-    the elements of the sequence with all text before all latents; `inverse` is the inverse permutation. None: the
-    sequence has that order, or is one segment, in which any order is as good.
+    Blocks hold text and latents as two tensors; attention needs them in sequence order. `order` [T] lists sequence
+    indices, all text before all latents; `inverse` is the inverse permutation. None: the sequence has that order
+    already, or is a single segment, where order does not matter.
     """
 
-    segments: Segments  # of the main sequence
-    samples: Tensor  # which sample each element of the sequence is of
+    segments: Segments  # one segment per sample in the main sequence
+    samples: Tensor  # sample index of each element
     text_samples: Tensor
     latent_samples: Tensor
-    angles: Angles | None = None  # of each element of the sequence; None: nothing is rotated
+    angles: Angles | None = None  # rotation angles of each element; None: no rotation
     text_angles: Angles | None = None
     latent_angles: Angles | None = None
     order: Tensor | None = None
     inverse: Tensor | None = None
-    # The text and the latents of each sample as segments of their own, for attention among latents alone.
+    # Separate segments for text and latents of each sample, for attention among latents only.
     kinds: Segments | None = None
 
     def join(self, text: Tensor, latents: Tensor) -> Tensor:
-        """Return text and latents in the order of the sequence."""
+        """Return text and latents as one tensor in sequence order."""
         both = torch.cat([text, latents])
         return both if self.order is None or self.inverse is None else permute_rows(both, self.inverse, self.order)
 
     def split(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the text and the latents of the sequence."""
+        """Split a tensor in sequence order into text and latents."""
         if self.order is not None and self.inverse is not None:
             joined = permute_rows(joined, self.order, self.inverse)
         texts = self.text_samples.shape[0]
@@ -73,8 +73,10 @@ class JointLayout:
 
 
 def joint_layout(batch: Batch, angles: Angles | None = None, *, rotate_text: bool = True) -> JointLayout:
-    """Return the layout of a batch by its `text_index`, `latent_index` and `sample_index`. `angles`: of each element of
-    the main sequence."""
+    """Return the layout of a batch from its `text_index`, `latent_index` and `sample_index`.
+
+    `angles`: rotation angles of each element of the main sequence.
+    """
     text, latents, samples = batch["text_index"], batch["latent_index"], batch["sample_index"]
     segments, order = batch.segments["latents"], torch.cat([text, latents])
     assert order.shape == samples.shape, "every element of the main sequence is either text or a latent"
@@ -97,8 +99,10 @@ def joint_layout(batch: Batch, angles: Angles | None = None, *, rotate_text: boo
 
 
 def segments_by_kind(segments: Segments, text: Segments) -> Segments:
-    """Return the text and the latents of each sample as segments of their own. `segments`: of the main sequence, where
-    the text of a sample precedes its latents; `text`: of the text alone, as many."""
+    """Return separate segments for the text and the latents of each sample.
+
+    `segments`: of the main sequence, where the text of a sample precedes its latents. `text`: of the text alone.
+    """
     assert segments.bounds.shape == text.bounds.shape, "samples and texts are as many"
     starts = segments.bounds[:-1]
     inside = torch.stack([starts, starts + text.bounds.diff()], dim=1).flatten()
@@ -109,7 +113,7 @@ def segments_by_kind(segments: Segments, text: Segments) -> Segments:
 
 
 class HeadNorms(nn.Module):
-    """Give queries and keys [T, H * D] their heads, normalise those, and rotate them by their positions."""
+    """Split queries and keys [T, H * D] into heads, normalise them, and rotate them by position."""
 
     def __init__(self, shape: JointShape) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class HeadNorms(nn.Module):
         self.k = RMSNorm(shape.head_dim, shape.eps) if shape.qk_norm else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        heads = q.shape[1] // self.head_dim  # a rank may have some of them
+        heads = q.shape[1] // self.head_dim  # a rank may have only some heads
         q, k, v = (x.view(x.shape[0], heads, self.head_dim) for x in (q, k, v))
         if self.q is not None and self.k is not None:
             q, k = self.q(q), self.k(k)
@@ -128,7 +132,7 @@ class HeadNorms(nn.Module):
 
 
 class JointAttention(nn.Module):
-    """Attend over the text and the latents of each sample, which have weights of their own."""
+    """Attend over text and latents of each sample together, with separate weights for text and latents."""
 
     def __init__(self, shape: JointShape, rest: TextRest) -> None:
         super().__init__()
@@ -151,8 +155,11 @@ class JointAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attend over the latents of each sample. Text keeps its places in the sequence, as zeros in segments of its own:
-    ranks that share a sequence share this attention as they do all others."""
+    """Attend over the latents of each sample only.
+
+    Text stays in the sequence as zeros in separate segments, so that ranks that share a sequence can share this
+    attention like any other.
+    """
 
     def __init__(self, shape: JointShape) -> None:
         super().__init__()
@@ -173,10 +180,10 @@ class LatentAttention(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """Compute attention over text and latents and an MLP, with weights for each kind.
+    """Compute joint attention and an MLP, with separate weights for text and latents.
 
-    The condition of a sample shifts and scales what enters attention and MLP, and gates what they add. `dual`: latents
-    attend among themselves, too.
+    The sample's condition gives shift and scale of their inputs and gates of their outputs. `dual`: add attention among
+    latents only.
     """
 
     def __init__(self, shape: JointShape, rest: TextRest = "computed", dual: bool = False) -> None:
@@ -194,14 +201,14 @@ class DoubleBlock(nn.Module):
                 unused.requires_grad_(False)
 
     def forward(self, latents: Tensor, text: Tensor, condition: Tensor, layout: JointLayout) -> tuple[Tensor, Tensor]:
-        """Return latents and text, given what modulations are computed from: `condition` [samples, hidden]."""
+        """Return latents and text. `condition` [samples, hidden]: input of the modulation layers."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate, *second = _vectors(
             self.latent_modulation(condition), layout.latent_samples, latents.shape[-1]
         )
         text_shift, text_scale, *of_text = _vectors(
             self.text_modulation(condition), layout.text_samples, text.shape[-1]
         )
-        if self.text_mlp is None:  # folders keep the scale first where it is for one norm alone
+        if self.text_mlp is None:  # with only one norm to modulate, folders store the scale before the shift
             text_shift, text_scale = text_scale, text_shift
         attended, attended_text = self.attn(
             modulated_norm(latents, shift, scale, self.eps),
@@ -222,10 +229,10 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """Compute attention over text and latents beside an MLP, with the same weights for both kinds.
+    """Compute joint attention and a parallel MLP, with the same weights for text and latents.
 
-    The columns of `out` are grouped by head: what a head returns, then its share of the MLP's inner features, so that
-    sharding by columns is sharding by heads. Folders keep those of all heads first; the weight map converts.
+    The columns of `out` are grouped by head: the output of a head, then its share of the MLP's features. Sharding by
+    columns is then sharding by heads. Folders store all heads first; the weight map converts.
     """
 
     def __init__(self, shape: JointShape) -> None:
@@ -246,6 +253,6 @@ class SingleBlock(nn.Module):
 
 
 def _vectors(modulation: Tensor, samples: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Return the vectors of a modulation [samples, n * size] for each element, or once for all."""
-    # One by one: backward needs some of them, and views of one tensor would keep all.
+    """Split a modulation [samples, n * size] into vectors, one row for each element or one for all."""
+    # Separate tensors, because backward needs some of them and views would keep all in memory.
     return tuple(spread(vector, samples) for vector in torch.split(modulation, size, dim=-1))

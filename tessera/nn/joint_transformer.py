@@ -27,7 +27,7 @@ from tessera.ops.pointwise import axes_angles
 
 TIME_FEATURES = 256
 THETA = 10_000.0
-GUIDANCE_UNIT = 1000.0  # a scale of guidance is embedded like a time, in thousandths
+GUIDANCE_UNIT = 1000.0  # guidance scales are embedded like timesteps, times 1000
 INITIAL_RANGE = 0.02
 
 
@@ -36,28 +36,29 @@ class TransformerShape:
     """Hold the sizes and options of a transformer over text and latents."""
 
     block: JointShape
-    double: int  # blocks with weights for each kind
-    single: int  # blocks with one set of weights
-    latent_values: int  # numbers in a patch of the input
-    out_values: int  # numbers in a patch of the prediction
+    double: int  # number of double blocks
+    single: int  # number of single blocks
+    latent_values: int  # values in an input patch
+    out_values: int  # values in a predicted patch
     text_width: int
-    pooled_width: int = 0  # of the pooled text embedding; 0: none is read
-    guidance: bool = False  # whether a scale of guidance is read
+    pooled_width: int = 0  # width of the pooled text embedding; 0: unused
+    guidance: bool = False  # whether the model reads a guidance scale
     text_norm: bool = False  # RMS norm of text embeddings
-    rope_axes: tuple[int, ...] = ()  # dimensions of a head that each axis of positions rotates; empty: none
-    table: int = 0  # rows and columns of a table of positions; 0: none
-    table_base: int = 0  # rows and columns of the images that it is made for
-    dual_blocks: tuple[int, ...] = ()  # double blocks in which latents attend among themselves, too
-    last_rest: TextRest = "kept"  # for text behind the last attention, where no single block follows
-    reference_time: bool = False  # whether latents of reference images have the time 0
+    rope_axes: tuple[int, ...] = ()  # dimensions of a head that each position axis rotates; empty: no rotation
+    table: int = 0  # side of the table of fixed position embeddings; 0: none
+    table_base: int = 0  # side of the images for which the table is computed
+    dual_blocks: tuple[int, ...] = ()  # double blocks with additional attention among latents
+    last_rest: TextRest = "kept"  # what the last double block does with text if no single block follows
+    reference_time: bool = False  # whether latents of reference images have timestep 0
 
     def rest(self, block: int) -> TextRest:
-        """Return what a double block does with text behind its attention."""
+        """Return what a double block does with text after attention."""
         return self.last_rest if block == self.double - 1 and not self.single else "computed"
 
 
 class PositionTable(nn.Module):
-    """Add fixed embeddings of rows and columns to latents. Folders have them, so they are a frozen parameter."""
+    """Add fixed embeddings of rows and columns to latents. They are a frozen parameter, because folders contain
+    them."""
 
     def __init__(self, side: int, hidden: int) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class PositionTable(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Embed latents, text, and conditions of a sample: time, guidance scale, pooled text."""
+    """Embed latents, text, and the conditions of a sample: timestep, guidance scale, pooled text."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Embeddings(nn.Module):
         self.pooled = FeedForward(shape.pooled_width, hidden, hidden, F.silu) if shape.pooled_width else None
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return latents, text, and the conditions of samples, to which modulations are linear."""
+        """Return latents, text, and the conditions of samples, which are inputs of the modulation layers."""
         latents: Tensor = self.latents(batch["latents"])
         text = batch["text"].to(latents.dtype)
         text = self.text(text if self.text_norm is None else self.text_norm(text))
@@ -94,7 +95,7 @@ class Embeddings(nn.Module):
 
     def _condition(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         times = batch["timesteps"]
-        if self.reference_time:  # every sample has two conditions: by its time, and by time 0
+        if self.reference_time:  # two conditions per sample: of its timestep and of timestep 0
             times = torch.cat([times, torch.zeros_like(times)])
         condition: Tensor = self.time(times).to(dtype)
         if self.guidance is not None:
@@ -105,7 +106,7 @@ class Embeddings(nn.Module):
 
 
 class Head(nn.Module):
-    """Predict patches from latents, normalised, scaled and shifted by the condition of their sample."""
+    """Predict patches from latents, which are normalised, scaled and shifted by the sample's condition."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -120,19 +121,19 @@ class Head(nn.Module):
 
 
 class JointTransformer(nn.Module):
-    """Predict latents from noisy ones and text, which are one sequence.
+    """Predict latents from noisy latents and text, which form one sequence.
 
-    Batch: `latents` [N, values], `text` [L, width], `latent_index` [N] and `text_index` [L] (their places in the main
+    Batch: `latents` [N, values], `text` [L, width], `latent_index` [N] and `text_index` [L] (indices in the main
     sequence of N + L elements), `positions` [3, N + L], `sample_index` [N + L], `timesteps` [S] from 0 to 1000,
-    segments "latents" of the main sequence; by options `pooled` [S, width], `guidance` [S],
-    segments "text", of which each precedes the latents of its sample.
+    segments "latents" of the main sequence; depending on options `pooled` [S, width], `guidance` [S], and segments
+    "text", where the text of a sample precedes its latents.
 
-    Parts that are None are in another pipeline stage. `carry` holds the activation of the stage before: the main
-    sequence, then the conditions of samples, which are computed once and travel with it.
+    Modules that are None belong to another pipeline stage. `carry` contains the activation of the previous stage: the
+    main sequence, then the conditions of samples, which only the first stage computes.
     """
 
     def __init__(self, shape: TransformerShape, embed: nn.Module | None = None) -> None:
-        """`embed` takes the place of the embeddings: it returns latents, text and conditions of a batch."""
+        """Build the model. `embed` replaces the embeddings: it returns latents, text and conditions of a batch."""
         super().__init__()
         self.shape = shape
         self.embed: nn.Module | None = Embeddings(shape) if embed is None else embed
@@ -172,7 +173,7 @@ class JointTransformer(nn.Module):
         return replace(layout, kinds=segments_by_kind(batch.segments["latents"], batch.segments["text"]))
 
     def _by_time(self, layout: JointLayout, batch: Batch) -> JointLayout:
-        """Return the layout in which latents of reference images have the second condition of their sample."""
+        """Return the layout in which latents of reference images use the second condition of their sample."""
         if not self.shape.reference_time:
             return layout
         reference = batch["positions"][0, batch["latent_index"]] > 0
@@ -180,7 +181,7 @@ class JointTransformer(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill the unsharded tensor of parameter `name` with initial weights. Modulations and prediction begin at 0."""
+        """Fill the unsharded tensor of parameter `name` with initial weights. Modulations and prediction start at 0."""
         *path, kind = name.split(".")
         if name == "embed.table.weight":
             tensor.copy_(self._position_table())
@@ -192,7 +193,7 @@ class JointTransformer(nn.Module):
             tensor.normal_(0.0, INITIAL_RANGE, generator=generator)
 
     def _position_table(self) -> Tensor:
-        """Return sines and cosines of columns, then of rows, as far apart as the images it is made for have them."""
+        """Return sines and cosines of columns, then of rows, scaled to the images for which the table is computed."""
         side, width = self.shape.table, self.shape.block.hidden // 4
         at = torch.arange(side, dtype=torch.float32) / (side / self.shape.table_base)
         angles = at.double().unsqueeze(-1) / THETA ** (torch.arange(width, dtype=torch.float64) / width)

@@ -35,7 +35,7 @@ class LayerNorm(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """Look up token embeddings; the table may be sharded by rows (`ops.vocab`)."""
+    """Look up token embeddings. The table may be sharded by rows (`ops.vocab`)."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__(vocab, hidden)
@@ -45,15 +45,15 @@ class TokenEmbedding(nn.Embedding):
 
 
 class TiedHead(nn.Module):
-    """Compute logits with the weight of the token embedding. An untied head is a plain `nn.Linear`.
+    """Compute logits with the weight of the token embedding. An untied head is an `nn.Linear`.
 
-    The weight is read from the embedding at each call: it then has one name in every state dict, and stays shared when
-    moving off the meta device and sharding replace parameters.
+    The weight is read from the embedding at each call. It then has a single name in state dicts, and stays shared when
+    parameters are replaced on leaving the meta device or by sharding.
     """
 
     def __init__(self, embed: nn.Embedding) -> None:
         super().__init__()
-        self._embed = (embed,)  # in a tuple, so that it does not become a submodule
+        self._embed = (embed,)  # in a tuple, so it is not registered as a submodule
 
     @property
     def weight(self) -> Tensor:
@@ -64,7 +64,7 @@ class TiedHead(nn.Module):
 
 
 class PackedAttention(AttentionCore):
-    """Attend inside each segment: `q` [T, Hq, D] to `k`, `v` [T, Hkv, D]."""
+    """Attend within each segment, from `q` [T, Hq, D] to `k`, `v` [T, Hkv, D]."""
 
     causal: bool
 

@@ -31,12 +31,12 @@ from tessera.runtime.modules import EXPERT_WEIGHTS, ExpertBalance, RowStatistics
 @dataclass(frozen=True)
 class MoEShape:
     hidden: int
-    intermediate: int  # of one expert
+    intermediate: int  # inner width of an expert
     experts: int
     top_k: int
-    normalize: bool = True  # normalise the weights of a token's experts to sum 1
-    balance: float = 0.0  # weight of the balance loss
-    implementation: str = AUTO  # of the grouped products
+    normalize: bool = True  # normalise the router weights of a token's experts to sum 1
+    balance: float = 0.0  # coefficient of the balance loss
+    implementation: str = AUTO  # implementation of grouped matrix products
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -46,19 +46,19 @@ class MoEShape:
 class RowIds:
     """Hold the packed row of each token.
 
-    Experts are balanced per row, because a row is in one micro-batch under every layout: every split of a global batch
-    then gives the same loss. Padding (a segment without trained labels) does not count; prompts do.
+    Experts are balanced per row: a row is always within one micro-batch, so every split of a global batch gives the
+    same loss. Padding (segments without trained labels) does not count, prompts do.
     """
 
     row: Tensor  # [T] int64: row of each token
-    counts: Tensor  # [T] bool: whether the token counts in the balance
-    trained: Tensor  # [R] fp32: trained labels of each row
+    counts: Tensor  # [T] bool: whether the token counts for the balance loss
+    trained: Tensor  # [R] fp32: number of trained labels in each row
 
 
 class RowSum(nn.Module):
-    """Return the input: a single rank has all tokens of a row, so there is nothing to sum.
+    """Return the input, because a single rank has all tokens of a row.
 
-    Where several ranks share a row, `parallel` replaces this module by one that sums over them, without a gradient.
+    If several ranks share a row, `parallel` replaces this module by a sum over ranks without a gradient.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ class RowSum(nn.Module):
 
 
 class TokenRows(RowStatistics):
-    """Find the row of each token of a batch, which has one row per seed.
+    """Find the row of each token of a batch. A batch has one row per seed.
 
-    Under context parallelism a rank has a part of the tokens; `token_index` [T] holds their positions.
+    Under context parallelism a rank has some of the tokens; `token_index` [T] contains their positions.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,8 @@ class TokenRows(RowStatistics):
         row = index // (tokens // count)
         segment = torch.searchsorted(segments.bounds[1:], index.to(segments.bounds.dtype), right=True)
         trained = (labels != IGNORE).float()
-        totals = torch.zeros(count + segment_count, device=labels.device)  # of rows, then of segments
+        # trained labels of each row, then of each segment
+        totals = torch.zeros(count + segment_count, device=labels.device)
         totals = self.row_total(totals.index_add(0, row, trained).index_add(0, count + segment, trained))
         return RowIds(row, totals[count:].index_select(0, segment) > 0, totals[:count])
 
@@ -97,29 +98,31 @@ class TokenRows(RowStatistics):
 
 
 class Balance(ExpertBalance):
-    """Compute the statistics of one layer for the loss that balances experts over all layers (see `balance_loss`)."""
+    """Compute a layer's statistics for the balance loss, which covers all layers (see `balance_loss`)."""
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
         self.coefficient = shape.balance
-        self.row_total = RowSum()  # over all ranks that have tokens of a row
-        self.part_total = RowSum()  # over those of them that compute one loss together
+        self.row_total = RowSum()  # sums over all ranks with tokens of a row
+        self.part_total = RowSum()  # sums over the ranks that compute one loss together
 
     def forward(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor | None:
-        """Return statistics [2, R, E]: per row, how often each expert was chosen, and the sum of its router
-        probabilities. Both are over all tokens of a row; gradients flow through the probabilities of this rank's
-        tokens."""
+        """Return statistics [2, R, E]: how often each expert was chosen in each row, and its summed router
+        probabilities.
+
+        Both count all tokens of a row. Gradients flow through the probabilities of this rank's tokens.
+        """
         if self.coefficient == 0:
             return None
         counts = self._choices(shares, ids, rows)
         sums = torch.zeros_like(counts).index_add(0, rows.row, shares.float() * rows.counts.unsqueeze(1))
-        # Ranks that share the tokens of one loss all have its full value, and each the gradient of its own tokens.
+        # Ranks that compute one loss together all get its full value, and each the gradient of its own tokens.
         summed = sums + (self.part_total(sums.detach()) - sums.detach())
         return torch.stack([self.row_total(counts), summed])
 
     @torch.no_grad()
     def _choices(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor:
-        """Count how often each expert was chosen in each row, [R, E], by the tokens of this rank."""
+        """Return how often each expert was chosen in each row, [R, E], by the tokens of this rank."""
         shape = (rows.trained.shape[0], shares.shape[1])
         counted = rows.counts.float().unsqueeze(1).expand_as(ids)
         where = rows.row.unsqueeze(1) * shape[1] + ids
@@ -130,21 +133,21 @@ class Balance(ExpertBalance):
 def balance_loss(used: Tensor, top_k: int, rows: RowIds) -> Tensor:
     """Return the sum over rows of each row's balance loss times its number of trained labels.
 
-    `used` [2, R, E] holds the statistics of `Balance`, summed over all layers with experts. The loss of a row is
-    experts x sum over e of (choices of e per token) x (mean probability of e), both means over all layers and tokens of
-    the row, as transformers computes them; it is k when the load is even. Division by the global count makes it a mean
-    over trained tokens. Statistics are pooled per row and not per micro-batch, so that any split of a global batch
-    gives the same gradient; transformers gives the same number for a micro-batch of one row.
+    `used` [2, R, E] contains the statistics of `Balance`, summed over all layers with experts. The loss of a row is
+    experts x sum over e of (choices of e per token) x (mean probability of e), with means over all layers and tokens of
+    the row, as in transformers; it is k for an even load. The global count later turns it into a mean over trained
+    tokens. Statistics are per row and not per micro-batch, so any split of a global batch gives the same gradient.
+    transformers returns the same number for a micro-batch of one row.
     """
     chosen, shares = used
-    tokens = (chosen.sum(1, keepdim=True) / top_k).clamp(min=1)  # times layers
+    tokens = (chosen.sum(1, keepdim=True) / top_k).clamp(min=1)  # tokens of a row times layers
     of_rows = chosen.shape[1] * (chosen / tokens * (shares / tokens)).sum(1)
     total: Tensor = (of_rows * rows.trained).sum()
     return total
 
 
 class Router(nn.Module):
-    """Choose experts by probabilities in fp32."""
+    """Choose experts by softmax probabilities in fp32."""
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
@@ -152,7 +155,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return for each token its experts [T, k], their weights [T, k], and probabilities [T, E] of all experts."""
+        """Return the experts [T, k] of each token, their weights [T, k], and the probabilities [T, E] of all
+        experts."""
         shape = self.shape
         shares = F.linear(x.float(), self.weight.float()).softmax(-1)
         ids = shares.detach().topk(shape.top_k, dim=-1).indices
@@ -166,9 +170,9 @@ class Router(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """Send tokens to their experts and combine the outputs, where all experts are on this rank.
+    """Send tokens to their experts and combine the outputs, if all experts are on this rank.
 
-    Where they are not, `parallel` replaces this module.
+    Otherwise `parallel` replaces this module.
     """
 
     def __init__(self, implementation: str = AUTO) -> None:
@@ -192,16 +196,18 @@ class Dispatch(nn.Module):
 
 
 class ExpertAdapter(nn.Module, ABC):
-    """Base of adapters of stacked weights, which `Experts` has as children."""
+    """Base of adapters of stacked expert weights, which are children of `Experts`."""
 
     @abstractmethod
     def factors(self) -> LowRank | None:
-        """Return the matrices as they are now, or None where the adapter is skipped."""
+        """Return the current matrices, or None if the adapter is disabled."""
 
 
 class Experts(StackedExperts):
-    """Hold gated MLPs of one shape with stacked weights. Adapters may be added as children, by the names that
-    transformers has for the weights."""
+    """Hold gated MLPs of one shape with stacked weights.
+
+    Adapters are added as children, under transformers' names of the weights.
+    """
 
     adapted_weights = EXPERT_WEIGHTS
     gate_up_proj: ExpertAdapter | None
@@ -226,7 +232,7 @@ class Experts(StackedExperts):
 
 
 class MoE(nn.Module):
-    """Replace an MLP by routed experts. `shared` is an MLP for all tokens."""
+    """Replace an MLP by routed experts. `shared`: an MLP that all tokens use."""
 
     def __init__(self, shape: MoEShape, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -236,7 +242,7 @@ class MoE(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor, rows: RowIds | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and statistics for `balance_loss` if the model is trained with it.
+        """Return the output, and statistics for `balance_loss` if its coefficient is not 0.
 
         `rows`: see `RowIds`; None at inference.
         """

@@ -1,5 +1,5 @@
-"""A language model that reads the outputs of any number of encoders among its tokens. It knows no family: modules and
-names of tensors come from outside."""
+"""A language model that reads outputs of any number of encoders among its tokens. Families pass in the modules and the
+names of tensors."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from tessera.nn.moe import TokenRows
 
 @dataclass(frozen=True)
 class Encoder:
-    """Describe one encoder of a model; its modules are children of the model, at the paths that the stream names.
+    """Describe an encoder of a model. Its modules are children of the model, at the paths in `stream`.
 
-    The encoder is called with a batch and, in a pipeline, the features that its earlier blocks made; it returns
-    features [elements, any width]. The projector turns features into embeddings [outputs, width].
+    The encoder gets a batch and, in a pipeline, the features of its earlier blocks. It returns features [elements, any
+    width]. The projector turns features into embeddings [outputs, width].
     """
 
     stream: Stream
-    width: int  # of an embedding
-    initial: Mapping[str, float] = field(default_factory=dict)  # end of a parameter's name -> value it begins with
+    width: int  # width of an embedding
+    initial: Mapping[str, float] = field(default_factory=dict)  # suffix of a parameter's name -> its initial value
 
     @property
     def prefix(self) -> str:
-        """Return how the names of tensors begin that select features and embeddings: `PREFIX_slots`."""
+        """Return the prefix of the names of tensors that select features and embeddings: `PREFIX_slots`."""
         return self.stream.slots.removesuffix("_slots")
 
     @property
     def embeddings(self) -> str:
-        """Return the name of the tensor with embeddings that were computed before."""
+        """Return the name of the tensor with precomputed embeddings."""
         return f"{self.prefix}_embeddings"
 
 
 class MultimodalModel(CausalLMBase):
-    """Compute a text decoder that reads, among its tokens, embeddings that projectors make of features of encoders.
+    """Compute a text decoder in which outputs of encoders replace the embeddings of placeholder tokens.
 
     Batch: `tokens` [T], `positions` [3, T] or [T], segments "text". For each encoder: the tensors of its stream, and
 
-    - `PREFIX_slots` [M]: the positions in the main sequence that its embeddings replace, in order;
-    - `PREFIX_slots.sources` [M], where a batch has a part of the tokens: which embedding goes to each slot;
-    - `PREFIX_patches`, optional: which features the projector gets;
-    - `PREFIX_index` [M] or [M, K], optional, with `PREFIX_weights` [M, K]: which embedding goes to a slot, or the mean
-      of which;
-    - `PREFIX_embeddings` [M, width], optional, in place of the stream's tensors: what `encode` returned for the slots.
+    - `PREFIX_slots` [M]: indices in the main sequence that its embeddings replace, in order;
+    - `PREFIX_slots.sources` [M], if a batch has some of the tokens: index of the embedding for each slot;
+    - `PREFIX_patches`, optional: indices of the features that the projector gets;
+    - `PREFIX_index` [M] or [M, K], optional, with `PREFIX_weights` [M, K]: index of the embedding for each slot, or of
+      the embeddings that are averaged;
+    - `PREFIX_embeddings` [M, width], optional, instead of the stream's tensors: results of `encode`.
 
-    A batch without input for an encoder runs it on a blank input: other ranks may have input, and running the encoder
-    keeps every collective in step, forward and backward, and gives each parameter a gradient (zero).
+    A batch without input for an encoder runs it on a blank input. Other ranks may have input, so this keeps collectives
+    in step and gives each parameter a gradient of zero.
 
-    Modules that are None are in another stage of a pipeline: the model then continues from the `carry` of the stage
-    before, or returns its own for the next one. Encoders come first, one after another, and text begins in the stage
-    that has the last projector. A carry between encoders has one row for each slot of the finished encoders, then the
-    features of the unfinished one.
+    Modules that are None belong to another pipeline stage. The model then continues from the `carry` of the previous
+    stage, or returns its own. Encoders run first, one after another; text starts in the stage with the last projector.
+    A carry between encoders has one row for each slot of finished encoders, then the features of the unfinished
+    encoder.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MultimodalModel(CausalLMBase):
         head: nn.Module,
         initializer_range: float,
     ) -> None:
-        """Take encoders and projectors by path (`modules`); the text decoder and the head become `text` and `head`."""
+        """Add encoders and projectors by path (`modules`), and the text decoder and head as `text` and `head`."""
         super().__init__()
         self.encoders = tuple(encoders)
         for path, module in modules.items():
@@ -95,17 +95,17 @@ class MultimodalModel(CausalLMBase):
         step: CacheStep | None = None,
         carry: Tensor | None = None,
     ) -> Outputs | Tensor:
-        """Return the outputs by name. With `logits`, the main head is applied to all tokens, or ("last") to the last
-        token of each segment.
+        """Return the outputs by name.
 
-        `cache` and `step`: the memory of a KV cache, and what this call does with it.
+        `logits`: apply the main head to all tokens, or ("last") to the last token of each segment. `cache` and `step`:
+        the KV cache, and how this call uses it.
         """
         x = carry
         if any(self._module(path) is not None for e in self.encoders for path in (e.stream.module, e.stream.projector)):
-            # Without other ranks that wait, generation leaves out encoders that have nothing to read.
+            # Generation skips encoders without input, because no other rank waits for them.
             idle = [e for e in self.encoders if step is not None and not _has_input(batch, e)]
             embeddings, features = self._encode(batch, carry, idle)
-            if len(embeddings) < len(self.encoders):  # the encoders go on in the next stage
+            if len(embeddings) < len(self.encoders):  # encoders continue in the next stage
                 return self._packed([*embeddings, *features])
             x = self._embed(batch)
             for encoder, embedding in zip(self.encoders, embeddings, strict=True):
@@ -115,8 +115,10 @@ class MultimodalModel(CausalLMBase):
         return self._read(x, batch, logits, cache, step)
 
     def encode(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the embeddings for the slots of a batch, by the names of tensors under which later batches have them:
-        media are then encoded once, and a prompt can be read in parts."""
+        """Return the embeddings for the slots of a batch, by tensor name, for use in later batches.
+
+        Images are then encoded once, even if a prompt is processed in chunks.
+        """
         idle = [encoder for encoder in self.encoders if not _has_input(batch, encoder)]
         embeddings, _ = self._encode(batch, None, idle)
         return {e.embeddings: tensor for e, tensor in zip(self.encoders, embeddings, strict=True) if e not in idle}
@@ -131,13 +133,13 @@ class MultimodalModel(CausalLMBase):
         super().initialize(name, tensor, generator)
 
     def _encode(self, batch: Batch, carry: Tensor | None, idle: Sequence[Encoder]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the embeddings of every encoder that has ended, and the features of one that has not (at most one)."""
+        """Return the embeddings of all finished encoders, and the features of the unfinished one, if any."""
         embeddings: list[Tensor] = []
         for encoder in self.encoders:
             stream = encoder.stream
             module, projector = self._module(stream.module), self._module(stream.projector)
             if module is None and carry is None:
-                return embeddings, []  # it begins in the next stage
+                return embeddings, []  # the encoder starts in the next stage
             if encoder in idle:
                 if module is not None:
                     carry = None
@@ -145,7 +147,7 @@ class MultimodalModel(CausalLMBase):
                         return embeddings, [self._nothing(encoder.width)]
                 embeddings.append(self._nothing(encoder.width))
                 continue
-            if module is None:  # it ended in an earlier stage
+            if module is None:  # the encoder finished in an earlier stage
                 assert carry is not None
                 slots = _slots(batch, stream).shape[0]
                 embeddings.append(carry[:slots, : encoder.width])
@@ -158,7 +160,7 @@ class MultimodalModel(CausalLMBase):
             features: Tensor = module(_with_input(batch, stream), carry)
             if projector is None:
                 return embeddings, [features]
-            carry = None  # the rest of it is padding
+            carry = None  # the rest of the carry is padding
             embeddings.append(_select(projector(_projected(features, batch, encoder)), batch, encoder))
         return embeddings, []
 
@@ -166,7 +168,7 @@ class MultimodalModel(CausalLMBase):
         return next(self.parameters()).new_empty(0, width)
 
     def _packed(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return tensors of different widths as one, one behind the other."""
+        """Concatenate tensors of different widths along rows, padded to the widest."""
         if len(parts) == 1:
             return parts[0]
         width = max(part.shape[1] for part in parts)
@@ -178,7 +180,7 @@ def _has_input(batch: Batch, encoder: Encoder) -> bool:
 
 
 def _with_input(batch: Batch, stream: Stream) -> Batch:
-    """Return a batch that has input for an encoder: its own, or a blank one."""
+    """Return the batch, with a blank input if it has no input for the encoder."""
     if stream.elements(batch):
         return batch
     assert stream.blank is not None, f"a batch has no {stream.tensors[0]}, and its encoder takes no blank input"
@@ -192,13 +194,13 @@ def _slots(batch: Batch, stream: Stream) -> Tensor:
 
 
 def _projected(features: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
-    """Return the features that the projector gets: not those of class tokens and padding."""
+    """Return the features that the projector gets, without class tokens and padding."""
     index = batch.get(f"{encoder.prefix}_patches")
     return features if index is None else features.index_select(0, index)
 
 
 def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
-    """Return one embedding for each slot of the batch."""
+    """Return an embedding for each slot of the batch."""
     stream = encoder.stream
     index, weights = batch.get(f"{encoder.prefix}_index"), batch.get(f"{encoder.prefix}_weights")
     if index is not None:
@@ -209,22 +211,22 @@ def _select(embeddings: Tensor, batch: Batch, encoder: Encoder) -> Tensor:
     sources = batch.get(stream.sources(stream.slots))
     if sources is not None:
         return embeddings.index_select(0, sources)
-    # Of a blank input nothing is used, which still gives its encoder a gradient: zero.
+    # The output of a blank input is dropped; its encoder still gets a zero gradient.
     return embeddings if stream.elements(batch) else embeddings[:0]
 
 
 def _place(x: Tensor, embeddings: Tensor, batch: Batch, stream: Stream) -> Tensor:
-    """Return the embeddings of all tokens, with those of an encoder in its slots."""
+    """Return the token embeddings, with an encoder's embeddings in its slots."""
     slots = _slots(batch, stream)
     if slots.shape[0] != embeddings.shape[0]:
         raise TesseraError(
-            f"the batch has {slots.shape[0]} slots for outputs of {stream.module}, its input makes "
+            f"the batch has {slots.shape[0]} slots for outputs of {stream.module}, which produced "
             f"{embeddings.shape[0]}",
             where=f"batch tensors {stream.slots} and {stream.tensors[0]}",
-            fix="processor and model must agree on patch size and merge size",
+            fix="use the same patch size and merge size in processor and model",
             code="data.stream-slots-mismatch",
         )
-    # Behind an embedding an encoder may have more, which is added to the outputs of the first layers.
+    # DeepStack features follow the embedding in the feature dimension: pad the narrower tensor.
     missing = embeddings.shape[1] - x.shape[1]
     if missing > 0:
         x = F.pad(x, (0, missing))

@@ -16,8 +16,8 @@ from tessera.ops.pointwise import swiglu
 class PatchMerger(nn.Module):
     """Merge the features of adjacent patches into one embedding.
 
-    `inner`: inner width of the MLP; default: the width of the merged features. `norm_joined`: normalise merged features
-    instead of those of each patch.
+    `inner`: inner width of the MLP; default: width of the merged features. `norm_joined`: normalise merged features
+    instead of each patch's.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class PatchMerger(nn.Module):
 
 
 class MLPProjector(nn.Module):
-    """Project each feature to one embedding.
+    """Project each feature to an embedding.
 
-    With `newline`, a learned embedding that ends a line of an image precedes all others; `media_index` refers to it.
+    `newline`: put a learned embedding, which ends a line of an image, before all others; `media_index` 0 selects it.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class MLPProjector(nn.Module):
 
 
 class DeepStackMerger(nn.Module):
-    """Merge adjacent patches (see `PatchMerger`) of the last block and of each of the `taps` DeepStack blocks.
+    """Merge adjacent patches (see `PatchMerger`) of the last block and of `taps` DeepStack blocks.
 
-    Their features [..., (1 + taps) * features] are concatenated along channels, the last block first, and so are the
-    embeddings [N, (1 + taps) * hidden]. The decoder adds those of DeepStack blocks after its first layers.
+    Features [..., (1 + taps) * features] are concatenated along channels, the last block first, and so are the
+    embeddings [N, (1 + taps) * hidden]. The decoder adds DeepStack embeddings after its first layers.
     """
 
     def __init__(self, features: int, merge: int, hidden: int, taps: int, eps: float = 1e-6) -> None:
@@ -84,7 +84,7 @@ class DeepStackMerger(nn.Module):
 
 
 class DownsampleMerger(nn.Module):
-    """Merge the features of adjacent patches by a linear layer (a strided convolution) and a gated MLP."""
+    """Merge the features of adjacent patches with a linear layer (a strided convolution) and a gated MLP."""
 
     def __init__(self, features: int, merge: int, hidden: int, intermediate: int, eps: float = 1e-5) -> None:
         super().__init__()

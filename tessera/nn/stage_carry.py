@@ -1,4 +1,4 @@
-"""What stages of a pipeline exchange in generation models: tokens, and conditions that are computed once and travel."""
+"""The activation between pipeline stages of generation models: tokens, and conditions from the first stage."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 from tessera.errors import TesseraError
 
-CARRY = 2  # rows per token: tokens, then conditions
+CARRY = 2  # rows of a carry per token: space for tokens and conditions
 
 
 def pack_carry(x: Tensor, *conditions: Tensor) -> Tensor:
-    """Return tokens [T, D] and conditions, rows of the same width, as one activation of `CARRY` x T rows."""
+    """Return tokens [T, D] and conditions [C, D] as one activation of `CARRY` x T rows."""
     rows = torch.cat([x, *conditions])
     spare = CARRY * x.shape[0] - rows.shape[0]
     if spare < 0:
         raise TesseraError(
-            f"between pipeline stages {rows.shape[0]} rows of tokens and conditions do not fit into {CARRY} x "
-            f"{x.shape[0]} tokens",
+            f"tokens and conditions have {rows.shape[0]} rows, and pipeline stages exchange at most {CARRY} x "
+            f"{x.shape[0]}",
             where="parallel.pp",
-            fix="raise data.length, or leave out the pipeline: small images beside long captions gain nothing",
+            fix="increase data.length, or set parallel.pp=1, which suits small images with long captions",
             code="layout.carry-overflow",
         )
     return F.pad(rows, (0, 0, 0, spare))
 
 
 def unpack_carry(carry: Tensor | None, *counts: int) -> Sequence[Tensor]:
-    """Return tokens and conditions, of which there are so many rows."""
+    """Split a carry into tokens and conditions with these numbers of rows."""
     assert carry is not None, "a stage without embeddings needs the activation of the stage before"
     return torch.split(carry, [*counts, carry.shape[0] - sum(counts)])[:-1]

@@ -17,14 +17,14 @@ _MLP_RATIO = 4
 
 
 def segment_means(x: Tensor, segments: Segments) -> Tensor:
-    """Return the mean [S, D] of each segment of `x` [T, D] in fp32; that of an empty one is zero."""
+    """Return the mean [S, D] of each segment of `x` [T, D] in fp32, zero for empty segments."""
     counts = segments.bounds.diff()
     inside = torch.arange(counts.shape[0], device=x.device).unsqueeze(1) == segment_of(segments, x.shape[0])
     return inside.float() @ x.float() / counts.clamp(min=1).unsqueeze(1)
 
 
 class RefinerBlock(nn.Module):
-    """Compute attention inside each text and an MLP, whose outputs are weighed by gates of the condition."""
+    """Compute attention within each text and an MLP, with output gates from the condition."""
 
     def __init__(self, size: int, heads: int, attention: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class RefinerBlock(nn.Module):
 
 
 class TokenRefiner(nn.Module):
-    """Embed text [L, W] of several samples, and let the tokens of each attend to each other."""
+    """Embed text [L, W] and let the tokens of each sample attend to each other."""
 
     def __init__(self, text_width: int, size: int, heads: int, layers: int, attention: str = AUTO) -> None:
         super().__init__()

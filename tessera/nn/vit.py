@@ -21,12 +21,12 @@ from tessera.ops.registry import AUTO
 class VisionShape:
     """Hold the sizes and options of a vision encoder."""
 
-    patch_values: int  # numbers in one flattened patch: channels x frames x height x width
+    patch_values: int  # values in a flattened patch: channels x frames x height x width
     hidden: int
     intermediate: int
     layers: int
     heads: int
-    merge: int  # patches that become one token, along each axis
+    merge: int  # patches along each axis that are merged into a token
     activation: str
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
@@ -39,17 +39,17 @@ class VisionShape:
     qk_norm_eps: float = 1e-6
     layer_scale: float | None = None  # initial value of LayerScale on attention and MLP outputs
     rope_theta: float | None = 10_000.0  # 2D rotary positions; None: no rotary positions
-    positions: int = 0  # entries of the learned position embedding; 0: none
-    class_token: bool = False  # a class token before the patches of each image, at position 0
+    positions: int = 0  # number of learned position embeddings; 0: none
+    class_token: bool = False  # put a class token before the patches of each image, at position 0
     norm_patches: bool = False  # norm of patch embeddings, before position embeddings are added
     norm_before: bool = False  # norm before the first block
     norm_after: bool = False  # norm after the last block
-    # Only the first blocks are computed, and no norm after them; the weights of the rest are kept for exports and are
-    # frozen. None: all blocks are computed.
+    # Number of blocks that are computed; the norm after them is then skipped. The weights of the other blocks are
+    # frozen and kept for exports. None: all blocks.
     num_blocks_used: int | None = None
-    windows: bool = False  # blocks attend inside windows, except those listed in `full_attn_blocks`
+    windows: bool = False  # window attention, except in `full_attn_blocks`
     full_attn_blocks: tuple[int, ...] = ()
-    deepstack_blocks: tuple[int, ...] = ()  # blocks whose features are returned beside those of the last block
+    deepstack_blocks: tuple[int, ...] = ()  # blocks whose features are returned in addition to the last block's
     attention: str = AUTO
 
     @property
@@ -68,7 +68,7 @@ class VisionShape:
 
     @property
     def width(self) -> int:
-        """Return the width of the output: features of the last block, then those of the DeepStack blocks."""
+        """Return the width of the output: features of the last block, then of the DeepStack blocks."""
         return self.hidden * (1 + len(self.deepstack_blocks))
 
     def make_norm(self) -> nn.Module:
@@ -92,7 +92,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PatchEmbed(nn.Linear):
-    """Embed flattened patches: a convolution whose stride equals its kernel is a linear layer."""
+    """Embed flattened patches. A convolution whose stride equals its kernel is a linear layer."""
 
     def __init__(self, patch_values: int, hidden: int, bias: bool = False) -> None:
         super().__init__(patch_values, hidden, bias=bias)
@@ -145,12 +145,12 @@ class VisionMLP(nn.Module):
         return out
 
     def _plain(self) -> bool:
-        """Return whether all layers are plain `nn.Linear`: no adapter, no sharded weight."""
+        """Return whether all layers are plain `nn.Linear` layers, without adapters and sharding."""
         layers = (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
         return all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in layers)
 
     def _aligned(self, x: Tensor, zeros: int) -> Tensor:
-        """Compute the MLP with its inner width padded to what tensor cores like (3420 in Qwen2.5-VL is not)."""
+        """Compute the MLP with a padded inner width, because 3420 (Qwen2.5-VL) is slow on tensor cores."""
         inner = linear_pad_out(x, self.up.weight, self.up.bias, zeros)
         if self.gate is None:
             inner = self.activation(inner)
@@ -189,9 +189,9 @@ class VisionBlock(nn.Module):
 
 
 class PatchPositions(nn.Module):
-    """Add learned position embeddings, one entry per patch or an interpolation of several.
+    """Add learned position embeddings: one per patch, or an interpolation of several.
 
-    The processor computes `patch_index` [P] or [P, K], and in the second case `patch_weights` [P, K].
+    The processor computes `patch_index` [P] or [P, K], and `patch_weights` [P, K] for the interpolation.
     """
 
     def __init__(self, entries: int, hidden: int, class_token: bool) -> None:
@@ -201,11 +201,11 @@ class PatchPositions(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         index, weights = batch["patch_index"], batch.get("patch_weights")
-        if self.class_token is not None:  # its patch in `pixels` is a placeholder
+        if self.class_token is not None:  # a placeholder in `pixels` becomes the class token
             x = torch.where((index == 0).unsqueeze(-1), self.class_token.to(x.dtype), x)
         if weights is None:
             return x + self.weight.index_select(0, index).to(x.dtype)
-        # One neighbour after another: all at once would take K times the memory of the features.
+        # One neighbour at a time: all at once would take K times the memory.
         positions = torch.zeros_like(x, dtype=torch.float32)
         for at, share in zip(index.unbind(1), weights.float().unbind(1), strict=True):
             positions = positions + share.unsqueeze(-1) * self.weight.index_select(0, at)
@@ -215,11 +215,11 @@ class PatchPositions(nn.Module):
 class VisionEncoder(nn.Module):
     """Compute features [P, width] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision".
 
-    Pixels are floats, or bytes with `pixel_scale` [2, values]. The processor puts patches in the order of windows or of
-    merged blocks. Segments "vision.windows" hold the windows of an encoder with window attention.
+    Pixels are floats, or bytes with `pixel_scale` [2, values]. The processor orders patches by windows or by merged
+    blocks. Segments "vision.windows" are the windows of encoders with window attention.
 
-    Parts that are None are in another pipeline stage: then `carry` holds the activation of the stage before, padded at
-    the end.
+    Modules that are None belong to another pipeline stage. `carry` then contains the activation of the previous stage,
+    padded at the end.
     """
 
     def __init__(self, shape: VisionShape) -> None:
@@ -265,13 +265,13 @@ class VisionEncoder(nn.Module):
         x = x if self.norm_after is None or shape.num_blocks_used is not None else self.norm_after(x)
         if not shape.deepstack_blocks:
             return x
-        # A stage that ends before the last DeepStack block returns zeros for the later ones.
+        # A stage without the last DeepStack blocks returns zeros in their place.
         deepstack += [torch.zeros_like(x)] * (len(shape.deepstack_blocks) - len(deepstack))
         return torch.cat([x, *deepstack], dim=-1)
 
 
 def blank_image(shape: VisionShape, device: torch.device) -> Batch:
-    """Return the smallest image that an encoder takes, all zeros, made on `device` without a copy from the host."""
+    """Return the smallest possible image, all zeros, created on `device` without a copy from the host."""
     patches = shape.merge**2
     tensors = {
         "pixels": torch.zeros(patches, shape.patch_values, device=device),
@@ -284,7 +284,7 @@ def blank_image(shape: VisionShape, device: torch.device) -> Batch:
 
 
 def _normalize(pixels: Tensor, scale: Tensor | None) -> Tensor:
-    """Return bytes times `scale[0]` plus `scale[1]`; floats are returned as they are."""
+    """Return bytes times `scale[0]` plus `scale[1]`; return floats unchanged."""
     if pixels.is_floating_point():
         return pixels
     assert scale is not None, "pixels in bytes need `pixel_scale`"

@@ -1,1 +1,1 @@
-"""One function per hot operation, each with several implementations. `eager` always exists and is the reference."""
+"""One function for each performance-critical operation, with several implementations. `eager` is the reference."""

@@ -18,9 +18,9 @@ from tessera.ops.fused_attention import fused_attention
 from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.ops.rows import padded_slots, segment_of
 
-AttentionBackend = Literal["auto", "fused", "sdpa", "eager"]  # values of the recipe key
+AttentionBackend = Literal["auto", "fused", "sdpa", "eager"]  # allowed values of model.config.attention
 
-# Padding all segments to the longest takes one call, which beats a loop unless too much of the work is padding.
+# Up to this ratio of padded to real tokens, one call with padded segments is faster than a loop.
 _MAX_PADDED_SHARE = 2.0
 
 
@@ -34,9 +34,9 @@ def packed_attention(
     scale: float | None = None,
     implementation: str = AUTO,
 ) -> Tensor:
-    """Return attention [T, Hq, D] of `q` [T, Hq, D] to `k`, `v` [T, Hkv, D] inside each segment.
+    """Return attention [T, Hq, D] of `q` [T, Hq, D] to `k`, `v` [T, Hkv, D] within each segment.
 
-    Hq is a multiple of Hkv, and `segments` cover all T tokens. With `causal`, no token attends to later ones.
+    Hq is a multiple of Hkv, and `segments` cover all T tokens. `causal`: no token attends to later ones.
     """
     if q.shape[0] == 0:
         return q
@@ -69,7 +69,7 @@ def attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 
 def _causal_mask(length: int, device: torch.device) -> Tensor:
-    """Return a mask [length, length], true where the row's token attends to the column's."""
+    """Return a mask [length, length], true where the row's token attends to the column's token."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
@@ -77,13 +77,14 @@ def _causal_mask(length: int, device: torch.device) -> Tensor:
 
 
 def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    """Choose an algorithm by host data alone, so that the host never waits for the device."""
+    """Choose an algorithm from host data only, so that the host never waits for the device."""
     tokens, longest, count = q.shape[0], segments.longest, segments.bounds.numel() - 1
     if count * longest == tokens:
         return _batched(q, k, v, count, None, causal, scale)
     if count * longest <= _MAX_PADDED_SHARE * tokens:
         return _padded(q, k, v, segments, causal, scale)
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():  # the loop reads bounds, which a graph cannot
+    # the loop reads bounds on the host, which compiled graphs cannot
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
         return _looped(q, k, v, segments, causal, scale)
     if count * longest * longest <= tokens * tokens:
         return _padded(q, k, v, segments, causal, scale)
@@ -93,7 +94,7 @@ def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bo
 def _batched(
     q: Tensor, k: Tensor, v: Tensor, count: int, key_mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """Attend inside `count` segments of one length; `key_mask` [count, length] is false for padding."""
+    """Attend within `count` segments of equal length. `key_mask` [count, length] is false for padding."""
     length = q.shape[0] // count
     q, k, v = (x.reshape(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
     # Padding follows the real tokens, so in causal attention no real token attends to it.
@@ -106,9 +107,9 @@ def _batched(
 def _padded(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
     longest, count = segments.longest, segments.bounds.numel() - 1
     slots = padded_slots(segments, q.shape[0])
-    # An empty segment keeps one key, so that its softmax is not NaN; its output is dropped below.
+    # An empty segment keeps one key, because a softmax without keys is NaN; its output is dropped.
     key_mask = torch.arange(longest, device=q.device) < segments.bounds.diff().clamp(min=1).unsqueeze(1)
-    # The backward pass of index_copy is a gather; a gather here would need a slow scatter-add in backward.
+    # index_copy, because its backward pass is a gather; indexing here would need a slow scatter-add in backward.
     q, k, v = (x.new_zeros(count * longest, *x.shape[1:]).index_copy(0, slots, x) for x in (q, k, v))
     return _batched(q, k, v, count, key_mask, causal, scale).index_select(0, slots)
 
@@ -119,7 +120,7 @@ def _looped(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, s
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
-    """Attend to all tokens, with a mask for those of other segments."""
+    """Attend over all tokens, with a mask that excludes other segments."""
     segment = segment_of(segments, q.shape[0])
     mask = segment.unsqueeze(0) == segment.unsqueeze(1)
     mask = mask & _causal_mask(q.shape[0], q.device) if causal else mask

@@ -30,9 +30,10 @@ def block_attention(
     scale: float,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [Tq, Hq, D] of `q` [Tq, Hq, D] to `k`, `v` [Tk, Hkv, D], and log-sum-exp [Hq, Tq] in >= fp32.
+    """Return attention [Tq, Hq, D] of `q` [Tq, Hq, D] to `k`, `v` [Tk, Hkv, D], and log-sum-exp [Hq, Tq].
 
-    With `segments`, queries and keys belong to the same packed tokens; without, there is no mask. No autograd.
+    Log-sum-exp is in fp32 or wider. With `segments`, queries and keys are the same packed tokens; without segments
+    there is no mask. Autograd is not supported.
     """
     assert segments is not None or not causal, "a rectangle has no mask"
     run = BLOCK_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
@@ -53,14 +54,14 @@ def block_attention_backward(
     scale: float,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k and v through this block, given output `out` and `lse` over all keys."""
+    """Return the gradients of q, k and v through this block, given `out` and `lse` over all keys."""
     run = BLOCK_ATTENTION_BACKWARD.choose(implementation, "plain", q.device, q.dtype)
     gradients: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, segments, causal, scale)
     return gradients
 
 
 def join(out: Tensor, lse: Tensor, rows: slice, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the output `other` over further keys into `rows` of `out` [T, H, D] and `lse` [H, T], in place."""
+    """Merge the output `other` of further keys into `rows` of `out` [T, H, D] and `lse` [H, T], in place."""
     before = lse[:, rows]
     both = torch.logaddexp(before, other_lse)
     keep, add = ((part - both).exp().t().unsqueeze(-1) for part in (before, other_lse))
@@ -69,7 +70,7 @@ def join(out: Tensor, lse: Tensor, rows: slice, other: Tensor, other_lse: Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return `x` in fp32 at least, for sums over several blocks."""
+    """Return `x` in fp32 or wider, for sums over several blocks."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -125,7 +126,7 @@ def _slices(segments: BlockSegments) -> list[slice]:
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Return scores [H, Lq, Lk] in fp32 at least."""
+    """Return scores [H, Lq, Lk] in fp32 or wider."""
     scores = _by_head(q, q.shape[1]) @ _by_head(k, q.shape[1]).transpose(1, 2) * scale
     if causal:
         later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
@@ -134,7 +135,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """Return [L, h, D] as [heads, L, D] in fp32 at least, with key-value heads repeated for their queries."""
+    """Return [L, h, D] as [heads, L, D] in fp32 or wider, with key-value heads repeated for grouped queries."""
     return wide(x).transpose(0, 1).repeat_interleave(heads // x.shape[1], dim=0)
 
 
@@ -169,7 +170,7 @@ def _flash_backward(
 
 
 def _extents(q: Tensor, k: Tensor, segments: BlockSegments) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Return bounds of query and key segments and the longest of each, without a copy from the host."""
+    """Return the bounds of query and key segments and their largest lengths, without a copy from the host."""
     if segments is not None:
         return (segments.bounds, segments.bounds), (segments.longest, segments.longest)
     both = torch.arange(2, dtype=torch.int32, device=q.device)
@@ -177,7 +178,7 @@ def _extents(q: Tensor, k: Tensor, segments: BlockSegments) -> tuple[tuple[Tenso
 
 
 def pad_heads(x: Tensor) -> Tensor:
-    """Return `x` with its head size padded by zeros to a multiple of 8, as the kernel needs it."""
+    """Return `x` with the head size zero-padded to a multiple of 8, which the kernel requires."""
     size = x.shape[-1]
     x = F.pad(x, (0, -size % 8)) if size % 8 else x
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,7 +1,7 @@
 """Attention of new tokens to a KV cache: chunks of prompts and single tokens of other rows in one packed call.
 
-A row's keys and values are in the blocks that the table of the `CacheStep` lists, so slotted and paged caches are the
-same here. New keys and values have been stored before.
+The table of the `CacheStep` lists the blocks with a row's keys and values, so slotted and paged caches work alike. New
+keys and values are stored before the call.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def cached_attention(
     scale: float | None = None,
     implementation: str = AUTO,
 ) -> Tensor:
-    """Return causal attention [T, Hq, D] of the new tokens `q` [T, Hq, D] of each row to all tokens of that row.
+    """Return causal attention [T, Hq, D] of the new tokens `q` [T, Hq, D] of each row to all tokens of the row.
 
-    `keys` and `values` [blocks, block size, Hkv, D] are those of the cache; Hq is a multiple of Hkv.
+    `keys`, `values` [blocks, block size, Hkv, D]: the memory of the cache. Hq is a multiple of Hkv.
     """
     run = CACHED_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
     out: Tensor = run(q, keys, values, step, q.shape[-1] ** -0.5 if scale is None else scale)
@@ -37,7 +37,7 @@ def cached_attention(
 
 
 def _eager(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:
-    """Attend row by row. It reads the lengths on the host."""
+    """Attend row by row, with lengths read on the host."""
     outputs = []
     new = step.segments.bounds.diff().tolist()
     for row, (part, length) in enumerate(zip(torch.split(q, new), step.lengths.tolist(), strict=True)):
@@ -52,8 +52,10 @@ def _eager(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: floa
 
 
 def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float) -> Tensor:
-    """Attend with one call for rows of one new token and one for the others, which are padded to the longest chunk.
-    Shapes follow from host data alone, so the host never waits for the device."""
+    """Attend with one call for rows with a single new token and one for longer chunks, which are padded.
+
+    Shapes come from host data only, so the host never waits for the device.
+    """
     single, parts = step.single, []
     if single:
         k, v = _rows(keys, values, step, slice(0, single))
@@ -67,7 +69,8 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float
         row = torch.searchsorted(starts[1:], at, right=True)
         where = row * longest + at - starts[row]
         padded = q.new_zeros((step.rows - single) * longest, *q.shape[1:]).index_copy(0, where, q[single:])
-        # The i-th new token of a row attends to the cached tokens and to i + 1 new ones; padding attends to no fewer.
+        # The i-th new token of a row attends to the cached tokens and to i + 1 new ones. Padding attends to at least
+        # one key.
         seen = (step.lengths[single:] - new).unsqueeze(1) + torch.arange(1, longest + 1, device=q.device)
         mask = torch.arange(k.shape[1], device=q.device) < seen.unsqueeze(2)
         out = _attend(padded.view(-1, longest, *q.shape[1:]), k, v, mask, scale)
@@ -76,7 +79,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, step: CacheStep, scale: float
 
 
 def _rows(keys: Tensor, values: Tensor, step: CacheStep, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return keys and values of some rows up to the longest row, [rows, tokens, Hkv, D] each."""
+    """Return keys and values of some rows, padded to the longest row: [rows, tokens, Hkv, D] each."""
     blocks = -(-step.longest // step.block_size)
     table = step.table[rows, :blocks]
     k, v = (pool[table].flatten(1, 2)[:, : step.longest] for pool in (keys, values))

@@ -18,7 +18,7 @@ from tessera.ops.rows import padded_slots, segment_of
 from tessera.runtime.torch_internals import flash_attention_backward, flash_attention_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-# Padding all samples to the longest takes one call, which beats a loop unless too much of the work is padding.
+# Up to this ratio of padded to real tokens, one call with padded samples is faster than a loop.
 _MAX_PADDED_SHARE = 2.0
 
 
@@ -36,7 +36,8 @@ def packed_cross_attention(
     assert q_segments.bounds.shape == k_segments.bounds.shape, "queries and keys have segments of the same samples"
     lengths = zip(q_segments.lengths, k_segments.lengths, strict=True)
     if q.shape[0] == 0 or k.shape[0] == 0 or (q_segments.lengths and not any(a and b for a, b in lengths)):
-        # A rank may have nothing but padding. Its keys stay in the graph, because others wait for their gradients.
+        # A rank may have only padding. Its keys stay in the autograd graph, because other ranks wait for their
+        # gradients.
         return q * 0 + k[:0].sum() + v[:0].sum()
     run = PACKED_CROSS_ATTENTION.choose(implementation, "plain", q.device, q.dtype)
     out: Tensor = run(q, k, v, q_segments, k_segments, q.shape[-1] ** -0.5 if scale is None else scale)
@@ -65,7 +66,7 @@ def _by_sample(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
-    """Choose an algorithm by host data alone, so that the host never waits for the device."""
+    """Choose an algorithm from host data only, so that the host never waits for the device."""
     count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
     if count * longest == q.shape[0] and count * most_keys == k.shape[0]:
         return _batched(q, k, v, count, None, scale)
@@ -89,7 +90,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, count: int, mask: Tensor | None, s
 def _padded(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
     slots, key_slots = padded_slots(q_segments, q.shape[0]), padded_slots(k_segments, k.shape[0])
     count, longest, most_keys = q_segments.bounds.numel() - 1, q_segments.longest, k_segments.longest
-    # A sample without keys has one of zeros, whose value is the output zero.
+    # A sample without keys gets a zero key and value, so its output is zero.
     lengths = k_segments.bounds.diff().clamp(min=1)
     mask = (torch.arange(most_keys, device=q.device) < lengths.unsqueeze(1))[:, None, None, :]
     q = q.new_zeros(count * longest, *q.shape[1:]).index_copy(0, slots, q)
@@ -98,7 +99,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: S
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, q_segments: Segments, k_segments: Segments, scale: float) -> Tensor:
-    """Attend to the keys of all samples with a mask, and one more key of zeros for samples that have none."""
+    """Attend to the keys of all samples with a mask. Samples without keys attend to an additional zero key."""
     sample, key_sample = segment_of(q_segments, q.shape[0]), segment_of(k_segments, k.shape[0])
     alone = (k_segments.bounds.diff() == 0)[sample].unsqueeze(1)
     mask = torch.cat([sample.unsqueeze(1) == key_sample, alone], dim=1)
@@ -126,7 +127,7 @@ def _forward(
     key_extent: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp. The longest segments are tensors: numbers would be compiled as constants."""
+    """Return the output and log-sum-exp. Lengths are tensors, because the compiler treats numbers as constants."""
     longest, size = (int(extent[0]), int(key_extent[0])), q.shape[-1]
     first = int(extent[2]), int(key_extent[2])
     if _by_first_segment(q, bounds, first):

@@ -1,8 +1,8 @@
 """Attention of packed sequences that begin with a very long segment: the video of a row, and then perhaps its padding.
 
-cuDNN is the fastest kernel on Hopper for it, above all for few keys (text), where flash attention occupies a part of
-the device; it builds a plan on the host for every new shape, which pays for long segments alone. What follows the first
-segment is one more at most, and has flash attention. Lengths of queries and keys are those of their first segments.
+cuDNN is the fastest kernel on Hopper for them, especially for few keys (text), where flash attention leaves a part of
+the device idle. It builds a plan on the host for every new shape, which pays off only for long segments. At most one
+segment follows, which uses flash attention.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from tessera.ops.block_attention import block_attention, block_attention_backwar
 from tessera.runtime import device as devices
 from tessera.runtime.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 
-_VERY_LONG = 4096  # tokens of a segment that is worth a plan of its own
+_VERY_LONG = 4096  # tokens of a segment for which building a cuDNN plan pays off
 
 
 def first_segment_serves(q: Tensor, count: int, first: int) -> bool:
-    """Return whether these kernels serve `count` segments, of which the first has `first` queries."""
+    """Return whether these kernels support `count` segments, the first with `first` queries."""
     size = q.shape[-1]
     return first >= _VERY_LONG and count <= 2 and serves_heads(q, size)
 
 
 def serves_heads(q: Tensor, size: int) -> bool:
-    """Return whether the device has cuDNN's attention for heads of this size."""
+    """Return whether the device supports cuDNN attention for this head size."""
     return size % 8 == 0 and size <= 128 and supports_here(q.device, "cudnn_attention")
 
 
 @functools.cache
 def supports_here(device: torch.device, what: str) -> bool:
-    """Return whether the device has the capability, cached: asking the driver takes long.
+    """Return whether the device has a capability. Cached, because asking the driver is slow.
 
-    Custom operators are not traced, so that the compiler does not warn about the cache.
+    It is only called from custom operators, which are not traced: the compiler would warn about the cache.
     """
     return devices.supports(device, what)
 
@@ -42,7 +42,7 @@ def supports_here(device: torch.device, what: str) -> bool:
 def first_segment_attention(
     q: Tensor, k: Tensor, v: Tensor, first: tuple[int, int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention [T, H, D] inside both segments, without a mask, and log-sum-exp, flat. No autograd."""
+    """Return attention [T, H, D] within both segments, without a mask, and flat log-sum-exp. No autograd."""
     at, key_at = first
     rows = [x[None, :end].transpose(1, 2) for x, end in ((q, at), (k, key_at), (v, key_at))]
     out, lse = cudnn_attention_forward(rows[0], rows[1], rows[2], False, scale)
@@ -52,7 +52,7 @@ def first_segment_attention(
     q, k, v = q[at:], k[key_at:], v[key_at:]
     if len(k):
         rest, rest_lse = block_attention(q, k, v, segments=None, causal=False, scale=scale)
-    else:  # padding reads no text
+    else:  # padding has no keys
         rest, rest_lse = torch.zeros_like(q), lse.new_zeros(q.shape[1], q.shape[0])
     return torch.cat([out, rest]), torch.cat([lse, rest_lse.flatten()])
 

@@ -29,8 +29,8 @@ from tessera.runtime.torch_internals import cudnn_attention_backward, cudnn_atte
 Gradients = tuple[Tensor, Tensor, Tensor]
 Kernel = Literal["cudnn", "cudnn and flash", "short", "flash"]
 
-_LONG = 512  # tokens of a segment from which cuDNN is faster
-_SHORT = 64  # tokens of a segment that fit into the registers of a thread block
+_LONG = 512  # segment length from which cuDNN is faster
+_SHORT = 64  # longest segment that fits into the registers of a thread block
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float) -> Tensor:
@@ -43,7 +43,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, extent: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and log-sum-exp flattened in the layout of the chosen kernel."""
+    """Return the output, and flat log-sum-exp in the layout of the chosen kernel."""
     longest, rows, first = extent.tolist()
     kernel, count = _select_kernel(q, k, bounds, longest, rows, first, causal)
     if kernel == "cudnn and flash":
@@ -101,7 +101,7 @@ def _backward(
 def _select_kernel(
     q: Tensor, k: Tensor, bounds: Tensor, longest: int, rows: int, first: int, causal: bool
 ) -> tuple[Kernel, int]:
-    """Return the kernel and its batch size: number of segments, or of rows."""
+    """Return the kernel and its batch size: the number of segments or rows."""
     count, size = bounds.numel() - 1, q.shape[-1]
     planned = serves_heads(q, size)
     if rows and causal and planned:
@@ -110,7 +110,7 @@ def _select_kernel(
         return "cudnn", count
     if not causal and first_segment_serves(q, count, first):
         return "cudnn and flash", count
-    # The short kernel does not support grouped heads, which vision encoders do not have.
+    # The kernel for short segments does not support grouped heads, which vision encoders do not have.
     if 0 < longest <= _SHORT and size <= 128 and q.shape == k.shape and supports_here(q.device, "triton"):
         return "short", count
     return "flash", count
@@ -148,17 +148,17 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def backward_workspace(args: Sequence[Any]) -> int:
-    """Return the bytes that the kernels of the backward pass need beside what they return, given its arguments.
+    """Return the bytes of temporary memory that the backward kernels need for these arguments.
 
-    Flash attention sums the gradient of queries in fp32, and where heads are grouped makes those of keys and values
-    for each query head; cuDNN needs less.
+    Flash attention sums the gradient of queries in fp32 and, for grouped heads, computes gradients of keys and values
+    per query head. cuDNN needs less.
     """
     _, q, k = args[:3]
     grouped = 2 * q.nbytes if k.shape[1] != q.shape[1] else 0
     return int(4 * q.numel() + 4 * q.shape[0] * q.shape[1] + grouped)
 
 
-# By operation: what it needs while it runs, given its arguments. Counts of memory add it.
+# Operation -> bytes of workspace for its arguments. Memory estimates add them.
 WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], int]] = {
     torch.ops.tessera.packed_attention_backward.default: backward_workspace
 }

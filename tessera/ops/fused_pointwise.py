@@ -1,7 +1,7 @@
 """SwiGLU and rotary position embeddings with one kernel per pass, for models that are not compiled.
 
-The compiler fuses the eager forms itself. Composed of torch's operations, a rotation reads and writes its input about
-six times, and SwiGLU keeps a third tensor for the backward pass.
+The compiler fuses the eager implementations. Without a compiler, a rotation in eager torch reads and writes its input
+about six times, and SwiGLU keeps a third tensor for the backward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tessera.runtime import device as devices
 
 
 class SwiGLU(torch.autograd.Function):
-    """Compute silu(gate) * up in fp32 and keep gate and up alone."""
+    """Compute silu(gate) * up in fp32, and keep only gate and up for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotate the first dimensions of each head of `x` [T, H, D] by angles [T, R / 2]; copy the other D - R."""
+    """Rotate the first R dimensions of each head of `x` [T, H, D] by angles [T, R / 2]; copy the others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
@@ -58,7 +58,7 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool, sign: float) -> Tensor:
-    """Return `x` rotated by the angles times `sign`: the gradient of a rotation is the rotation back."""
+    """Return `x` rotated by the angles times `sign`: the gradient of a rotation is the inverse rotation."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if _has_values(x):
@@ -69,5 +69,5 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool, sign: float) -> T
 
 
 def _has_values(x: Tensor) -> bool:
-    """Return False for tensors without elements, and for those of a dry run, which have shapes alone."""
+    """Return False for empty tensors and for tensors of a dry run, which have no values."""
     return x.numel() > 0 and not devices.supports(x.device, "no_values")

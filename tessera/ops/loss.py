@@ -21,7 +21,7 @@ from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.ops.vocab import VocabPart, vocab_logits, vocab_part
 from tessera.runtime.modules import COMPILE_OPTIONS
 
-DEFAULT_CHUNK = 2048  # positions; larger ones are hardly faster and hold more logits
+DEFAULT_CHUNK = 2048  # positions per chunk; larger chunks are hardly faster and need more memory
 
 
 def linear_cross_entropy(
@@ -32,11 +32,12 @@ def linear_cross_entropy(
     chunk: int = DEFAULT_CHUNK,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of logits `hidden` [T, D] @ `weight` [V, D]^T against `labels` [T], in fp32, and
-    the number of trained positions. Positions labelled IGNORE do not count; if all are, sum and gradients are 0.
+    """Return the summed cross-entropy of logits `hidden` [T, D] @ `weight` [V, D]^T, in fp32, and the trained
+    positions.
 
-    `weight` may be sharded by rows over ranks with the same `hidden` and `labels` (see `ops.vocab`): each computes the
-    logits of its own rows, and all get the same sum and the same gradient of `hidden`.
+    Positions with label IGNORE do not count; if all are, sum and gradients are 0. `weight` may be sharded by rows over
+    ranks with equal `hidden` and `labels` (see `ops.vocab`): each rank computes the logits of its rows, and all get the
+    same sum and the same gradient of `hidden`.
     """
     run = LINEAR_CROSS_ENTROPY.choose(implementation, "plain", hidden.device, hidden.dtype)
     total: Tensor = run(hidden, weight, labels, chunk)
@@ -48,15 +49,15 @@ def _eager(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
 
-# (logits of this rank, labels, its part of a sharded vocabulary, whether a gradient is needed) -> the loss of each
-# position, [N, 1] in fp32, and its gradient by these logits.
+# Arguments: logits of this rank, labels, its part of a sharded vocabulary, whether a gradient is needed. Returns the
+# loss of each position, [N, 1] in fp32, and its gradient with respect to these logits.
 LossAndGrad = Callable[[Tensor, Tensor, "VocabPart | None", bool], "tuple[Tensor, Tensor | None]"]
 
 
 def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     part = vocab_part(weight)
     rows = weight if part is None else part.rows
-    # Inside a Function `needs_input_grad` is true even under no_grad, so the grad mode is passed explicitly.
+    # Inside an autograd Function `needs_input_grad` is true even under no_grad, so the grad mode is passed in.
     differentiate = torch.is_grad_enabled()
     total: Tensor = _ChunkedLoss.apply(hidden, rows, labels, part, chunk, _loss_and_grad, differentiate)  # type: ignore[no-untyped-call]
     return total
@@ -64,8 +65,9 @@ def _chunked(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tens
 
 def _compiled(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     if vocab_part(weight) is not None or not torch.is_grad_enabled():
-        return _chunked(hidden, weight, labels, chunk)  # no gradient to compute, or ranks communicate in between
-    # Logits are never stored in fp32 here, so twice as many take no more memory.
+        # without gradients, or with communication between ranks, compiling does not help
+        return _chunked(hidden, weight, labels, chunk)
+    # Logits are not stored in fp32 here, so chunks of twice the size need no more memory.
     loss_and_grad = _compiled_loss_and_grad()
     total: Tensor = _ChunkedLoss.apply(hidden, weight, labels, None, 2 * chunk, loss_and_grad, True)  # type: ignore[no-untyped-call]
     return total
@@ -93,8 +95,10 @@ def _loss_and_grad(
 def _fusible_loss_and_grad(
     logits: Tensor, labels: Tensor, part: VocabPart | None, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as `_loss_and_grad` over an unsharded vocabulary, in operations that the compiler fuses. Logits
-    are read only twice, and their gradient has their type."""
+    """Return the same as `_loss_and_grad` for an unsharded vocabulary, in operations that the compiler fuses.
+
+    Logits are read only twice, and their gradient has their dtype.
+    """
     targets = labels.clamp(min=0).unsqueeze(1)
     wide = logits.float()
     lse = wide.logsumexp(-1, keepdim=True)
@@ -103,7 +107,7 @@ def _fusible_loss_and_grad(
     return loss, ((wide - lse).exp() - hit.to(torch.float32)).to(logits.dtype)
 
 
-@functools.cache  # made at first use: importing the compiler takes seconds
+@functools.cache  # compiled on first use, because importing the compiler takes seconds
 def _compiled_loss_and_grad() -> LossAndGrad:
     compiled: LossAndGrad = torch.compile(_fusible_loss_and_grad, options=COMPILE_OPTIONS)
     return compiled
@@ -112,9 +116,9 @@ def _compiled_loss_and_grad() -> LossAndGrad:
 class _ChunkedLoss(torch.autograd.Function):
     """Compute gradients in the forward pass, while the logits of a chunk exist, and scale them in the backward pass.
 
-    That takes three matrix products where recomputing the logits would take four. Gradients of the shape of `hidden`
-    and, unless it is frozen, of `rows` are kept; backward starts here, so they are not kept for long. Over a sharded
-    vocabulary each rank's gradient of `hidden` comes from its own rows: one all-reduce at the end sums them.
+    This takes three matrix products; recomputing logits would take four. The gradients of `hidden` and (unless frozen)
+    of `rows` are kept, but not for long, because the backward pass starts here. With a sharded vocabulary each rank's
+    gradient of `hidden` covers its own rows; one all-reduce sums them.
     """
 
     @staticmethod
@@ -140,7 +144,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad is None:
                 continue
             grad = grad.to(hidden.dtype)
-            # Untrained positions are masked in tensors of width D and not in the gradient of the logits, of width V.
+            # Untrained positions are masked in tensors of width D, which is cheaper than in logits of width V.
             if hidden_grad is not None:
                 torch.mul(grad @ rows, trained, out=hidden_grad[at])
             if rows_grad is not None:
@@ -153,16 +157,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale in fp32: rounding the one factor to bf16 would change the norm of every gradient of the model."""
+        """Scale gradients in fp32: rounding the factor to bf16 would change every gradient of the model."""
         hidden_grad, rows_grad = ctx.saved_tensors
         if hidden_grad is not None:
             hidden_grad = (hidden_grad.float() * grads[0]).to(hidden_grad.dtype)
-        if rows_grad is not None:  # written in the final dtype at once: this one is as large as the vocabulary table
+        if rows_grad is not None:  # in one step to the final dtype, because it is as large as the vocabulary
             rows_grad = torch.mul(rows_grad, grads[0], out=torch.empty_like(rows_grad, dtype=ctx.rows_dtype))
         return hidden_grad, rows_grad, None, None, None, None, None
 
 
-# Compiled only on request: the first call takes seconds and needs a compiler on the machine.
+# `compiled` only on request: its first call takes seconds and needs a C compiler.
 LINEAR_CROSS_ENTROPY = DispatchedOp(
     "linear_cross_entropy",
     (Implementation("chunked", _chunked), Implementation("compiled", _compiled), Implementation("eager", _eager)),
@@ -172,8 +176,8 @@ LINEAR_CROSS_ENTROPY = DispatchedOp(
 def join_vocab(highest: Tensor, sums: Tensor, target: Tensor, part: VocabPart) -> tuple[Tensor, Tensor]:
     """Return the loss of each position, and the factor that turns this rank's exponentials into probabilities.
 
-    `highest`: the largest local logit; `sums`: of exponentials relative to it; `target`: the label's logit, 0 on ranks
-    that do not have it. All are [N, 1].
+    `highest`: largest local logit. `sums`: sum of exponentials relative to it. `target`: logit of the label, 0 on ranks
+    without it. All are [N, 1].
     """
     local = torch.stack([highest, sums, target])
     gathered = [torch.empty_like(local) for _ in range(part.ranks)]
@@ -187,7 +191,7 @@ def join_vocab(highest: Tensor, sums: Tensor, target: Tensor, part: VocabPart) -
 def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int = DEFAULT_CHUNK) -> Tensor:
     """Return log-probabilities [T] in fp32 of `labels` [T] under logits `hidden` [T, D] @ `weight` [V, D]^T.
 
-    They are 0 where the label is IGNORE. `weight` may be sharded by rows over ranks (see `ops.vocab`).
+    They are 0 for label IGNORE. `weight` may be sharded by rows over ranks (see `ops.vocab`).
     """
     part = vocab_part(weight)
     rows = weight if part is None else part.rows
@@ -199,8 +203,8 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: in
 class _TokenLogProbs(torch.autograd.Function):
     """Compute the gradient of `hidden` in the forward pass and scale it in the backward pass.
 
-    It depends on the position's own log-probability alone. The gradient of the table needs the scales of all positions
-    first: logits are recomputed in the backward pass, if the table is trained.
+    The gradient of a position depends only on its own log-probability. The gradient of `rows` depends on the incoming
+    gradients of all positions, so the backward pass recomputes logits if `rows` is trained.
     """
 
     @staticmethod
@@ -246,7 +250,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def in_chunks(rows: int, most: int) -> Iterator[slice]:
-    """Yield slices that cover `rows` in the fewest chunks of at most `most`, of nearly equal size."""
+    """Yield slices that cover `rows` in as few chunks of at most `most` as possible, of nearly equal size."""
     size = -(-rows // max(1, -(-rows // most)))
     for start in range(0, rows, max(1, size)):
         yield slice(start, start + size)

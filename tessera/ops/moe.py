@@ -18,20 +18,20 @@ from tessera.ops.registry import AUTO, DispatchedOp, Implementation
 from tessera.ops.rows import permute_rows
 from tessera.runtime.modules import local_shard
 
-_ALIGNMENT = 16  # bytes: required alignment of a row in grouped kernels
+_ALIGNMENT = 16  # required alignment of a row in grouped kernels, in bytes
 
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Hold the permutation that sorts choices of tokens (token t has choices t * k ... t * k + k - 1) by expert."""
+    """Hold the permutation that sorts choices by expert. The choices of token t are t * k ... t * k + k - 1."""
 
-    order: Tensor  # [N] int64: choice at each sorted index
-    inverse: Tensor  # [N] int64: sorted index of each choice
-    ends: Tensor  # [E] int32: end of each expert's choices
+    order: Tensor  # [N] int64: index of the choice at each sorted position
+    inverse: Tensor  # [N] int64: sorted position of each choice
+    ends: Tensor  # [E] int32: sorted position after each expert's last choice
 
     @staticmethod
     def of(ids: Tensor, experts: int) -> ExpertOrder:
-        """Return the order of expert `ids` of any shape. Sorting is stable, so that sums are deterministic."""
+        """Return the order of expert `ids` of any shape. Sorting is stable, so sums are deterministic."""
         ordered, order = ids.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         every = torch.arange(experts, device=order.device, dtype=ordered.dtype)
@@ -39,39 +39,40 @@ class ExpertOrder:
 
 
 def spread_rows(x: Tensor, at: ExpertOrder, choices: int) -> Tensor:
-    """Return `x` [T, D] as [T * choices, D] sorted by expert: a token appears once for each of its experts."""
+    """Return `x` [T, D] as [T * choices, D] sorted by expert, with each token repeated for its experts."""
     return permute_rows(x, at.order, at.inverse, choices)
 
 
 def collect_rows(y: Tensor, at: ExpertOrder) -> Tensor:
-    """Return `y`, sorted by expert, in the order of choices."""
+    """Return `y`, which is sorted by expert, in the order of choices."""
     return permute_rows(y, at.inverse, at.order)
 
 
 def weigh_choices(y: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [T, D] of `y` [T * k, D], in order of choices, weighted by `weights` [T, k]."""
     sums = torch.bmm(weights.unsqueeze(1).to(y.dtype), y.view(*weights.shape, y.shape[1]))
-    return sums.sum(1)  # over one element; `squeeze` would give a view, which FSDP hooks around experts cannot take
+    # a sum over one element: `squeeze` would return a view, which FSDP hooks of experts do not support
+    return sums.sum(1)
 
 
 class LowRank(NamedTuple):
-    """Hold the matrices of an adapter of stacked experts: the weights of expert e have `scale` b[e] @ a[e] beside them.
+    """Hold an adapter of stacked experts, which adds `scale` b[e] @ a[e] to the weights of expert e.
 
-    Under tensor parallelism they are those of this rank: with the rows of b where it has rows of the weights, and with
-    the columns of a where it has columns. Either way what it adds is a part of the rank's own result.
+    Under tensor parallelism these are the local matrices: rows of b for row shards of the weights, columns of a for
+    column shards. The adapter's output is then a part of the rank's own output.
     """
 
     a: Tensor  # [E, rank, in]
-    b: Tensor  # [E, W, out, rank], for the W weights that share a
+    b: Tensor  # [E, W, out, rank], for W weights that share `a`
     scale: float
-    dropout: float = 0.0  # of what goes in; torch's default generator draws it
+    dropout: float = 0.0  # dropout of the input, with torch's default generator
 
     def local(self) -> LowRank:
-        """Return the same with what this rank holds of sharded matrices."""
+        """Return the adapter with this rank's shards of its matrices."""
         return self._replace(a=local_shard(self.a), b=local_shard(self.b))
 
 
-ExpertAdapters = tuple[LowRank | None, LowRank | None]  # of gate and up, and of down
+ExpertAdapters = tuple[LowRank | None, LowRank | None]  # adapters of (gate and up), and of down
 NO_ADAPTERS: ExpertAdapters = (None, None)
 
 
@@ -85,10 +86,10 @@ def expert_mlp(
     *,
     implementation: str = AUTO,
 ) -> Tensor:
-    """Return the gated MLP of each expert over its own rows of `x` [N, D], which is sorted by expert.
+    """Return the gated MLP of each expert for its rows of `x` [N, D], which is sorted by expert.
 
-    `ends` [E] holds the end of each expert's rows; `gate` and `up` are [E, I, D], `down` is [E, D, I]. `beside`: the
-    adapters of gate and up, and of down.
+    `ends` [E]: end of each expert's rows. `gate` and `up` are [E, I, D], `down` is [E, D, I]. `beside`: adapters of
+    gate and up, and of down.
     """
     inner, outer = beside
     gated = grouped_linear(x, gate, ends, implementation=implementation)
@@ -105,9 +106,9 @@ def expert_mlp(
 
 
 def _low_rank(x: Tensor, adapter: LowRank, ends: Tensor, implementation: str) -> tuple[Tensor, ...]:
-    """Return what an adapter adds to each of its weights' outputs. No matrix of a weight's size is made."""
+    """Return an adapter's contribution to the output of each of its weights, without computing B @ A."""
     a, b = adapter.a, adapter.b.flatten(1, 2)
-    zeros = -a.shape[1] % (_ALIGNMENT // a.element_size())  # so that grouped kernels take every rank
+    zeros = -a.shape[1] % (_ALIGNMENT // a.element_size())  # padding to a rank that grouped kernels support
     if zeros:
         a, b = F.pad(a, (0, 0, 0, zeros)), F.pad(b, (0, zeros))
     if adapter.dropout:
@@ -117,13 +118,13 @@ def _low_rank(x: Tensor, adapter: LowRank, ends: Tensor, implementation: str) ->
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, implementation: str = AUTO) -> Tensor:
-    """Return [N, O]: rows of `x` [N, K] in group e, which end at `ends[e]`, times `weight[e]`^T of [E, O, K].
+    """Return [N, O]: the rows of `x` [N, K] in group e (up to `ends[e]`) times `weight[e]`^T of [E, O, K].
 
     Every row belongs to a group. A group without rows gets a zero gradient.
     """
     run = GROUPED_LINEAR.choose(implementation, _variant(weight), x.device, x.dtype)
     if x.shape[0] == 0:
-        return F.linear(x, weight[0])  # kernels take no empty input; this way weight gradients are zero, not None
+        return F.linear(x, weight[0])  # grouped kernels reject empty input; this gives zero gradients instead of None
     out: Tensor = run(x, weight, ends)
     return out
 
@@ -134,7 +135,7 @@ def _variant(weight: Tensor) -> str:
 
 
 def _eager(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Loop over groups; reads `ends` on the host."""
+    """Loop over groups, with `ends` read on the host."""
     bounds = pairwise([0, *ends.tolist()])
     return torch.cat([F.linear(x[start:end], weight[group]) for group, (start, end) in enumerate(bounds)])
 
@@ -148,12 +149,12 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _outside_of_graphs(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Do as `_grouped` does. Compilers know the shape of its result for bf16 alone."""
+    """Run `_grouped` outside of compiled graphs: the compiler knows its output shape only for bf16."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def _counted(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Stand for `_grouped` where tensors have no memory: rows are distributed evenly, and as much is kept of them."""
+    """Replace `_grouped` in dry runs, whose tensors have no values: distribute rows evenly, and keep as much memory."""
     parts = x.tensor_split(weight.shape[0])
     return torch.cat([F.linear(part, weight[group]) for group, part in enumerate(parts)])
 
@@ -166,7 +167,7 @@ GROUPED_LINEAR = DispatchedOp(
             _counted,
             ("aligned", "unaligned"),
             needs=("no_values",),
-            dtypes=(torch.float32, torch.float16),  # whose results torch does not describe
+            dtypes=(torch.float32, torch.float16),  # dtypes without a meta implementation in torch
         ),
         Implementation(
             "grouped",

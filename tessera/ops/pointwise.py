@@ -44,8 +44,10 @@ def _rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _CountedRMSNorm(torch.autograd.Function):
-    """Keep what the fused kernel of accelerators keeps. For a CPU torch composes it of operations that keep five times
-    as much, also where tensors have no memory."""
+    """Keep as much memory as the fused kernel of accelerators, for memory estimates on the CPU.
+
+    On the CPU torch's own rms_norm consists of operations that keep five times as much.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def _swiglu_fused(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-# Kernels of our own for what is not compiled; the compiler fuses the eager forms.
+# Triton kernels for uncompiled models; the compiler fuses the eager implementations.
 _FUSED: dict[str, Any] = {
     "needs": ("triton",),
     "dtypes": (torch.bfloat16, torch.float16, torch.float32),
@@ -111,11 +113,11 @@ SWIGLU = DispatchedOp(
 
 @dataclass(frozen=True)
 class Angles:
-    """Hold the cosine and sine of every position, [T, D / 2] in fp32.
+    """Hold cosine and sine of every position, [T, D / 2] in fp32.
 
-    They are computed once per forward pass and shared by all layers; no buffer is kept, so a model on the meta device
-    has nothing but parameters to fill. This is a dataclass and not a tuple, because wrappers that cast a module's
-    arguments to bf16 look into tuples, and these two must stay fp32.
+    They are computed once per forward pass and shared by all layers. They are not buffers, so a model on the meta
+    device has only parameters to fill. This is a dataclass and not a tuple, because mixed-precision wrappers cast
+    tensors inside tuples to bf16, and these must stay fp32.
     """
 
     cos: Tensor
@@ -124,9 +126,9 @@ class Angles:
 
 @dataclass(frozen=True)
 class FrequencyScaling:
-    """Divide low frequencies by `factor`, leave high ones, and interpolate between (llama3 scaling).
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between (llama3 scaling).
 
-    A frequency is low if it makes fewer than `low` rotations within the `original` context length, high if more than
+    A frequency is low with fewer than `low` rotations within the `original` context length, and high with more than
     `high`.
     """
 
@@ -157,8 +159,8 @@ class LinearScaling:
 class YarnScaling:
     """Scale frequencies as YaRN does.
 
-    As `FrequencyScaling`, but between frequencies of `slow` and `fast` rotations it interpolates by their index, and
-    queries and keys are multiplied by `attention`. `whole`: interpolation begins and ends at integer indices.
+    Unlike `FrequencyScaling` it interpolates by the index of the frequency, between `slow` and `fast` rotations, and
+    multiplies queries and keys by `attention`. `whole`: interpolation starts and ends at integer indices.
     """
 
     factor: float
@@ -178,7 +180,7 @@ class YarnScaling:
         return frequencies / self.factor * scaled + frequencies * (1 - scaled)
 
     def _index(self, rotations: float, rope: Rope) -> float:
-        """Return the index, as a real number, of the frequency with so many rotations."""
+        """Return the (fractional) index of the frequency with this number of rotations."""
         return rope.dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
@@ -196,16 +198,16 @@ Scaling = FrequencyScaling | LinearScaling | YarnScaling
 
 @dataclass(frozen=True)
 class Rope:
-    """Describe rotary position embeddings along one axis, or over time, height and width."""
+    """Describe rotary position embeddings along one axis, or along time, height and width."""
 
-    dim: int  # rotated dimensions of each head: the first ones
+    dim: int  # number of rotated dimensions, the first ones of each head
     theta: float
     sections: tuple[int, ...] = ()  # numbers of frequencies for time, height and width; empty: one axis
-    interleaved: bool = False  # frequencies of the axes are interleaved, otherwise consecutive
+    interleaved: bool = False  # frequencies of the three axes alternate instead of being consecutive
     scaling: Scaling | None = None
 
     def angles(self, positions: Tensor) -> Angles:
-        """Return angles for `positions`: [3, T] holds time, height and width, [T] one axis or three equal ones."""
+        """Return angles for `positions`: [3, T] for time, height and width, or [T] for one axis or three equal ones."""
         angles = self._angles(positions, self.frequencies(positions.device))
         factor = 1.0 if self.scaling is None else self.scaling.attention
         if factor == 1.0:
@@ -213,7 +215,7 @@ class Rope:
         return Angles(angles.cos() * factor, angles.sin() * factor)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Return the frequencies [D / 2]: rotation per position, in radians."""
+        """Return the frequencies [D / 2], in radians per position."""
         plain = _frequencies(self.dim, self.theta, device)
         return plain if self.scaling is None else self.scaling.apply(plain, self)
 
@@ -233,14 +235,16 @@ class Rope:
 
 
 def axial_angles(positions: Tensor, dim: int, theta: float) -> Angles:
-    """Return angles for `positions` [T, 2]: the first half of the frequencies is for height, the second for width."""
+    """Return angles for `positions` [T, 2]. The first half of the frequencies is for height, the second for width."""
     angles = positions.float().unsqueeze(-1) * _frequencies(dim // 2, theta, positions.device)  # [T, 2, dim / 4]
     return _angles(angles.flatten(1))
 
 
 def axes_angles(positions: Tensor, sizes: Sequence[int], theta: float) -> Angles:
-    """Return angles for `positions` [A, T]: axis a has `sizes[a]` dimensions of a head to itself, and their frequencies
-    begin at one on every axis. Products are taken in fp64, as diffusers does for its tables."""
+    """Return angles for `positions` [A, T]. Axis a rotates `sizes[a]` dimensions of a head, with its own frequencies.
+
+    Products are computed in fp64, as in diffusers.
+    """
     wide = positions.to(devices.sum_dtype(positions.device)).unsqueeze(-1)
     parts = [at * _frequencies(size, theta, at.device, at.dtype) for at, size in zip(wide, sizes, strict=True)]
     angles = torch.cat(parts, dim=-1)
@@ -248,10 +252,10 @@ def axes_angles(positions: Tensor, sizes: Sequence[int], theta: float) -> Angles
 
 
 def rotate(x: Tensor, angles: Angles, *, pairs: bool = False, implementation: str = AUTO) -> Tensor:
-    """Return `x` [T, H, D] rotated by the angles of its positions, with the two halves of a head as coordinates, or,
-    with `pairs`, neighbouring dimensions.
+    """Return `x` [T, H, D] rotated by the angles of its positions.
 
-    With fewer angles than D / 2, only the first dimensions of each head are rotated.
+    Coordinates are the two halves of a head or, with `pairs`, adjacent dimensions. With fewer than D / 2 angles, only
+    the first dimensions of each head are rotated.
     """
     run = ROTATE.choose(implementation, "pairs" if pairs else "plain", x.device, x.dtype)
     out: Tensor = run(x, angles)

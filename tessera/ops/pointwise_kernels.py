@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # elements of a block of SwiGLU
-_TILE = 4096  # elements of a block of a rotation at most, unless one head has more
+_BLOCK = 1024  # elements per thread block of SwiGLU
+_TILE = 4096  # largest number of elements per thread block of a rotation, unless a head has more
 
 
 def launch_swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -37,8 +37,7 @@ def launch_rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, pairs: bool,
 
 # ---------------------------------------------------------------------------------------------- kernels
 
-# Kernel names appear in traces, where the profiler finds the kind of work by them. An argument `x_at` is the address of
-# the tensor `x`.
+# The profiler classifies kernels by name. An argument `x_at` is a pointer to the tensor `x`.
 
 
 @triton.jit
@@ -82,7 +81,7 @@ def rope_kernel(
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate some heads of one token. REST: at least as many as the dimensions that are copied, or 0."""
+    """Rotate some heads of a token. REST: power of two of at least the number of copied dimensions, or 0."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     angle = tl.arange(0, WIDTH)
@@ -90,7 +89,7 @@ def rope_kernel(
     sin = tl.load(sin_at + token * angles_token + angle, angle < HALF, 0.0)[None, :] * sign
     x_row = x_at + token * x_token + head * x_head
     out_row = out_at + (token * heads + head) * SIZE
-    if PAIRS:  # whole rows are read, and pairs are split in registers
+    if PAIRS:  # read full rows and split pairs in registers
         column = tl.arange(0, 2 * WIDTH)[None, :]
         inside = (head < heads) & (column < 2 * HALF)
         both = tl.load(x_row + column, inside, 0.0).to(tl.float32)

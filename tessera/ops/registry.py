@@ -1,7 +1,7 @@
-"""Choice of an operation's implementation, by variant, by request, and by the device's capabilities.
+"""The choice of an operation's implementation, by variant, by request, and by capabilities of the device.
 
 Each operation declares its implementations as a constant tuple, best first. Nothing is registered at run time.
-Requesting an implementation that cannot serve is an error.
+Requesting an implementation that the device does not support is an error.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Implementation:
-    """Describe one implementation of an operation and what it supports."""
+    """Describe an implementation of an operation and what it supports."""
 
     name: str
     run: Callable[..., Any]
     variants: tuple[str, ...] = ("plain",)
-    needs: tuple[str, ...] = ()  # capabilities of the device, as `core.device.supports` names them
-    dtypes: tuple[torch.dtype, ...] = ()  # empty: every floating type
-    traced: bool = True  # False: not for what is compiled
+    needs: tuple[str, ...] = ()  # device capabilities, as named in `runtime.device.supports`
+    dtypes: tuple[torch.dtype, ...] = ()  # supported dtypes; empty: all floating-point types
+    traced: bool = True  # whether compiled graphs may use it
 
     def obstacle(self, variant: str, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why this implementation cannot serve, or None if it can."""
+        """Return why this implementation cannot be used, or None if it can."""
         if variant not in self.variants:
-            return f"does not do {variant}"
+            return f"does not support {variant}"
         if self.dtypes and dtype not in self.dtypes:
-            return f"does not take {dtype}"
+            return f"does not support {dtype}"
         if not self.traced and torch.compiler.is_compiling():
-            return "is not for what is compiled"
+            return "cannot be used in compiled graphs"
         for capability in self.needs:
             if not devices.supports(device, capability):
                 return f"needs {capability}, which {device.type} lacks"
@@ -46,10 +46,10 @@ class Implementation:
 @dataclass(frozen=True)
 class DispatchedOp:
     name: str
-    implementations: tuple[Implementation, ...]  # best first
+    implementations: tuple[Implementation, ...]  # in order of preference
 
     def choose(self, wanted: str, variant: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
-        """Return the function to call. `wanted` is `auto` for the best that can serve, or the name of one."""
+        """Return the function to call. `wanted`: name of an implementation, or `auto` for the best usable one."""
         for candidate in self.implementations:
             if wanted in (AUTO, candidate.name) and candidate.obstacle(variant, device, dtype) is None:
                 return candidate.run

@@ -1,5 +1,4 @@
-"""Rows of packed tensors: the segment of each row, its place where segments are padded, and gathers whose backward pass
-is deterministic, because it adds nothing with atomics."""
+"""Rows of packed tensors: segment indices, indices after padding, and gathers whose backward pass is deterministic."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from tessera.core.batch import Segments
 
 
 def segment_of(segments: Segments, count: int) -> Tensor:
-    """Return the number of the segment of each of `count` rows."""
+    """Return the segment index of each of `count` rows."""
     return _rows_and_segments(segments, count)[1]
 
 
 def padded_slots(segments: Segments, count: int) -> Tensor:
-    """Return the place of each of `count` rows where every segment is padded to the longest."""
+    """Return the index of each of `count` rows after padding every segment to the longest."""
     at, segment = _rows_and_segments(segments, count)
     return at - segments.bounds[:-1][segment] + segment * segments.longest
 
@@ -34,7 +33,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Return row `order[i] // copies` of `x` for every i. `inverse` is the inverse of the permutation `order`."""
+    """Return row `order[i] // copies` of `x` for every i. `inverse`: inverse permutation of `order`."""
     permuted: Tensor = _PermuteRows.apply(x, order, inverse, copies)  # type: ignore[no-untyped-call]
     return permuted
 

@@ -73,7 +73,7 @@ def _width(size: int) -> int:
 
 # ---------------------------------------------------------------------------------------------- kernels
 
-# Kernel names appear in traces, where the profiler finds the kind of work by them.
+# The profiler classifies kernels by name.
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def short_attention_kernel(
     v = _read(v_at + head * v_head, token, v_token, column, there)
     scores = _scores(q, k, row, real, scale, CAUSAL)
     highest = tl.max(scores, 1)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)  # rows beyond the segment attend to nothing
+    highest = tl.where(highest == float("-inf"), 0.0, highest)  # rows beyond the segment have no keys
     weights = tl.exp(scores - highest[:, None])
     total = tl.sum(weights, 1)
     total = tl.where(total == 0.0, 1.0, total)
@@ -168,7 +168,7 @@ def short_attention_backward_kernel(
     k = _read(k_at + head * k_head, token, k_token, column, there)
     lse = tl.load(lse_at + head * tokens + token, real, 0.0)
     scores = _scores(q, k, row, real, scale, CAUSAL)
-    # Rows beyond the segment have weights, too, but zero gradients.
+    # Rows beyond the segment also have weights, but zero gradients.
     weights = tl.exp(scores - lse[:, None])
     grad = _read(grad_at + head * grad_head, token, grad_token, column, there)
     dv = tl.dot(tl.trans(weights.to(grad.dtype)), grad)

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-# Names of tensor-parallel mesh axes in `parallel.mesh`. A table sharded over another axis is an FSDP shard that was not
-# gathered before use.
+# Names of tensor-parallel mesh axes in `parallel.mesh`. A table that is sharded over another axis is an FSDP shard and
+# must be gathered before use.
 TENSOR_AXES = frozenset({"tp", "tp_outer", "tensor"})
 
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Hold this rank's rows [V / ranks, D] of a table; the first is row `start` of the unsharded table."""
+    """Hold this rank's rows [V / ranks, D] of a table. `start`: index of the first row in the unsharded table."""
 
     rows: Tensor
     start: int
@@ -36,14 +36,14 @@ class VocabPart:
         return int(self.mesh.size())
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the local row of each token, and whether it is on this rank; row 0 stands in where it is not."""
+        """Return the local row of each token, and whether it is on this rank. Other tokens get row 0."""
         row = tokens - self.start
         local = (row >= 0) & (row < self.rows.shape[0])
         return row.where(local, 0), local
 
 
 def vocab_part(weight: Tensor) -> VocabPart | None:
-    """Return the local rows of a sharded table, or None for an unsharded one. Gradients flow back into `weight`."""
+    """Return the local rows of a sharded table; None for an unsharded table. Gradients flow back into `weight`."""
     if not isinstance(weight, DTensor):
         return None
     mesh = weight.device_mesh
@@ -59,7 +59,7 @@ def vocab_part(weight: Tensor) -> VocabPart | None:
 def vocab_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return the rows [..., D] of `weight` [V, D] for `tokens` [...].
 
-    Each rank looks up its own rows, and the results are summed. DTensor's own embedding would make a gradient of the
+    Each rank looks up its own rows, and the results are summed. DTensor's embedding would allocate a gradient of the
     size of the unsharded table.
     """
     part = vocab_part(weight)
@@ -75,7 +75,7 @@ def vocab_embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 def vocab_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Return logits [T, V] of `hidden` [T, D] and `weight` [V, D], gathered on every rank.
 
-    A loss does not need all logits at once: see `ops.loss`.
+    Losses do not need all logits at once (see `ops.loss`).
     """
     part = vocab_part(weight)
     if part is None:

@@ -231,7 +231,7 @@ def test_links_out_of_a_folder_are_not_published(
         out = tessera.convert(folder, tmp_path / "out", prove="never")
     assert not (out / "LICENSE").exists()
     assert not (out / "vocab.txt").exists()
-    assert "link out of its folder" in caplog.text
+    assert "outside of its folder" in caplog.text
 
 
 def test_the_cache_of_downloads_is_made_of_links(published: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The config.json of an export: that of the folder the weights came from, as far as it is still true.
+"""The config.json of an export: the original file where it still describes the model, else written by the family.
 
-A published config.json says more than a family reads: fields of serving engines, of other releases of transformers, of
-its makers. All of it is kept where the recipe changed nothing; the type of the weights is always that of the export.
+An original config.json contains fields that no family reads: of serving engines, of other releases of transformers, of
+the model's authors. They are kept if the recipe did not change the model. The dtype is always that of the export.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tessera.models.text.reward import as_classifier
 from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE
 
-BASE_CONFIG = "base_config.json"  # in a run's own folder: the config.json that its weights came with
+BASE_CONFIG = "base_config.json"  # copy, in a run folder, of the config.json of the initial weights
 _TYPE_KEYS = ("dtype", "torch_dtype")
-# How other weights were packed, and code that is not handed on: neither is true of an export.
+# Fields that are wrong in an export: its weights are not quantized, and Python code is not copied.
 _UNTRUE = ("quantization_config", "auto_map")
-# Who wrote a file and where it lay, and the implementation that computes: none of them changes numbers.
+# Fields that do not change what the model computes: origin of the file, dtype, implementation of attention.
 _NO_NUMBERS = frozenset(
     {*_TYPE_KEYS, *_UNTRUE, "transformers_version", "_diffusers_version", "_name_or_path", "_commit_hash", "use_cache"}
     | {"attention", "_attn_implementation"}
@@ -31,7 +31,7 @@ _MAX_BYTES = 4 << 20
 
 
 def base_config(folder: Path | None) -> dict[str, Any] | None:
-    """Return the config.json of the folder that weights came from, or the copy of it in a run; None: there is none."""
+    """Return the config.json of the folder that the weights came from, or its copy in a run folder; None if missing."""
     for name in (BASE_CONFIG, CONFIG_FILE):
         if folder is not None and (folder / name).is_file():
             return read_json_mapping(folder / name, _MAX_BYTES)
@@ -39,7 +39,7 @@ def base_config(folder: Path | None) -> dict[str, Any] | None:
 
 
 def keep_base_config(source: Path | None, target: Path) -> None:
-    """Copy it into the folder that a run keeps, which may outlive the one that it began from."""
+    """Copy config.json into a run folder: the original folder may be deleted before the run is exported."""
     for name in (CONFIG_FILE, BASE_CONFIG):
         if source is not None and (source / name).is_file() and base_config(source) is not None:
             shutil.copyfile(source / name, target / BASE_CONFIG)
@@ -48,10 +48,10 @@ def keep_base_config(source: Path | None, target: Path) -> None:
 def exported_config(
     config: Any, base: Mapping[str, Any] | None, dtype: torch.dtype, reward: bool = False
 ) -> dict[str, Any]:
-    """Return the config.json of a model whose weights are stored as `dtype`.
+    """Return the config.json of an export whose weights are stored as `dtype`.
 
-    `config`: of the family. `base`: config.json of the folder that the weights came from; it is used if it describes
-    this model, otherwise the fields that the family writes. `reward`: the head of the model is one number.
+    `config`: configuration of the family. `base`: config.json of the folder that the weights came from; it is kept if
+    it describes this model, otherwise the family writes the fields. `reward`: the model has a reward head.
     """
     written = config.to_hf()
     described = with_dtype(base if base is not None and _describes(base, config, written) else written, dtype)
@@ -59,10 +59,10 @@ def exported_config(
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the fields with the type of the weights, wherever they say it, and without what is true of the base."""
+    """Return the fields of config.json with another dtype, without fields that are wrong in an export."""
     name = str(dtype).removeprefix("torch.")
     said = {key: name for key in _TYPE_KEYS if key in config}
-    if not said and CLASS_NAME not in config:  # diffusers keeps no type there
+    if not said and CLASS_NAME not in config:  # config.json of diffusers has no dtype
         said = {"dtype": name}
     parts = {
         part: {**fields, **{key: name for key in _TYPE_KEYS if key in fields}}
@@ -73,7 +73,7 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def config_differences(config: Mapping[str, Any], other: Mapping[str, Any], other_name: str) -> list[str]:
-    """Return the fields of two configurations that differ and may change numbers, in words."""
+    """Return a sentence for each field in which two configurations differ and which may change the model's outputs."""
     here, there = dict(_fields(config)), dict(_fields(other))
     return [
         f"{name} is {_value(here, name)}, and {_value(there, name)} in {other_name}"
@@ -83,7 +83,7 @@ def config_differences(config: Mapping[str, Any], other: Mapping[str, Any], othe
 
 
 def _fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the fields of a configuration by their dotted names, without those that change no numbers."""
+    """Yield the fields of a configuration by dotted names, without fields that do not change the model's outputs."""
     for name, value in config.items():
         if name in _NO_NUMBERS:
             continue

@@ -1,8 +1,7 @@
 """The files beside a model's weights: tokenizer, chat template, preprocessors, generation settings, licence.
 
-They belong to the folder that the weights came from, and are copied as they are: into the run's own folder, and from
-there into every export. What a processor writes itself stands in for files that the folder does not have, and for those
-that say something else than what the recipe trained with.
+They are copied unchanged from the folder of the weights into the run folder, and from there into every export. The
+processor writes the files that the folder lacks, and replaces files that contradict the recipe.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from tessera.runtime.files import leads_out, read_json, read_json_mapping
 
 IMAGE_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
-BOTH_FILE = "processor_config.json"  # newer folders keep both in one
+BOTH_FILE = "processor_config.json"  # newer folders: settings of images and videos in one file
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
-SEAL = ".sha256.json"  # of a run's own copy: what each of its files was when the run was started
-# Further files with templates; they are not copied where the processor writes a template of its own.
+SEAL = ".sha256.json"  # hashes of the side files in a run folder, written when the run starts
+# Further template files. They are not copied if the processor writes its own template.
 _OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates")
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _LEGAL = re.compile(r"(?:licen[cs]e|notice|usage_policy|use_policy)(?:[-_.].*)?", re.IGNORECASE)
-# Written anew for every export, or about weights that have changed, or about how others were trained; or the index of a
-# pipeline, of which one component is exported.
+# Not copied: files that every export writes itself, indices of weight files, trainer state, and the index of a
+# diffusers pipeline (an export contains one component).
 _NOT_COPIED = (
     *("config.json", "base_config.json", "tessera_export.json", "adapter_config.json", "trainer_state.json"),
     "model_index.json",
@@ -44,9 +43,9 @@ _log = logging.getLogger("tessera")
 
 
 def side_folder(path: Path | None) -> Path | None:
-    """Return where the files beside the weights at `path` lie; None: nowhere.
+    """Return the folder with the side files of the weights at `path`; None if there is no such folder.
 
-    A run keeps them in a folder apart, which serves its checkpoints too.
+    A run folder keeps them in its subfolder `processor`, which its checkpoints share.
     """
     if path is None or not path.is_dir():
         return None
@@ -57,16 +56,16 @@ def side_folder(path: Path | None) -> Path | None:
 
 
 def side_files(folder: Path, code: bool = False) -> dict[str, Path]:
-    """Return the files to copy by their names below the folder; with `code`, also the Python files that it carries.
+    """Return the side files of a folder by relative path; with `code`, also its Python files.
 
-    A link that leads out of the folder is left out, with a warning: what lies there was not meant to be published.
-    The cache of downloads, whose folders are links to files beside them, is known.
+    A symlink to a target outside the folder is skipped with a warning: its target may be private. Symlinks inside the
+    download cache of Hugging Face are followed.
     """
     files: dict[str, Path] = {}
     for name, path in _candidates(folder, code):
         real = path.resolve()
         if leads_out(path, folder):
-            _log.warning("%s is not copied: it is a link out of its folder, to %s", path, real)
+            _log.warning("%s is not copied: it is a symlink to %s, outside of its folder", path, real)
         elif real.is_file() and real.stat().st_size <= _MAX_BYTES:
             files[name] = real
         if len(files) >= _MAX_FILES:
@@ -96,7 +95,8 @@ def is_legal(name: str) -> bool:
 def copy_side_files(
     source: Path, target: Path, wanted: Callable[[str], bool] = lambda name: True, *, code: bool = False
 ) -> list[str]:
-    """Copy side files to another folder and return their names. `code`: see `side_files`; nothing of it is run."""
+    """Copy side files to another folder and return their names. `code`: also copy Python files, without running
+    them."""
     target.mkdir(parents=True, exist_ok=True)
     if source.resolve() == target.resolve():
         return []
@@ -108,13 +108,13 @@ def copy_side_files(
 
 
 def seal_side_files(folder: Path) -> None:
-    """Note the hash of every file in `folder`, so that a resume knows whether they are still what was trained with."""
+    """Write the hash of every file in `folder`, so that a resume notices changed files."""
     hashes = {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.is_file() and path.name != SEAL}
     (folder / SEAL).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
 
 
 def damaged_side_files(folder: Path) -> list[str]:
-    """Return the names of files that are gone or not what `seal_side_files` saw; none, where nothing was noted."""
+    """Return the files that are missing or changed since `seal_side_files`; none if no hashes were written."""
     if not (folder / SEAL).is_file():
         return []
     try:
@@ -140,18 +140,18 @@ def write_side_files(
     source: Path | None,
     weights: Path | None = None,
 ) -> None:
-    """Write everything beside the weights of a new folder.
+    """Write all side files of a new folder.
 
-    `source`: the folder that the processor was read from. `weights`: the folder that the weights came from, where that
-    is another one. `read` returns the processor of a folder with the defaults of a recipe: its fingerprint shows
-    whether the copied files still mean what was trained with.
+    `source`: the folder that the processor was loaded from. `weights`: the folder that the weights came from, if
+    different. `read` loads a processor from a folder with default options: equal fingerprints show that the copied
+    files have the meaning that training used.
     """
     target.mkdir(parents=True, exist_ok=True)
     if weights is not None and weights.is_dir() and weights != source:
         copy_side_files(weights, target, lambda name: name == GENERATION or is_legal(name))
     if processor is None:
         return
-    # Before files are compared: it renders the chat template, and so finds one that exceeds its limits, once.
+    # First, because it renders the chat template: a template that exceeds its limits raises here.
     stops = list(processor.stop_tokens) if isinstance(processor, LanguageProcessor) else []
     processor.save(target)
     if source is None or not source.is_dir() or source.resolve() == target.resolve():
@@ -167,8 +167,8 @@ def write_side_files(
     _stop_where_trained(target / GENERATION, stops)
 
 
-# Preprocessor files and the chat template are copied from the source folder or written by the processor. Combinations
-# are tried in this order until the fingerprint is that of the processor.
+# Preprocessor files and the chat template are copied from the source folder or written by the processor. These
+# combinations are tried in order until the new folder gives the fingerprint of the processor.
 _CANDIDATES = [(files, template) for template in ("copied", "written") for files in ("copied", "written")]
 
 
@@ -223,9 +223,9 @@ class _Writer:
 
 
 def _with_named_words(config: Mapping[str, Any], words: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the settings with the special words that the family's processor asks the tokenizer for by name."""
+    """Return tokenizer settings with the special tokens that the family's processor looks up by name."""
     named = config.get("extra_special_tokens") or {}
-    special = words if isinstance(words, Mapping) else {}  # a list of words has no names
+    special = words if isinstance(words, Mapping) else {}  # a list of tokens has no names
     missing = {name: word for name, word in special.items() if name not in config and name not in named}
     if not missing or not isinstance(named, dict):
         return dict(config)
@@ -240,12 +240,12 @@ def _means_the_same(processor: Processor, read: Callable[[Path], Processor], fol
 
 
 def _fingerprint(processor: Processor) -> str:
-    """Return a hash of what the files say. Which roles are trained on is not in them but in recipes."""
+    """Return the processor's hash without the trained roles, which are a setting of recipes and not of files."""
     return processor.training_on(()).fingerprint if isinstance(processor, ChatProcessor) else ""
 
 
 def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
-    """Add the words that end a trained turn to the generation settings, unless these know one of them."""
+    """Add the stop tokens of training to the generation settings, unless one of them is already there."""
     if not stops:
         return
     settings = read_json(path) if path.is_file() else {}
@@ -253,7 +253,7 @@ def _stop_where_trained(path: Path, stops: Sequence[int]) -> None:
         return
     stored = settings.get("eos_token_id")
     ends = stored if isinstance(stored, list) else [] if stored is None else [stored]
-    if set(ends) & set(stops[:-1] or stops):  # the last is what plain text ends with
+    if set(ends) & set(stops[:-1] or stops):  # the last stop token ends plain text
         return
     padding = {} if settings.get("pad_token_id") is not None else {"pad_token_id": stops[-1]}
     settings = {**settings, "eos_token_id": [*ends, *(stop for stop in stops if stop not in ends)], **padding}

@@ -15,7 +15,7 @@ DEFAULT_SECTIONS = (8, 12, 12)
 TEXT = HFTextFormat(
     "glm4v_text",
     override(PLAIN_TEXT, "mrope_section", "partial_rotary_factor", sandwich_norm=True, attention_bias=True),
-    # A folder that says nothing of its share of turning numbers turns them all, as in transformers.
+    # Without partial_rotary_factor in config.json all dimensions are rotated, as in transformers.
     hf_defaults(
         *(151552, 4096, 13696, 40, 32, 2, 32768),
         rms_norm_eps=1e-5,
@@ -40,19 +40,19 @@ class Glm4vVisionConfig(GridVisionConfig):
     depth: int = Field(24, gt=0, le=10**4)
     hidden_size: int = Field(1536, gt=0, le=10**8)
     intermediate_size: int = Field(
-        13696, gt=0, description="of the merger behind the encoder; that of its blocks is the text's width"
+        13696, gt=0, description="of the projector; the blocks of the encoder use the text decoder's width"
     )
     num_heads: int = Field(12, gt=0, le=10**8)
     image_size: int = Field(
-        336, gt=0, le=10**8, description="side of the image whose patches the table of positions has"
+        336, gt=0, le=10**8, description="side of an image with one patch per entry of the position embedding"
     )
-    attention_bias: bool = Field(False, description="of the product that makes queries, keys and values")
+    attention_bias: bool = Field(False, description="bias of the projection to queries, keys and values")
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: float = Field(1e-5, gt=0)
 
     @property
     def table_side(self) -> int:
-        """Return how many entries the table of positions has along each side."""
+        """Return the number of rows and columns of the learned position embedding."""
         return self.image_size // self.patch_size
 
     @model_validator(mode="after")

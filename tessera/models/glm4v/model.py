@@ -84,14 +84,14 @@ class Glm4v(GridFamily):
         return bicubic_positions(positions, height, width, config.vision.table_side)
 
 
-CUBIC_A = -0.75  # constant of the cubic kernel of `torch.nn.functional.grid_sample`
+CUBIC_A = -0.75  # parameter of the cubic kernel, as in `torch.nn.functional.grid_sample`
 
 
 def bicubic_positions(positions: np.ndarray, height: int, width: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bicubic interpolation of a position embedding of `side` x `side` entries for patches of an image.
+    """Return indices [P, 16] and fp32 weights [P, 16] that interpolate position embeddings bicubically.
 
-    `positions` [P, 2] (row, column) lie in a grid of `height` x `width`. The result is indices [P, 16] into the table
-    and weights [P, 16] in fp32. Entries beyond an edge are those of the edge.
+    `positions` [P, 2] (row, column) are patches in a grid of `height` x `width`; the embedding table has `side` x
+    `side` entries. Entries beyond an edge are replaced by those at the edge.
     """
     rows, row_weights = _neighbours(height, side)
     columns, column_weights = _neighbours(width, side)
@@ -102,10 +102,10 @@ def bicubic_positions(positions: np.ndarray, height: int, width: int, side: int)
 
 
 def _neighbours(patches: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return four neighbouring entries of each patch along one axis, and their weights."""
-    at = (np.arange(patches) + 0.5) * side / patches - 0.5  # centres of patches, in entries
+    """Return the four nearest entries of each patch along one axis, and their weights."""
+    at = (np.arange(patches) + 0.5) * side / patches - 0.5  # centres of patches, in units of entries
     first = np.floor(at)
-    distance = np.abs(at[:, None] - (first[:, None] + np.arange(-1, 3)))  # to each of the four, at most 2
+    distance = np.abs(at[:, None] - (first[:, None] + np.arange(-1, 3)))  # to each of the four entries, at most 2
     near = ((CUBIC_A + 2) * distance - (CUBIC_A + 3)) * distance**2 + 1
     far = CUBIC_A * (((distance - 5) * distance + 8) * distance - 4)
     entries = np.clip(first[:, None].astype(np.int64) + np.arange(-1, 3), 0, side - 1)

@@ -55,16 +55,16 @@ GLM4V = ChatTemplate(
 
 
 class Glm4vOptions(GridOptions):
-    """Declare the keys of `data.processor`. Those that are left out come from the model's folder.
+    """Declare the keys of `data.processor`. Missing keys get the values of the model's folder.
 
-    Bounds of pixels are counted over all frames of a video; an image counts as often as a patch has frames: twice.
+    Pixel bounds apply to all frames of a video together. An image counts as the two frames of a patch.
     """
 
     min_pixels: int | None = Field(
         None, gt=0, le=10**12, description="smaller images are enlarged; each pixel counts twice"
     )
     max_pixels: int | None = Field(
-        None, gt=0, le=10**12, description="larger images are made smaller; each pixel counts twice"
+        None, gt=0, le=10**12, description="larger images are scaled down; each pixel counts twice"
     )
     video_min_pixels: int | None = Field(
         None, gt=0, le=10**12, description="the same bounds for all frames of a video together"
@@ -73,13 +73,13 @@ class Glm4vOptions(GridOptions):
     max_frames: int = Field(600, gt=0, le=10**6, description="taken even from a long video")
 
     def sampling(self, folder: Path) -> VideoSampling:
-        """Preprocessor files hold a number of frames beside the rate, which this family's reference ignores."""
+        """Ignore the number of frames in preprocessor files that also contain a frame rate, as transformers does."""
         sampling, stored = super().sampling(folder), read_sampling(folder)
         if "fps" in stored:
             sampling = replace(sampling, frames=self.frames)
         max_length = read_json(folder / VIDEO_FILE).get("max_duration")
         free = "max_frames" not in stored.keys() | self.model_fields_set
-        if free and isinstance(max_length, (int, float)) and max_length > 0:  # in seconds
+        if free and isinstance(max_length, (int, float)) and max_length > 0:  # max_length is in seconds
             sampling = replace(sampling, max_frames=max(1, int(max_length * sampling.fps)))
         return sampling
 
@@ -96,7 +96,7 @@ class Glm4vFiles(GridFiles):
     def read(
         self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
-        """Return the patches of images and of videos; an image counts as a video with the frames of one patch."""
+        """Return the patches of images and of videos. An image counts as a video with the frames of one patch."""
         _refuse_others(folder, self.processor)
         image, video = super().read(folder, vision, image_bounds=image_bounds, video_bounds=video_bounds)
         return replace(image, whole_clips=True), video
@@ -111,7 +111,7 @@ class Glm4vProcessor(TimestampedVideoProcessor):
     chat: ClassVar[ChatTemplate] = GLM4V
     files: ClassVar[GridFiles] = Glm4vFiles()
 
-    ends: tuple[int, ...] = ()  # further tokens with which the model ends its answers
+    ends: tuple[int, ...] = ()  # further stop tokens, from the model's configuration
 
     @classmethod
     def of_model(cls, config: Glm4vConfig) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Glm4vProcessor(TimestampedVideoProcessor):
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Return the stop tokens of template and configuration; the one that ends plain text is last."""
+        """Return the stop tokens of the template and of the configuration. The last one ends plain text."""
         *words, end = super().stop_tokens
         return (*dict.fromkeys([*words, *(token for token in self.ends if token != end)]), end)
 
@@ -140,14 +140,14 @@ class Glm4vProcessor(TimestampedVideoProcessor):
 
 
 def _refuse_others(folder: Path, processor: str) -> None:
-    """Later models have the same architecture and `model_type`, and write their conversations in another way."""
+    """Refuse folders of later GLM models: same architecture and `model_type`, but a different chat format."""
     for name in (IMAGE_FILE, BOTH_FILE):
         writer = read_json(folder / name).get("processor_class")
         if writer not in (None, processor):
             raise TesseraError(
-                f"this folder's conversations are written by a {writer}",
+                f"this folder's processor class is {writer}, whose chat format is not supported",
                 where=str(folder / name),
                 allowed=[processor],
-                fix="train it with the tokenizer and preprocessor files of GLM-4.1V, or use model.family=transformers",
+                fix="use the tokenizer and preprocessor files of GLM-4.1V, or set model.family=transformers",
                 code="tokenizer.unknown-conversation",
             )

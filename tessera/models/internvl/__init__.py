@@ -61,9 +61,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "attention_bias": True,
             "image_size": 56,
             "patch_size": 7,
-            "layer_scale_init_value": 1.0,  # a small one slows an encoder that begins from random weights
+            "layer_scale_init_value": 1.0,  # a small value slows down training from random weights
         },
-        # 505 end of text (and padding), 506 and 507 open and close a message, 508 and 509 an image, 511 is a video.
+        # Token 505 ends a text and pads, 506 begins and 507 ends a message, 508 begins and 509 ends an image, 511 is a
+        # video.
         "image_token_id": 510,
     },
     "2.5-1b": _qwen2((896, 4864, 24, (14, 2)), _300M),

@@ -60,11 +60,11 @@ class InternVLVisionConfig(Section):
             raise ValueError(f"hidden_size {self.hidden_size} does not split into {self.num_attention_heads} heads")
         if self.image_size % (self.patch_size * self.spatial_merge_size):
             raise ValueError(
-                f"a tile of {self.image_size} pixels is not made of whole blocks of "
-                f"{self.spatial_merge_size} x {self.patch_size} pixels"
+                f"image_size {self.image_size} is not a multiple of "
+                f"{self.spatial_merge_size} x {self.patch_size} pixels (spatial_merge_size x patch_size)"
             )
         if not self.use_mean_pooling and self.norm_type != "layer_norm":
-            raise ValueError("a norm behind the last block (use_mean_pooling false) goes with norm_type layer_norm")
+            raise ValueError("use_mean_pooling false needs norm_type layer_norm for the norm after the last block")
         return self
 
 
@@ -76,8 +76,8 @@ class InternVLConfig(Section):
     dynamic_rope_factor: float | None = Field(
         None,
         gt=0,
-        description="kept for exports: factor of dynamic rope in transformers beyond max_position_embeddings, where we "
-        "refuse samples; positions up to there are not scaled",
+        description="factor of dynamic rope, for exports; samples beyond max_position_embeddings are refused, and "
+        "shorter ones are not scaled",
     )
     attention: AttentionBackend = Field("auto", description="implementation of attention")
 
@@ -109,9 +109,9 @@ class InternVLConfig(Section):
         length = data.get("image_seq_length", config.vision.tile_tokens)
         if length != config.vision.tile_tokens:
             raise TesseraError(
-                f"image_seq_length = {length}, a tile makes {config.vision.tile_tokens} tokens",
+                f"image_seq_length is {length}, but a tile has {config.vision.tile_tokens} tokens",
                 where=WHERE,
-                fix="(image_size / patch_size x downsample_ratio)^2 is what it must be",
+                fix="set it to (image_size / patch_size x downsample_ratio)^2",
                 code="model.image-tokens-differ",
             )
         return config
@@ -150,17 +150,17 @@ _DROPOUTS = ("hidden_dropout_prob", "attention_dropout", "projection_dropout")
 
 
 def _tied(data: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Return whether the head is tied: only if the config says so and its text part does not deny it.
+    """Return whether the head is tied: config.json must contain true and its text_config must not contain false.
 
-    transformers 5 writes `true` at the top level although the text part of a published folder says `false`, and takes
-    `true` as default; then it looks at the files, which in published folders have an untied head.
+    transformers 5 writes true at the top level even if text_config contains false, and its default is true. It then
+    checks the files, which have an untied head in published folders.
     """
     values = [part["tie_word_embeddings"] for part in (data, text) if part.get("tie_word_embeddings") is not None]
     return bool(values) and all(values)
 
 
 def _plain_rope(text: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the text fields without dynamic rope scaling, and its factor."""
+    """Return the text fields without dynamic rope, and the factor of dynamic rope."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return dict(text), None
@@ -180,7 +180,7 @@ def _vision_fields(vision: Mapping[str, Any], merge: int) -> dict[str, Any]:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], text_type: str, vision: Mapping[str, Any]) -> None:
-    """Raise an error for values that would change the computation in a way we do not support."""
+    """Raise an error for values of config.json that are not supported."""
     checks: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("model_type", data.get("model_type", "internvl"), ("internvl",)),
         ("text_config.model_type", text_type, tuple(LANGUAGE_FORMATS)),

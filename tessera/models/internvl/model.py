@@ -24,10 +24,9 @@ from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
 PROJECTOR_EPS = 1e-5
-EVEN = 8  # a common tensor-parallel degree
-# The rules use the hub's first names (`language_model.model.*`, `vision_tower.*`), which transformers writes and reads.
-# The renames accept the names of its modules in memory, which later folders on the hub have as well, and the names of a
-# base model saved without its head.
+EVEN = 8  # usual tensor-parallel degree
+# Names in the first published folders, which transformers reads and writes. `_RENAMES` also accepts the names of its
+# modules in memory, which later folders have, and a base model saved without its head.
 _TEXT = "language_model.model."
 _EMBEDDINGS = "vision_tower.embeddings."
 _BLOCK = "vision_tower.encoder.layer.{i}."
@@ -62,7 +61,7 @@ class InternVL(VisionFamily):
     name: ClassVar[str] = "internvl"
     config: ClassVar[type[Section]] = InternVLConfig
     processor: ClassVar[str] = "InternVLProcessor"
-    # InternLM2 first: its folders have the mark of the other form as well.
+    # InternLM2 first: its folders also match the second format.
     other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {
         "internlm2": internlm_weights,
         "original": original_weights,
@@ -116,17 +115,18 @@ class InternVL(VisionFamily):
         return config.vision.tile_patches, config.vision.tile_tokens
 
     def most_patches(self, config: InternVLConfig) -> int:
-        return config.vision.spatial_merge_size**2 + 1  # with the class token of each tile
+        return config.vision.spatial_merge_size**2 + 1  # one more for the class token of each tile
 
     def styles(self, config: InternVLConfig) -> dict[str, TensorStyle]:
-        """Return styles that replicate vocabularies of a size that does not shard evenly (published: 151674, 92553)."""
+        """Replicate vocabularies whose size is not divisible by the usual degrees (151674 and 92553 in published
+        models)."""
         if config.text.vocab_size % EVEN == 0:
             return {}
         styles = text_styles(config.text, config.tie_word_embeddings)
         return {name: "replicate" for name, style in styles.items() if style == "vocab"}
 
     def example(self, config: InternVLConfig, tokens: int) -> Batch:
-        """Return a batch of `tokens` tokens of which tiles take about a quarter; without a tile if none fits."""
+        """Return a batch in which tiles make up about a quarter of `tokens`; without tiles if none fits."""
         vision = config.vision
         tiles = max(tokens // (4 * vision.tile_tokens), 1 if tokens > vision.tile_tokens else 0)
         if not tiles:

@@ -1,7 +1,7 @@
-"""Folders of InternVL in the form of its makers (`internvl_chat`): their config.json, preprocessing and names.
+"""Folders of InternVL in its authors' format (`internvl_chat`): config.json, preprocessing and weight names.
 
-Nothing of the code that such folders carry is run. Their config.json is understood as the one that Hugging Face folders
-of the same model have; values that would change what is computed in a way we do not compute are refused.
+The Python code in such folders is never run. Their config.json is converted to the Hugging Face format; values that
+Tessera does not support are refused.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tessera.weights.operations import GroupByHead, GroupedRows, Reshape
 MODEL_TYPE = "internvl_chat"
 CONTEXT = "<IMG_CONTEXT>"
 WHERE = f"config.json ({MODEL_TYPE})"
-# The id of <IMG_CONTEXT> in published folders, for those whose tokenizer files do not say it.
+# Id of <IMG_CONTEXT> in published models, for folders whose tokenizer files lack it.
 _CONTEXT_IDS = {"qwen2": 151667, "qwen3": 151671, "qwen3_moe": 151671, "internlm2": 92546}
-_MAX_BYTES = 256 << 20  # of a tokenizer.json
+_MAX_BYTES = 256 << 20  # largest size of tokenizer.json
 
 
 def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json that the Hugging Face form of an `internvl_chat` folder has."""
+    """Return the config.json of the same model in Hugging Face format."""
     llm, vision = _section(data, "llm_config"), _section(data, "vision_config")
     text, side = _text(llm), vision.get("image_size", 448)
     check_supported(
         [
             ("select_layer", data.get("select_layer", -1), (-1,)),
-            ("ps_version", data.get("ps_version", "v1"), ("v2",)),  # v1 leaves pictures transposed
+            ("ps_version", data.get("ps_version", "v1"), ("v2",)),  # version v1 transposes images
             ("pad2square", bool(data.get("pad2square")), (False,)),
             ("force_image_size", data.get("force_image_size") or side, (side,)),
             ("use_backbone_lora", data.get("use_backbone_lora") or 0, (0,)),
@@ -56,14 +56,14 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
             **{name: value for name, value in vision.items() if name not in _RENAMED},
             **{new: vision.get(old, default) for old, (new, default) in _RENAMED.items()},
             "model_type": "internvl_vision",
-            "use_mean_pooling": True,  # there is no norm behind the last block
+            "use_mean_pooling": True,  # no norm after the last block
         },
     }
     context = _context_id(folder, str(llm.get("model_type")))
     return fields if context is None else {**fields, "image_token_id": context}
 
 
-# Fields of the encoder under their other names, with the defaults of its makers' class.
+# Field of the authors' encoder -> field of transformers, and the authors' default.
 _RENAMED = {
     "qkv_bias": ("attention_bias", False),
     "qk_normalization": ("use_qk_norm", True),
@@ -76,16 +76,17 @@ def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = data.get(name)
     if not isinstance(section, Mapping):
         raise TesseraError(
-            f"no {name} in it",
+            f"config.json has no section {name}",
             where=WHERE,
-            fix="fetch the folder again, or take the one ending in -hf",
+            fix="download the folder again, or use the folder whose name ends in -hf",
             code="model.section-missing",
         )
     return section
 
 
 def _text(llm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the decoder. That of InternLM2 is a Llama, with queries, keys and values together."""
+    """Return the configuration of the text decoder. InternLM2 is a Llama with a merged projection of queries, keys,
+    values."""
     if llm.get("model_type") != "internlm2":
         return dict(llm)
     check_supported([("llm_config.bias", bool(llm.get("bias", True)), (False,))], WHERE)
@@ -94,7 +95,7 @@ def _text(llm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _context_id(folder: Path, model_type: str) -> int | None:
-    """Return the id of the word that stands for a piece of an image, as the tokenizer files say it."""
+    """Return the id of the placeholder token of images, from the tokenizer files."""
     if (folder / "added_tokens.json").is_file():
         number = read_json_mapping(folder / "added_tokens.json").get(CONTEXT)
         if type(number) is int:
@@ -108,18 +109,18 @@ def _context_id(folder: Path, model_type: str) -> int | None:
 
 
 def is_original(folder: Path) -> bool:
-    """Return whether the config.json of a folder is of this form."""
+    """Return whether a folder's config.json has the authors' format (`internvl_chat`)."""
     path = folder / CONFIG_FILE
     return path.is_file() and read_json_mapping(path).get("model_type") == MODEL_TYPE
 
 
 def tile_settings(folder: Path) -> dict[str, Any]:
-    """Return how a folder in this form cuts images, in the words of a Hugging Face folder."""
+    """Return how the folder cuts images into tiles, under the names of Hugging Face preprocessor files."""
     data = read_json_mapping(folder / CONFIG_FILE)
     cut = bool(data.get("dynamic_image_size"))
     check_supported(
         [
-            # Templates of earlier models end a turn without a new line.
+            # Templates of earlier models have no newline after a turn.
             ("template", data.get("template"), ("internvl2_5",)),
             ("use_thumbnail", not cut or bool(data.get("use_thumbnail")), (True,)),
         ],
@@ -128,7 +129,7 @@ def tile_settings(folder: Path) -> dict[str, Any]:
     least, most = data.get("min_dynamic_patch", 1), data.get("max_dynamic_patch", 6)
     if type(least) is not int or type(most) is not int or not 0 < least <= most:
         raise TesseraError(
-            f"min_dynamic_patch = {least}, max_dynamic_patch = {most}: no numbers of tiles",
+            f"min_dynamic_patch = {least} and max_dynamic_patch = {most} must be 1 <= min <= max",
             where=WHERE,
             code="model.invalid-value",
         )
@@ -136,8 +137,10 @@ def tile_settings(folder: Path) -> dict[str, Any]:
 
 
 def system_message(folder: Path) -> str | None:
-    """Return the system message that config.json gives. The one in the code of such folders is not used, and not in
-    their Hugging Face form either: a recipe names it in data.processor.system."""
+    """Return the system message in config.json.
+
+    The one in the Python code of such folders is not used; recipes can set data.processor.system.
+    """
     message = read_json_mapping(folder / CONFIG_FILE).get("system_message")
     return message if isinstance(message, str) and message else None
 
@@ -175,14 +178,14 @@ _INTERNLM_PAIRS = (
 
 
 def original_weights(config: InternVLConfig) -> WeightMap:
-    """Return the names of an `internvl_chat` folder whose decoder has the names of Hugging Face: Qwen, Llama."""
+    """Return the weight map of an `internvl_chat` folder with a Qwen or Llama decoder."""
     head = "language_model.lm_head.weight"
     table = language_weights(config.text, config.tie_word_embeddings, _vision(config), prefix=_TEXT, head=head)
     return replace(table, mark=_EMBEDDINGS + "class_embedding")
 
 
 def internlm_weights(config: InternVLConfig) -> WeightMap:
-    """Return the names of an `internvl_chat` folder whose decoder is an InternLM2."""
+    """Return the weight map of an `internvl_chat` folder with an InternLM2 decoder."""
     text, head = config.text, "language_model.output.weight"
     rows = (text.num_attention_heads // text.num_key_value_heads * text.head_size, text.head_size, text.head_size)
     rules = [Rule(native, foreign) for native, foreign in _INTERNLM_PAIRS]

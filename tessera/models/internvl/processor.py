@@ -37,7 +37,7 @@ from tessera.models.vision.preprocessor_files import (
 from tessera.models.vision.processor import VisionProcessor
 
 OPEN, CLOSE, VIDEO = "<img>", "</img>", "<video>"
-# Folders write one token for an image or video; transformers' processor expands it in the same way.
+# Chat templates of folders write one placeholder per image or video, which transformers' processor expands.
 QWEN = ChatTemplate(
     special=("<|im_start|>", "<|im_end|>", OPEN, CLOSE),
     media={
@@ -46,16 +46,16 @@ QWEN = ChatTemplate(
     },
     system=None,
 )
-# With the special tokens of InternLM, whose tokenizer puts one before every text.
+# For the tokenizer of InternLM, which begins every text with <s>.
 INTERNLM = replace(QWEN, special=("<s>", *QWEN.special), begin="<s>", end_of_text="</s>")
 
 
 class TileOptions(VideoOptions):
-    """Declare the keys of `data.processor`. Those that are left out come from the model's folder."""
+    """Declare the keys of `data.processor`. Missing keys get the values of the model's folder."""
 
     min_tiles: int | None = Field(None, gt=0, le=10**6, description="least number of tiles of an image")
     max_tiles: int | None = Field(
-        None, gt=0, le=10**6, description="largest number of tiles, besides the one of the whole image; 1: never cut"
+        None, gt=0, le=10**6, description="largest number of tiles, not counting the scaled-down image; 1: never cut"
     )
     fps: float = Field(1.0, ge=1e-6, le=1e6, description="frames taken from each second of a video")
     max_frames: int = Field(32, gt=0, le=10**6, description="taken even from a long video")
@@ -70,7 +70,7 @@ class InternVLProcessor(VisionProcessor):
     image: TileCutter
     video: TileCutter
     max_length: int | None
-    text_only: bool = False  # whether the folder's own template, which transformers uses, has no place for images
+    text_only: bool = False  # the folder's chat template, which transformers uses, ignores images
 
     @classmethod
     def load(cls, config: InternVLConfig, folder: Path, **options: Any) -> InternVLProcessor:
@@ -81,7 +81,7 @@ class InternVLProcessor(VisionProcessor):
         template, original, jinja = INTERNLM if internlm else QWEN, is_original(folder), read_chat_template(folder)
         if not original or "system" in chosen.model_fields_set:
             template = with_system(template, chosen, folder)
-        else:  # the template of its tokenizer is that of the decoder alone
+        else:  # the folder's chat template belongs to its text decoder alone
             template = replace(template, system=system_message(folder))
         text_only = not original and jinja is not None and CONTEXT not in jinja
         check_special_tokens(encoder, template, {CONTEXT: config.image_token_id}, config.text.vocab_size, folder)
@@ -104,7 +104,7 @@ class InternVLProcessor(VisionProcessor):
         )
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Return the size of a tile, or None for an image that is cut: tiles are made from the full resolution."""
+        """Return the size of a tile, or None for an image in several tiles, which need the full resolution."""
         if kind == "image" and self.image.fit(size.height, size.width) != (1, 1):
             return None
         return self.image.size, self.image.size
@@ -123,7 +123,7 @@ class InternVLProcessor(VisionProcessor):
         return {"pixels": pixels, "patch_index": np.tile(self.image.index, tiles)}
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
-        """Return the text of an image, or of the frames of a video with their numbers."""
+        """Return the text spans of an image, or of a video's frames with their numbers."""
         if part.kind != "video":
             return self.template.show(part, role)
         spans: list[ChatSpan] = []
@@ -134,9 +134,9 @@ class InternVLProcessor(VisionProcessor):
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
         if self.max_length is not None and length > self.max_length:
             raise TesseraError(
-                f"a sample of {length} tokens, the model is computed alike up to {self.max_length}",
+                f"the sample has {length} tokens, and with dynamic rope only {self.max_length} are supported",
                 where="model.config.dynamic_rope_factor",
-                fix="leave such samples out, or set it to null to have positions as they are at any length",
+                fix="remove the sample, or set this key to null, which disables dynamic rope",
                 code="data.sample-beyond-rope",
             )
         return np.arange(length)
@@ -159,10 +159,11 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class TileCutter:
-    """Cut an image into `least` to `most` tiles of `size` x `size` pixels, and one of the whole if there are several.
+    """Cut an image into `least` to `most` tiles of `size` x `size` pixels. Several tiles are followed by the
+    scaled-down image.
 
-    The patches of a tile are ordered block by block, so that those merged into one token are adjacent. A patch of zeros
-    comes first, in place of the class token.
+    Patches of a tile are in block order, so patches that are merged into a token are adjacent. A patch of zeros comes
+    first, as a placeholder of the class token.
     """
 
     size: int
@@ -180,7 +181,7 @@ class TileCutter:
 
     @property
     def tile_patches(self) -> int:
-        """Return the number of patches of one tile, class token included."""
+        """Return the number of patches of a tile, class token included."""
         return self.side**2 + 1
 
     @property
@@ -188,9 +189,9 @@ class TileCutter:
         return (self.side // self.merge) ** 2
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Return the columns and rows of tiles nearest to the image's aspect ratio.
+        """Return the columns and rows of tiles whose aspect ratio is nearest to the image's.
 
-        Of equally near ones the largest is taken whose area the image fills by half.
+        Of equally near ones, return the largest of which the image fills at least half.
         """
         if self.most == 1:
             return 1, 1
@@ -207,7 +208,7 @@ class TileCutter:
         return columns * rows + (columns * rows > 1)
 
     def cut(self, image: Image.Image, columns: int, rows: int) -> np.ndarray:
-        """Return bytes [patches, values] of the tiles, left to right and top to bottom, the whole image last."""
+        """Return bytes [patches, values] of the tiles in reading order, then of the scaled-down image."""
         size = self.size
         canvas = _resized(image, (columns * size, rows * size))
         tiles = canvas.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
@@ -216,7 +217,7 @@ class TileCutter:
         return self._patches_of(tiles)
 
     def frames(self, frames: np.ndarray) -> np.ndarray:
-        """Return bytes [patches, values] of a video [F, H, W, 3]: one tile for each frame."""
+        """Return bytes [patches, values] of a video [F, H, W, 3], with one tile per frame."""
         shape = (len(frames), self.size, self.size, 3)
         if frames.shape != shape:
             frames = np.stack([_resized(Image.fromarray(frame), (self.size, self.size)) for frame in frames])
@@ -224,12 +225,12 @@ class TileCutter:
 
     @cached_property
     def index(self) -> np.ndarray:
-        """Return the entry of the position embedding for each patch of a tile."""
+        """Return the index of the position embedding of each patch in a tile."""
         positions = block_positions(self.side, self.side, self.merge)
         return np.concatenate([[0], 1 + positions[:, 0] * self.side + positions[:, 1]])
 
     def without_class_tokens(self, tiles: int) -> np.ndarray:
-        """Return the patches that become tokens: all but class tokens."""
+        """Return the indices of patches that become tokens: all except class tokens."""
         numbers = np.arange(tiles * self.tile_patches)
         return numbers[numbers % self.tile_patches > 0]
 
@@ -241,7 +242,7 @@ class TileCutter:
 
     @cached_property
     def _arrangements(self) -> Sequence[tuple[int, int]]:
-        """Return all (columns, rows), with fewer tiles first, and of equal numbers narrow ones first."""
+        """Return all (columns, rows), ordered by number of tiles, then by columns."""
         sides = range(1, self.most + 1)
         shapes = [(columns, rows) for columns in sides for rows in sides if self.least <= columns * rows <= self.most]
         return sorted(shapes, key=lambda shape: shape[0] * shape[1])
@@ -251,7 +252,7 @@ class TileCutter:
         return Patches(1, self.size**2, self.patch, self.merge, 1, self.mean, self.std, self.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields without cached tables: making them again is faster than sending them to a worker."""
+        """Return the fields without cached tables, which a worker recomputes faster than they are sent."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -262,17 +263,17 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
 def read_tiles(
     folder: Path, vision: InternVLVisionConfig, least: int | None, most: int | None
 ) -> tuple[TileCutter, TileCutter]:
-    """Return the tile cutters of images and of videos. The recipe's numbers take precedence over the folder's.
+    """Return the tile cutters of images and of videos. Values of the recipe override those of the folder.
 
-    `crop_to_patches` is not read: it is false in published folders, and transformers' processor cuts all the same.
+    `crop_to_patches` is ignored: it is false in published folders, but transformers' processor still cuts tiles.
     """
     image_file, video_file = read_files(folder)
-    if is_original(folder):  # its file is that of a single tile
+    if is_original(folder):  # the file describes a single tile
         single = {"size": vision.image_size, "crop_size": vision.image_size, "do_center_crop": True}
         wrong = [key for key, value in single.items() if image_file.get(key, value) != value]
         if wrong:
             raise TesseraError(
-                f"{wrong[0]} = {image_file[wrong[0]]!r} is not that of a tile",
+                f"{wrong[0]} = {image_file[wrong[0]]!r} is not the size of a tile",
                 where=str(folder),
                 code="media.preprocessor-mismatch",
             )
@@ -306,8 +307,8 @@ def write_tiles(folder: Path, image: TileCutter, video: TileCutter, sampling: Vi
         "video_processor_type": "InternVLVideoProcessor",
         **pixel_fields(video.patches),
         "size": side,
-        # transformers takes all frames, as with published folders, unless num_frames is set: its own frame rate has no
-        # bounds. Our fps and bounds are written for further training.
+        # transformers uses all frames unless num_frames is set. fps and its bounds are written so that Tessera can read
+        # them.
         "do_sample_frames": sampling.frames is not None,
         **sampling_fields(sampling),
     }

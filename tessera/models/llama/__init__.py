@@ -60,7 +60,7 @@ PRESETS = {
     "3.1-405b": preset(128256, 16384, 53248, 126, (128, 8), **_LONG),
     "3.2-1b": preset(128256, 2048, 8192, 16, (32, 8), tied=True, **_SMALL),
     "3.2-3b": preset(128256, 3072, 8192, 28, (24, 8), tied=True, **_SMALL),
-    # Published as a tuned model alone, which ends its answers with any of three words.
+    # Published only as an instruction-tuned model, with three stop tokens.
     "3.3-70b": preset(128256, 8192, 28672, 80, (64, 8), **{**_LONG, "eos_token_id": (128001, 128008, 128009)}),
 }
 SPEC = language_family("llama", LlamaConfig, PRESETS, (LLAMA3, VICUNA))

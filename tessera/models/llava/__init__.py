@@ -61,7 +61,7 @@ _PENULTIMATE = {"vision_feature_layer": -2, "vision_feature_select_strategy": "d
 _ALL_FEATURES = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quickstart": {
-        # 507 end of text (and padding), 508 and 509 open and close a message.
+        # Token 507 ends a text and pads, 508 begins and 509 ends a message.
         **quickstart_preset(attention_bias=True, max_position_embeddings=4096, eos_token_id=509, pad_token_id=507),
         "vision": {**_SIGLIP, **_TINY_VISION},
         "tiles": {"pinpoints": [(28, 28), (28, 56), (56, 28), (56, 56), (28, 84), (84, 28)], "most": 3},
@@ -70,7 +70,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_ALL_FEATURES,
     },
     "quickstart-1.5": {
-        # 508 and 509 begin and end a conversation.
+        # Token 508 begins and 509 ends a conversation.
         **quickstart_preset(tied=False, max_position_embeddings=4096, bos_token_id=508, eos_token_id=509),
         "vision": {**_CLIP, **_TINY_VISION},
         "image_token_id": 510,

@@ -24,7 +24,7 @@ _VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     "siglip": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
-# Defaults for a folder without vision_config.
+# Defaults of config.json without vision_config.
 _NO_VISION: Mapping[str, Mapping[str, Any]] = {
     PLAIN_TYPE: {
         "model_type": "clip_vision_model",
@@ -49,7 +49,7 @@ _NO_VISION: Mapping[str, Mapping[str, Any]] = {
 
 
 class LlavaVisionConfig(Section):
-    """Configure a CLIP encoder (class token before the patches, norm before the blocks) or a SigLIP encoder."""
+    """Configure a CLIP encoder (with a class token and a norm before the blocks) or a SigLIP encoder."""
 
     kind: Literal["clip", "siglip"]
     hidden_size: int = Field(768, gt=0, le=10**8)
@@ -69,7 +69,7 @@ class LlavaVisionConfig(Section):
 
     @property
     def side(self) -> int:
-        """Return the number of patches along a side of an image; pixels left over at the edges are dropped."""
+        """Return the number of patches along a side of an image. Pixels that fill no patch are dropped."""
         return self.image_size // self.patch_size
 
     @property
@@ -91,22 +91,25 @@ class LlavaVisionConfig(Section):
 
 
 class TilesConfig(Section):
-    """Configure how a single image is cut into tiles: by the resolution that wastes least area."""
+    """Configure how a single image is cut into tiles, by the resolution that wastes the least area."""
 
     pinpoints: tuple[tuple[int, int], ...] = Field(PINPOINTS, min_length=1, description="resolutions, height and width")
     most: int = Field(
-        9, gt=0, le=10**8, description="largest number of tokens, in tiles; more are interpolated down to it"
+        9,
+        gt=0,
+        le=10**8,
+        description="largest number of tokens, in tiles; larger images are scaled down",
     )
 
 
 class LlavaConfig(Section):
     text: TextConfig
     vision: LlavaVisionConfig
-    tiles: TilesConfig | None = Field(None, description="for LLaVA-OneVision; LLaVA 1.5 has none and takes no videos")
+    tiles: TilesConfig | None = Field(None, description="for LLaVA-OneVision; null: LLaVA 1.5, which reads no videos")
     tie_word_embeddings: bool = False
     image_token_id: int = Field(32000, ge=0)
     video_token_id: int | None = Field(None, ge=0, description="with tiles")
-    vision_feature_layer: int = Field(-2, description="block whose features are used: 1 is the first, -1 the last")
+    vision_feature_layer: int = Field(-2, description="block whose features are used; 1 is the first, -1 the last")
     vision_feature_select_strategy: Literal["default", "full"] = Field(
         "default", description="default: without the first patch of each image, the class token"
     )
@@ -116,7 +119,7 @@ class LlavaConfig(Section):
 
     @property
     def blocks_read(self) -> int:
-        """Return the number of blocks that are computed: up to the chosen features."""
+        """Return how many blocks of the vision encoder are computed, up to `vision_feature_layer`."""
         layers, chosen = self.vision.num_hidden_layers, self.vision_feature_layer
         return chosen if chosen >= 0 else layers + 1 + chosen
 
@@ -126,7 +129,7 @@ class LlavaConfig(Section):
 
     @property
     def features(self) -> int:
-        """Return the number of features of one image that become embeddings."""
+        """Return the number of features of an image that become tokens."""
         return self.vision.patches - self.first_feature
 
     @model_validator(mode="after")
@@ -138,10 +141,10 @@ class LlavaConfig(Section):
         if not 1 <= self.blocks_read <= self.vision.num_hidden_layers:
             layers = self.vision.num_hidden_layers
             raise ValueError(
-                f"vision_feature_layer {self.vision_feature_layer}: the vision encoder has {layers} blocks"
+                f"vision_feature_layer {self.vision_feature_layer} is not one of the encoder's {layers} blocks"
             )
         if (self.tiles is None) != (self.video_token_id is None):
-            raise ValueError("tiles and video_token_id go together")
+            raise ValueError("set both tiles and video_token_id, or neither")
         if self.tiles is not None:
             self._check_tiles(self.tiles)
         return self
@@ -150,12 +153,14 @@ class LlavaConfig(Section):
         side = self.vision.side
         if self.features != side**2:
             raise ValueError(
-                f"vision_feature_select_strategy {self.vision_feature_select_strategy!r} leaves {self.features} "
-                f"features of a tile of {side}x{side} patches: tiles need all patches and nothing else"
+                f"vision_feature_select_strategy {self.vision_feature_select_strategy!r} keeps {self.features} "
+                f"features of a tile of {side}x{side} patches, but tiles need exactly one feature per patch"
             )
         for height, width in tiles.pinpoints:
             if height <= 0 or width <= 0 or height % self.vision.image_size or width % self.vision.image_size:
-                raise ValueError(f"tiles of {self.vision.image_size} do not fill a resolution of {height}x{width}")
+                raise ValueError(
+                    f"tiles of {self.vision.image_size} pixels do not fill a resolution of {height}x{width}"
+                )
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> LlavaConfig:
@@ -168,7 +173,7 @@ class LlavaConfig(Section):
         fields |= {
             "text": _read_text(text, "qwen2" if tiled else "llama", where),
             "vision": _read_vision(data.get("vision_config") or _NO_VISION[kind], where),
-            # Releases of transformers before 5 kept the tie inside text_config.
+            # transformers 4 wrote tie_word_embeddings into text_config.
             "tie_word_embeddings": bool(data.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
             "image_token_id": _either(data, "image_token_index", "image_token_id", 151646 if tiled else 32000),
             "vision_feature_layer": _one_layer(data.get("vision_feature_layer", -1 if tiled else -2), where),
@@ -236,9 +241,9 @@ def _read_vision(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = _TOWERS[str(model_type)]
     if kind == "siglip" and vision.get("vision_use_head", True):
         raise TesseraError(
-            "vision_config.vision_use_head is on: the folder has weights of a head that does not affect the output",
+            "vision_config.vision_use_head is true: the weights of this head do not affect the output",
             where=where,
-            fix="set vision_use_head to false, as the published LLaVA folders do, and leave vision_tower.*.head.* out",
+            fix="set vision_use_head to false, as in published folders, and delete the weights vision_tower.*.head.*",
             code="model.unused-vision-head",
         )
     fields = {name: vision[name] for name in LlavaVisionConfig.model_fields if vision.get(name) is not None}

@@ -18,10 +18,9 @@ from tessera.nn.vit import VisionShape
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
-_PATCHES_OF_TILES = 2  # per visual token: an image is encoded as one and in tiles, and video features are pooled
-# The rules use the hub's names (`vision_tower.vision_model.*`, `language_model.model.*`), which transformers reads. The
-# renames accept what it writes now (without `vision_model`), the names of its modules in memory, and a base model saved
-# without its head.
+_PATCHES_OF_TILES = 2  # usual patches per visual token: an image is encoded both scaled down and in tiles
+# Names in published folders, which transformers reads. `_RENAMES` also accepts the names that transformers writes now,
+# the names of its modules in memory, and a base model saved without its head.
 _TOWER = "vision_tower.vision_model."
 _TEXT = "language_model.model."
 _PAIRS = (
@@ -41,7 +40,7 @@ _PROJECTOR = (
     ("projector.down.{kind}", "multi_modal_projector.linear_2.{kind}"),
     ("projector.newline", "image_newline"),
 )
-# The first match is used, so longer prefixes come first.
+# The first matching prefix is replaced, so longer prefixes come first.
 _RENAMES = (
     (_TEXT, _TEXT),
     ("language_model.lm_head.", "language_model.lm_head."),
@@ -79,7 +78,7 @@ class Llava(VisionFamily):
             positions=vision.patches,
             class_token=vision.class_token,
             norm_before=vision.kind == "clip",
-            norm_after=True,  # never read, and yet in every folder
+            norm_after=True,  # unused, but its weights are in every folder
             num_blocks_used=config.blocks_read,
             attention=config.attention,
         )
@@ -118,20 +117,22 @@ class Llava(VisionFamily):
         return config.vision.patches, config.features
 
     def most_patches(self, config: LlavaConfig) -> None:
-        """Do not split the encoder over stages: the number of patches per token differs between images (video features
-        are pooled, padding is dropped), and the encoder is small beside a text decoder that needs several stages."""
+        """Keep the vision encoder in one pipeline stage: the number of patches per token differs between images.
+
+        The encoder is small compared to a text decoder that needs several stages.
+        """
         return None
 
     def usual_patches(self, config: LlavaConfig) -> int:
         return 1 if config.tiles is None else _PATCHES_OF_TILES
 
     def example(self, config: LlavaConfig, tokens: int) -> Batch:
-        """Return a batch of `tokens` tokens of which images of one square each take about half.
+        """Return a batch in which images of a single tile make up about half of `tokens`.
 
-        A sequence too short for one image holds the first part of its tokens.
+        A sequence that is too short for an image has only the first part of its tokens.
         """
         patches, first = config.vision.patches, config.first_feature
-        image_tokens = config.features + (config.tiles is not None)  # with the newline embedding
+        image_tokens = config.features + (config.tiles is not None)  # and the newline embedding
         images = max(1, min(EXAMPLE_IMAGES, tokens // (2 * image_tokens)))
         used = min(images * image_tokens, tokens)
         features = torch.arange(images * patches).view(images, patches)[:, first:].flatten()

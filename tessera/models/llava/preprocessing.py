@@ -24,23 +24,23 @@ from tessera.models.vision.preprocessor_files import (
     write_json,
 )
 
-# How an image becomes a square: resized and cropped to its centre, or stretched.
+# How an image becomes a square: resized and cropped at its centre, or stretched.
 Fit = Literal["crop", "stretch"]
 
 
 @dataclass(frozen=True)
 class SquareImages:
-    """Make square images of one size and cut them into patches, as CLIP and SigLIP encoders read them."""
+    """Turn images into squares of one size and cut them into patches, for CLIP and SigLIP encoders."""
 
-    size: int  # pixels along a side
-    patches: Patches  # whole patches from the upper left corner; what is left over at the edges is dropped
-    class_row: bool  # a patch of zeros comes before those of each square, in place of the class token
+    size: int  # side of the square in pixels
+    patches: Patches  # patches from the upper left corner; pixels that fill no patch are dropped
+    class_row: bool  # add a patch of zeros before those of each square, as a placeholder of the class token
     fit: Fit = "crop"
-    shortest: int = 0  # with "crop": the shorter side after resizing
-    pad: bool = False  # first pad to a square with the mean colour
+    shortest: int = 0  # for "crop": shorter side after resizing, in pixels
+    pad: bool = False  # pad images to a square with the mean colour before resizing
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height to which an image is resized before it is cropped."""
+        """Return the width and height of an image after resizing, before the crop."""
         if self.fit == "stretch":
             return self.size, self.size
         short, long = min(width, height), max(width, height)
@@ -69,7 +69,7 @@ class SquareImages:
         return around
 
     def tiled(self, image: Image.Image, down: int, across: int) -> np.ndarray:
-        """Return [tiles, size, size, 3]: the whole image, then its tiles, padded with black."""
+        """Return [tiles, size, size, 3]: the full image scaled down, then its tiles, padded with black."""
         high, wide = down * self.size, across * self.size
         width, height = image.size
         if wide / width < high / height:
@@ -83,7 +83,7 @@ class SquareImages:
         return np.concatenate([self.stretched(image)[None], cut.reshape(-1, self.size, self.size, 3)])
 
     def cut(self, squares: np.ndarray) -> np.ndarray:
-        """Return the patches of [squares, size, size, 3], one square after another."""
+        """Return the patches of all squares [squares, size, size, 3] in order."""
         side = self.size // self.patches.patch
         used = side * self.patches.patch
         rows = self.patches.cut(np.ascontiguousarray(squares[:, :used, :used]), (len(squares), side, side))
@@ -99,12 +99,15 @@ def _resize(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 NEWLINE = -1
-_DOWNSCALE_FROM = 1.1  # a grid that exceeds the maximum by less is not interpolated down
+_DOWNSCALE_FROM = 1.1  # ratio to the largest size up to which a grid of features is not scaled down
 
 
 @dataclass(frozen=True)
 class FeatureInterpolation:
-    """Hold the features [tokens, K] from which each token is interpolated, and their weights; None: K is 1."""
+    """Hold the indices [tokens, K] and weights of the features that each token is interpolated from.
+
+    Without weights K is 1.
+    """
 
     index: np.ndarray
     weights: np.ndarray | None = None
@@ -112,15 +115,15 @@ class FeatureInterpolation:
 
 @dataclass(frozen=True)
 class AnyResTiles:
-    """Choose the tiles of an image (the "anyres" scheme of LLaVA-OneVision) and the features that become tokens."""
+    """Choose the tiles of an image and the features that become tokens ("anyres" of LLaVA-OneVision)."""
 
-    side: int  # features along a side of a tile
-    size: int  # pixels along it
-    pinpoints: tuple[tuple[int, int], ...]  # resolutions to choose from, height and width
-    most: int  # tiles' worth of tokens
+    side: int  # number of features along a side of a tile
+    size: int  # side of a tile in pixels
+    pinpoints: tuple[tuple[int, int], ...]  # candidate resolutions (height, width)
+    most: int  # largest number of tokens, in units of a tile's tokens
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of tiles that keep most pixels of an image of this size and waste least area."""
+        """Return the rows and columns of tiles that keep most pixels of an image and waste the least area."""
         best, best_rank = self.pinpoints[0], (0, -math.inf)
         for high, wide in self.pinpoints:
             scale = min(wide / width, high / height)
@@ -131,11 +134,11 @@ class AnyResTiles:
         return best[0] // self.size, best[1] // self.size
 
     def image(self) -> FeatureInterpolation:
-        """Return which features become the tokens of an image that is a single tile: all in order, then a newline."""
+        """Return the features that become tokens of an image of a single tile: all features, then a newline."""
         return FeatureInterpolation(np.append(np.arange(self.side**2), NEWLINE)[:, None])
 
     def tiled_image(self, height: int, width: int) -> FeatureInterpolation:
-        """Return which features become the tokens of an image that is split into tiles, the only one of its sample."""
+        """Return the features that become tokens of an image in several tiles, the only image of its sample."""
         down, across = self.grid(height, width)
         rows, columns = self._unpadded(height, width, down * self.side, across * self.side)
         lines, weights = self._features(rows, columns, across)[..., None], None
@@ -154,7 +157,7 @@ class AnyResTiles:
         return FeatureInterpolation(np.concatenate([whole, index]), shares)
 
     def video(self, frames: int) -> FeatureInterpolation:
-        """Return the tokens of a video: features of each frame are pooled to half the side."""
+        """Return the features that become tokens of a video: each frame is pooled to half its side."""
         half = math.ceil(self.side / 2)
         index, weights = _smaller(np.arange(self.side**2).reshape(self.side, self.side), half, half)
         width = index.shape[-1]
@@ -164,7 +167,7 @@ class AnyResTiles:
         return FeatureInterpolation(np.concatenate([moved.reshape(-1, width), ending]), shares)
 
     def _unpadded(self, height: int, width: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows and columns of features that are not padding; the image is centred in its tiles."""
+        """Return the rows and columns of features that are not padding. The image is centred in its tiles."""
         top = side = 0
         if width / height > columns / rows:
             top = (rows - int(round(height * (columns / width), 7))) // 2
@@ -173,14 +176,15 @@ class AnyResTiles:
         return np.arange(top, rows - top), np.arange(side, columns - side)
 
     def _features(self, rows: np.ndarray, columns: np.ndarray, across: int) -> np.ndarray:
-        """Return the index of each feature, [rows, columns]: the whole image has the first ones, then come tiles."""
+        """Return feature indices [rows, columns] of the tiles. The features of the scaled-down image come before
+        them."""
         tile = 1 + rows[:, None] // self.side * across + columns[None] // self.side
         numbers: np.ndarray = tile * self.side**2 + rows[:, None] % self.side * self.side + columns[None] % self.side
         return numbers
 
 
 def _smaller(features: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return features [rows, columns, 4] and weights of a bilinear interpolation to this size."""
+    """Return feature indices [rows, columns, 4] and weights of a bilinear interpolation to this size."""
     top, bottom, below = _between(features.shape[0], rows)
     near, far, beside = _between(features.shape[1], columns)
     corners = [features[np.ix_(y, x)] for y in (top, bottom) for x in (near, far)]
@@ -189,7 +193,7 @@ def _smaller(features: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray,
 
 
 def _between(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two neighbours for each of `new` points along `old` ones, and the weight of the second."""
+    """Return the two neighbours of `new` evenly spaced points among `old` ones, and the weight of the second."""
     scale = np.float32(old) / np.float32(new)
     points = np.maximum((np.arange(new, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
     first = np.minimum(points.astype(np.int64), old - 1)
@@ -205,7 +209,7 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
     is_clip = vision.kind == "clip"
     defaults = {"mean": CLIP_MEAN, "std": CLIP_STD} if is_clip else {"mean": _HALF, "std": _HALF}
     norm = {**defaults, "scale": 1 / 255, **read_norm(data, path)}
-    # SquareImages have one size: there are no bounds.
+    # Bounds do not matter: squares have one size.
     patches = Patches(1, 1 << 62, vision.patch_size, merge=1, temporal=1, **norm)
     if config.tiles is not None:
         _check_tiles(data, config, path)
@@ -221,7 +225,7 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
         fit_size = crop if isinstance(crop, int) else crop.get("height")
     if fit_size != vision.image_size or (shortest and (not crops or shortest < vision.image_size)):
         raise TesseraError(
-            f"size {size} (crop: {data.get('crop_size') if crops else None}) does not give images of "
+            f"size {size} (crop: {data.get('crop_size') if crops else None}) does not produce images of "
             f"{vision.image_size}x{vision.image_size}, which the model needs",
             where=str(path),
             code="media.preprocessor-mismatch",
@@ -231,21 +235,21 @@ def read_squares(folder: Path, config: LlavaConfig) -> SquareImages:
 
 
 def _check_tiles(data: dict[str, Any], config: LlavaConfig, path: Path) -> None:
-    """Model and preprocessor each have a list of resolutions: two that differ train without an error, and wrong."""
+    """Refuse a preprocessor file with other resolutions than the model: training would be wrong without an error."""
     assert config.tiles is not None
     pinpoints = data.get("image_grid_pinpoints")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != config.tiles.pinpoints:
         raise TesseraError(
-            "image_grid_pinpoints are others than the model's",
+            "image_grid_pinpoints differ from the model's",
             where=str(path),
-            fix="set them as in config.json",
+            fix="copy them from config.json",
             code="media.preprocessor-mismatch",
         )
     size = data.get("size") or {}
     side = size if isinstance(size, int) else size.get("height") or size.get("shortest_edge")
     if side not in (None, config.vision.image_size):
         raise TesseraError(
-            f"size {size}, the model needs {config.vision.image_size}",
+            f"size is {size}, but the model needs {config.vision.image_size}",
             where=str(path),
             code="media.preprocessor-mismatch",
         )

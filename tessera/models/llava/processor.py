@@ -43,8 +43,8 @@ _LINES: dict[PartKind, MediaWords] = {
     "video": MediaWords("<video>", after="\n"),
 }
 CHATML = ChatTemplate(special=("<|im_start|>", "<|im_end|>"), media=_LINES, system=None, media_first=True)
-# The template of the hub's first OneVision folders: a space after the role, and newlines before texts. Its generation
-# prompt ends with "assistant\n", so answers are written with a newline.
+# Template of the first OneVision folders: a space after the role, newlines before texts. Its generation prompt ends
+# with "assistant\n", so answers have a newline before them.
 SPACED = replace(
     CHATML,
     turns={
@@ -54,7 +54,7 @@ SPACED = replace(
     media={"image": MediaWords("<image>"), "video": MediaWords("<video>")},
 )
 _SPACED = re.compile(r"<\|im_start\|>('\s*\+\s*message(\['role'\]|\.role)\s*\+\s*' '|\{\{ message\.role \}\} )")
-# As in the hub's 1.5 folders, and with the end-of-text token that ends answers in training.
+# Template of published LLaVA 1.5 folders, plus the end-of-text token after answers, as in training.
 VICUNA = ChatTemplate(
     special=("<s>", "</s>"),
     turns={
@@ -71,10 +71,10 @@ VICUNA = ChatTemplate(
 
 
 class LlavaOptions(VideoOptions):
-    """Declare the keys of `data.processor`. Those that are left out come from the model's folder."""
+    """Declare the keys of `data.processor`. Missing keys get the values of the model's folder."""
 
     max_frames: int = Field(
-        32, gt=0, le=10**6, description="taken even from a long video: as many as OneVision was trained with"
+        32, gt=0, le=10**6, description="largest number of frames of a video; OneVision was trained with 32"
     )
 
 
@@ -112,11 +112,11 @@ class LlavaProcessor(VisionProcessor):
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
         if kind == "video":
             return self.squares.size, self.squares.size
-        # Tiles and padding are made from the full resolution.
+        # Tiles and padding need the full resolution.
         return None if self.tiles is not None or self.squares.pad else self.squares.resized(size.width, size.height)
 
     def layouts(self, kinds: Sequence[PartKind], sizes: Sequence[MediaSize]) -> list[MediaLayout]:
-        """Return the layouts of all media: an image that is the only one of its conversation is cut into tiles."""
+        """Return the layouts of all media. An image is cut into tiles if its conversation has no other image."""
         alone = list(kinds).count("image") == 1
         return [
             self._tiled(size) if alone and kind == "image" and self.tiles is not None else self.layout(kind, size)
@@ -138,7 +138,7 @@ class LlavaProcessor(VisionProcessor):
     def _layout(
         self, squares: int, grid: tuple[int, int, int], interpolation: FeatureInterpolation | None
     ) -> MediaLayout:
-        """Return a layout. `grid`: frames, and rows and columns of tiles; 0 where nothing is cut."""
+        """Return a layout. `grid`: number of frames, rows of tiles, columns of tiles; 0 if the image is not cut."""
         patches, first = self.config.vision.patches, self.config.first_feature
         selected = None
         if first:
@@ -179,7 +179,7 @@ class LlavaProcessor(VisionProcessor):
             self._save_llama_tokenizer(folder)
 
     def _save_llama_tokenizer(self, folder: Path) -> None:
-        """Write a tokenizer that adds the beginning token itself, so that the chat template leaves it out."""
+        """Write a tokenizer that adds the beginning-of-text token, which is then removed from the chat template."""
         template = replace(self.template, begin="") if self._begins_itself() else self.template
         end = self.template.end_of_text
         pad = next((word for word in ("<pad>", "<unk>") if self.encoder.find(word) is not None), end)
@@ -204,7 +204,7 @@ class LlavaProcessor(VisionProcessor):
 
 
 def _template(encoder: ChatEncoder, config: LlavaConfig, folder: Path) -> ChatTemplate:
-    """Return the chat template whose special tokens the tokenizer has."""
+    """Return the first chat template whose special tokens the tokenizer has."""
     jinja = read_chat_template(folder)
     chatml = SPACED if jinja is not None and _SPACED.search(jinja) else CHATML
     if config.tiles is None:
@@ -213,7 +213,7 @@ def _template(encoder: ChatEncoder, config: LlavaConfig, folder: Path) -> ChatTe
         if all(encoder.find(word) is not None for word in template.special):
             return template
     raise UnknownConversationError(
-        "the tokenizer has the special words of no conversation this family knows",
+        "the tokenizer lacks the special tokens of this family's chat templates",
         where=str(folder / "tokenizer.json"),
         allowed=[" ".join(one.special) for one in (chatml, VICUNA)],
         fix="use the tokenizer of an instruction-tuned model",

@@ -1,9 +1,9 @@
-"""Any `nn.Module` as it is: named in the recipe by its import path, trained, sharded, saved and exported.
+"""Train any `nn.Module`, which the recipe names by its import path.
 
     model: {family: module, config: {class: "my_package.net:Net", arguments: {width: 64}}}
 
-Its constructor is the only code of it that runs before training: without weights to plan, and once more on the host to
-draw initial weights when the recipe gives none to load.
+The constructor runs on the meta device to plan the run, and once on the host to draw initial weights if the recipe
+loads none.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ModuleConfig(Section):
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> ModuleConfig:
-        """Return the configuration with the folder's arguments. Only the recipe names the class to import."""
+        """Return the configuration with the arguments in a folder's config.json. The class comes only from the
+        recipe."""
         arguments = data.get("arguments")
         return cls.model_validate({"arguments": arguments if isinstance(arguments, dict) else {}})
 
@@ -68,8 +69,10 @@ def build(config: ModuleConfig) -> nn.Module:
 
 
 def fresh(config: ModuleConfig) -> nn.Module | None:
-    """Return the module with initial weights: of its `init_weights` if it has one, otherwise of its constructor. None
-    where the class draws them by name."""
+    """Return the module with initial weights, from `init_weights` if it has this method, else from its constructor.
+
+    Return None for a class that initializes parameters by name.
+    """
     kind = _class_of(config)
     if issubclass(kind, InitializesByName):
         return None
@@ -82,16 +85,18 @@ def fresh(config: ModuleConfig) -> nn.Module | None:
 
 
 def plan(config: ModuleConfig) -> ModelPlan:
-    """Return the plan that the class declares, or one without blocks: `parallel.wrap` names them, or the module is
-    sharded as one."""
+    """Return the plan that the class declares, or a plan without blocks.
+
+    Without blocks, `parallel.wrap` names the modules to shard; by default the module is one shard group.
+    """
     return _plan_of(build(config))
 
 
 def spec_of_object(module: nn.Module) -> tuple[ModelSpec, ModuleConfig]:
-    """Return the family of a module that the caller made, with the weights it has: they are the initial ones."""
+    """Return the specification of a module that the caller built. Its current weights are the initial weights."""
 
     def on_meta(_: ModuleConfig) -> nn.Module:
-        # Parameters are not copied: deepcopy takes what stands in for them from the memo.
+        # deepcopy uses these meta parameters instead of copying the weights
         memo = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in module.parameters()}
         copied = copy.deepcopy(module, memo)
         return copied if takes_batch(copied) else accept_batches(copied, Arguments(copied))

@@ -1,8 +1,8 @@
-"""Processors of conversations: tokens, labels, packing, files.
+"""The base class of processors, which turn conversations into batches: tokens, labels, packing, files.
 
-A family with media declares its streams (`MediaStream`), and adds how media of a given size become tokens
-(`MediaLayout`), how they are written in the text, which positions their tokens have, and the elements that an encoder
-reads. Packing follows from the streams.
+A family with images, video or audio declares its streams (`MediaStream`). It defines how many tokens media of a given
+size become (`MediaLayout`), their text, the positions of their tokens, and the elements that the encoder reads. Packing
+follows from the streams.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tessera.models.processing.tokenizer import (
 )
 from tessera.runtime.log import logger
 
-# A row with one sample is computed as one segment, padding included, if the sample fills this share of it: kernels for
-# rows of one length are up to twice as fast, but attention to padding grows with the square of its length.
+# A row with a single sample is one attention segment, padding included, if the sample fills at least this share of it.
+# Kernels for equal segments are up to twice as fast, but attention to padding costs its length squared.
 _MIN_FILLED = 0.8
 
 
@@ -53,11 +53,12 @@ _MIN_FILLED = 0.8
 class ConversationProcessor:
     """Turn conversations into batches and tokens back into text."""
 
-    version: ClassVar[str]  # family and a number, raised when the same options give other tokens than before
-    streams: ClassVar[MediaStreams] = {}  # the encoders of the model's plan, by name
-    axes: ClassVar[int] = 3  # axes of positions: 3 (time, height and width) or 1
-    tokenizer_kind: ClassVar[str | None] = None  # transformers' class named in exports; None: chosen by the tokenizer
-    # Named tokens that transformers' processor replaces before a model sees them: a tokenizer may lack their ids.
+    version: ClassVar[str]  # family and a number, which increases when the same options give different tokens
+    streams: ClassVar[MediaStreams] = {}  # streams of the model's plan by name, one per encoder
+    axes: ClassVar[int] = 3  # number of position axes: 3 (time, height, width) or 1
+    # tokenizer class of transformers in exports; None: depends on the tokenizer
+    tokenizer_kind: ClassVar[str | None] = None
+    # Special tokens that transformers' processor replaces by others before tokenizing, so the tokenizer may lack them.
     replaced_words: ClassVar[tuple[str, ...]] = ()
 
     encoder: ChatEncoder
@@ -67,7 +68,7 @@ class ConversationProcessor:
     last_only: bool
 
     def __post_init__(self) -> None:
-        """Make tokenizer and template agree on the special tokens that only the template may write."""
+        """Give the tokenizer the special tokens of the template, so that text of users cannot contain them."""
         template = self.template.with_words_of(self.encoder.added_words)
         object.__setattr__(self, "template", template)
         object.__setattr__(self, "encoder", self.encoder.with_control(template.control_words()))
@@ -75,52 +76,52 @@ class ConversationProcessor:
     # ------------------------------------------------------------------------------------------ what a family defines
 
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
-        """Return the tokens and elements of media of this size."""
-        raise AssertionError("a template without media lets none through")
+        """Return the tokens and elements of an image, video or recording of this size."""
+        raise AssertionError("the chat template of this family refuses media")
 
     def elements(self, kind: PartKind, media: Any, layout: MediaLayout) -> dict[str, np.ndarray]:
-        """Return the tensors of the stream that reads this kind, with one entry per element in the encoder's order.
+        """Return the tensors of an encoder's input, with one entry per element in the order of the encoder.
 
-        `media` is a PIL image, frames [F, H, W, 3] or sound [samples].
+        `media`: a PIL image, frames [F, H, W, 3] or sound [samples].
         """
-        raise AssertionError("a template without media lets none through")
+        raise AssertionError("the chat template of this family refuses media")
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Return the width and height to which media are resized, so that decoding may already scale down.
+        """Return the width and height to which media will be resized, so that the decoder may scale down.
 
-        None: the processor needs all pixels.
+        None: the processor needs full resolution.
         """
         return None
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        """Return positions of tokens, [3, length] or [length].
+        """Return the positions of all tokens, [3, length] or [length].
 
-        `spans`: first token and number of tokens of each run of tokens that stand for media.
+        `spans`: start and length of each run of tokens that stand for media.
         """
         return np.arange(length)
 
     def constants(self, stream: str) -> Mapping[str, np.ndarray]:
-        """Return further tensors of every batch that has input for this stream: the same for all samples."""
+        """Return tensors that every batch with input for this stream gets, equal for all samples."""
         return {}
 
     def save_preprocessor(self, folder: Path) -> None:
-        """Write the preprocessor files of a Hugging Face folder, beside its tokenizer."""
+        """Write the preprocessor files of a Hugging Face folder."""
         return None
 
     def layouts(self, kinds: Sequence[PartKind], sizes: Sequence[MediaSize]) -> list[MediaLayout]:
-        """Return the layouts of all media of a sample; one may depend on the others."""
+        """Return the layouts of all media of a sample. A layout may depend on the sample's other media."""
         return [self.layout(kind, size) for kind, size in zip(kinds, sizes, strict=True)]
 
     def show(self, part: Part, role: str, layout: MediaLayout) -> list[ChatSpan]:
-        """Return the text of a media part in a conversation."""
+        """Return the text spans that represent a media part in a conversation."""
         return self.template.show(part, role)
 
     def fingerprint_fields(self) -> list[Any]:
-        """Return JSON values that `measure` depends on, besides tokenizer, template and sampling."""
+        """Return further JSON values that `measure` depends on, besides tokenizer, template and sampling."""
         return []
 
     def named_tokens(self) -> dict[str, str]:
-        """Return special tokens that transformers' processor of the family finds in the tokenizer by attribute name."""
+        """Return special tokens by the attribute names under which transformers' processor looks them up."""
         return {}
 
     # ------------------------------------------------------------------------------------------ one sample
@@ -130,7 +131,7 @@ class ConversationProcessor:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash that changes whenever `measure` could give another answer."""
+        """Return a hash that changes whenever `measure` could return different numbers."""
         settings = [asdict(self.template), asdict(self.sampling), self.fingerprint_fields(), *self.encoder.unmarked]
         facts = json.dumps([self.version, self.encoder.json, settings, self.train_on, self.last_only], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
@@ -152,11 +153,11 @@ class ConversationProcessor:
         parts = sample.media()
         assert len(parts) == len(sizes), "one size for each media part"
         for part in parts:
-            self.template.words_of(part)  # raises an error if the family does not take such media
+            self.template.words_of(part)  # raises an error for media that the family does not support
         return self.layouts([part.kind for part in parts], sizes)
 
     def _chat_spans(self, sample: Sample, layouts: Sequence[MediaLayout], prompt: bool = False) -> list[ChatSpan]:
-        """Return the rendered conversation. `prompt`: it ends where the assistant's answer begins."""
+        """Return the rendered conversation as text spans. `prompt`: stop where the assistant's answer begins."""
         remaining = iter(layouts)
         return self.template.render(
             sample.messages,
@@ -184,7 +185,7 @@ class ConversationProcessor:
     def _streams(
         self, sample: Sample, media: Sequence[Any], layouts: Sequence[MediaLayout], spans: Sequence[tuple[int, int]]
     ) -> dict[str, EncodedStream]:
-        """Return the input of each encoder that reads some of the media."""
+        """Return the input of each encoder that has media in this sample."""
         remaining = iter(spans)
         inputs: dict[str, list[EncodedMedium]] = {}
         for part, medium, layout in zip(sample.media(), media, layouts, strict=True):
@@ -198,7 +199,7 @@ class ConversationProcessor:
         return next(name for name, stream in self.streams.items() if kind in stream.kinds)
 
     def _read_by(self, stream: MediaStream, sample: Sample, layouts: Sequence[MediaLayout]) -> list[MediaLayout]:
-        """Return the layouts of the media that a stream reads."""
+        """Return the layouts of the media whose kind a stream reads."""
         return [layout for part, layout in zip(sample.media(), layouts, strict=True) if part.kind in stream.kinds]
 
     def _counts(
@@ -208,7 +209,7 @@ class ConversationProcessor:
         return {
             "samples": 1,
             "tokens": len(trained),
-            "trained": sum(trained[1:]),  # nothing comes before the first token, so nothing predicts it
+            "trained": sum(trained[1:]),  # the first token has no earlier token that could predict it
             "images": kinds.count("image"),
             "frames": sum(size.frames for kind, size in zip(kinds, sizes, strict=True) if kind == "video"),
             **{s.elements: s.count(self._read_by(s, sample, layouts)) for s in self.streams.values()},
@@ -229,7 +230,7 @@ class ConversationProcessor:
         media: Sequence[Sequence[Any]],
         sizes: Sequence[Sequence[MediaSize]] | None = None,
     ) -> Batch:
-        """Return a batch of prompts, without a last answer of the assistant: that is what the model shall generate."""
+        """Return a batch of prompts. A final answer of the assistant is left out, because the model generates it."""
         items = []
         for number, (sample, objects) in enumerate(zip(samples, media, strict=True)):
             count = max((n for n, message in enumerate(sample.messages, 1) if message.role != "assistant"), default=0)
@@ -243,13 +244,13 @@ class ConversationProcessor:
         return replace(batch, sample_ids=tuple(item.id for item in items))
 
     def _pack(self, rows: Sequence[Sequence[Encoded]], lengths: Sequence[int], whole: bool = False) -> Batch:
-        """Return rows of samples as one packed batch. `whole`: each row has one sample and is one segment."""
+        """Return rows of samples as one packed batch. `whole`: each row has a single sample and is one segment."""
         total = sum(lengths)
         tokens = torch.full((total,), self._pad, dtype=torch.int64)
         labels = torch.full((total,), IGNORE, dtype=torch.int64)
         positions = torch.zeros(*([3] if self.axes == 3 else []), total, dtype=torch.int64)
         texts: list[int] = []
-        placed: list[tuple[Encoded, int]] = []  # with the first token of each
+        placed: list[tuple[Encoded, int]] = []  # each sample and the index of its first token in the batch
         start = 0
         for row, length in zip(rows, lengths, strict=True):
             at, end = start, start + length
@@ -257,7 +258,7 @@ class ConversationProcessor:
                 size = len(item.tokens)
                 tokens[at : at + size] = item.tokens
                 labels[at : at + size - 1] = item.labels[1:]
-                positions[..., at : at + size] = item.positions  # [L] stands for all axes
+                positions[..., at : at + size] = item.positions  # [L] is broadcast to all axes
                 placed.append((item, at))
                 texts.append(size)
                 at += size
@@ -319,22 +320,22 @@ class ConversationProcessor:
 def check_special_tokens(
     encoder: ChatEncoder, template: ChatTemplate, ids: dict[str, int], vocabulary: int, folder: Path
 ) -> None:
-    """Raise an error unless tokenizer and model agree on ids: a mismatched pair would train without learning anything.
+    """Raise an error unless tokenizer and model agree on the ids of special tokens.
 
-    `ids`: the ids of special tokens in the model's configuration.
+    A mismatched pair would train without learning. `ids`: ids of special tokens in the model's configuration.
     """
     for word in template.special_words():
         token = encoder.id_of(word)
         if token != ids.get(word, token):
             raise TesseraError(
-                f"{word} is {token} for the tokenizer and {ids[word]} for the model",
+                f"{word} has id {token} in the tokenizer and {ids[word]} in the model's configuration",
                 where=str(folder / "tokenizer.json"),
                 fix="use the tokenizer that belongs to the model, or set the ids in model.config",
                 code="tokenizer.token-id-mismatch",
             )
     if encoder.size > vocabulary:
         raise TesseraError(
-            f"the tokenizer has {encoder.size} words, the model only {vocabulary}",
+            f"the tokenizer has {encoder.size} tokens, and the model's vocabulary {vocabulary}",
             where=str(folder / "tokenizer.json"),
             fix="raise text.vocab_size in model.config",
             code="tokenizer.vocabulary-too-large",
@@ -344,13 +345,13 @@ def check_special_tokens(
 class TextOptions(Section):
     """Declare the keys of `data.processor` that concern text."""
 
-    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # it is data.train_on
+    unlisted: ClassVar[frozenset[str]] = frozenset({"train_on"})  # not listed: recipes set data.train_on instead
     train_on: tuple[str, ...] = ("assistant",)
-    system: str | None = Field(None, description="said when a conversation has no system message")
+    system: str | None = Field(None, description="system message of conversations without one")
 
 
 def with_system(template: ChatTemplate, options: TextOptions, folder: Path) -> ChatTemplate:
-    """Return the template with the system message of the recipe, or else of the folder's own chat template."""
+    """Return the template with the system message of the recipe, or of the folder's chat template."""
     jinja = read_chat_template(folder)
     if "system" in options.model_fields_set:
         return replace(template, system=options.system)
@@ -358,10 +359,10 @@ def with_system(template: ChatTemplate, options: TextOptions, folder: Path) -> C
 
 
 def warn_of_another_template(processor: Any, folder: Path | None) -> None:
-    """Warn where the template of `folder` has no header of the one that `processor` writes.
+    """Warn if the folder's chat template differs from the template that `processor` writes.
 
-    A model that was tuned with another template (Llama 2 with `[INST]`, many tuned copies of others) would otherwise
-    be asked and trained in words it has never seen, and nothing would tell.
+    A model that was tuned with a different template (Llama 2 with `[INST]`, for example) would be trained and prompted
+    in a format that it does not know.
     """
     if folder is None or not isinstance(processor, ConversationProcessor):
         return
@@ -369,9 +370,9 @@ def warn_of_another_template(processor: Any, folder: Path | None) -> None:
     if jinja is None or processor.template.headers_in(jinja):
         return
     logger().warning(
-        f"the chat template of {folder} is not the one of this family, which is written in its place "
-        f"({processor.template.header('user').strip()!r}); if the model was tuned with its own, "
-        "a recipe with model.family: transformers follows it"
+        f"the chat template of {folder} differs from this family's template "
+        f"({processor.template.header('user').strip()!r}), which is used instead; if the model was tuned with "
+        "the folder's template, set model.family: transformers, which uses it"
     )
 
 

@@ -22,47 +22,48 @@ from tessera.core.sample import EncodedStream, MediaSize, PartKind
 
 @dataclass(frozen=True, eq=False)
 class MediaLayout:
-    """Hold the tokens and elements of one image, video or recording. All of it follows from the size of the media."""
+    """Hold the number of tokens and elements of an image, video or recording, which follow from its size."""
 
-    tokens: tuple[int, ...]  # tokens in each run of its placeholder
-    lengths: tuple[int, ...]  # elements of each attention segment: frames, tiles
-    grid: tuple[int, ...] = ()  # elements along time, height and width, or what else a family counts
-    windows: tuple[int, ...] = ()  # elements of each window, for encoders with window attention
-    token_order: np.ndarray | None = None  # its tokens in the order of the encoder's output; None: as in the text
-    selected: np.ndarray | None = None  # elements whose features become tokens; None: all
-    # [tokens, K]: features that each token is interpolated from; -1 is the projector's own embedding. None: each
-    # feature is a token.
+    tokens: tuple[int, ...]  # number of tokens in each run of placeholder tokens
+    lengths: tuple[int, ...]  # number of elements in each attention segment (a frame, a tile)
+    grid: tuple[int, ...] = ()  # number of elements along time, height and width, or other counts of a family
+    windows: tuple[int, ...] = ()  # number of elements in each window, for encoders with window attention
+    # index in the text of each token, in the order of the encoder's output; None: same order
+    token_order: np.ndarray | None = None
+    selected: np.ndarray | None = None  # indices of elements whose features become tokens; None: all
+    # [tokens, K]: indices of the features that each token is interpolated from; -1 is a learned embedding of the
+    # projector (end of a line). None: each feature is a token.
     feature_index: np.ndarray | None = None
     feature_weights: np.ndarray | None = None  # [tokens, K]: interpolation weights; None: all 1
-    interval: float = 1.0  # positions from one step along time to the next
-    timestamps: tuple[str, ...] = ()  # text written beside each run, for families that do so
+    interval: float = 1.0  # difference of time positions between consecutive steps
+    timestamps: tuple[str, ...] = ()  # text beside each run of placeholders (the time of a frame)
 
 
 @dataclass(frozen=True)
 class MediaStream:
-    """Declare the media that an encoder reads: its stream in the plan, and the names of its counts.
+    """Declare which media an encoder reads, with its stream in the plan and the names of its counts.
 
-    Pairs are sums of squared lengths: what the FLOPs of attention grow with.
+    Pairs are sums of squared segment lengths. The FLOPs of attention are proportional to them.
     """
 
     stream: Stream
     kinds: tuple[PartKind, ...]
-    elements: str  # count of elements
-    pairs: str  # pairs of elements in one attention segment
-    window_pairs: str = ""  # pairs of elements in one window; empty: the encoder has no windows
+    elements: str  # name of the count of elements
+    pairs: str  # name of the count of element pairs within attention segments
+    window_pairs: str = ""  # the same within windows; empty: no window attention
 
     def count(self, layouts: Iterable[MediaLayout]) -> int:
         return sum(length for layout in layouts for length in layout.lengths)
 
     def measure(self, layouts: Sequence[MediaLayout]) -> dict[str, int]:
-        """Return the pairs of the media of a sample."""
+        """Return the number of element pairs of a sample."""
         return self._pairs(
             (length for layout in layouts for length in layout.lengths),
             (length for layout in layouts for length in layout.windows),
         )
 
     def measures_of(self, batch: Batch) -> dict[str, int]:
-        """Return elements and pairs of a batch, under the names that the sample index uses."""
+        """Return the number of elements and pairs of a batch, under the names of the sample index."""
         whole, windows = batch.segments.get(self.stream.segments), batch.segments.get(self.stream.windows)
         pairs = self._pairs(() if whole is None else whole.lengths, () if windows is None else windows.lengths)
         return {self.elements: self.stream.elements(batch), **pairs}
@@ -72,11 +73,11 @@ class MediaStream:
         return {**pairs, self.window_pairs: sum(length**2 for length in windows)} if self.window_pairs else pairs
 
 
-MediaStreams = Mapping[str, MediaStream]  # by the name of the stream in the plan
+MediaStreams = Mapping[str, MediaStream]  # keys: names of streams in the plan
 
 
 def media_size(media: Any) -> MediaSize:
-    """Return the size of a PIL image, of frames [F, H, W, 3] or of sound [samples]."""
+    """Return the size of a PIL image, of frames [F, H, W, 3], or of sound [samples]."""
     if isinstance(media, Image.Image):
         return MediaSize(*media.size)
     if np.ndim(media) == 1:
@@ -86,16 +87,16 @@ def media_size(media: Any) -> MediaSize:
 
 
 def token_runs(layouts: Sequence[MediaLayout]) -> list[int]:
-    """Return the number of tokens in each run of placeholders, over all media of a sample."""
+    """Return the length of each run of placeholder tokens, over all media of a sample."""
     return [count for layout in layouts for count in layout.tokens]
 
 
-Runs = Sequence[tuple[int, int]]  # first token and number of tokens of each run of placeholders
-EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]  # with the tensors of its elements
+Runs = Sequence[tuple[int, int]]  # start and length of each run of placeholders
+EncodedMedium = tuple[MediaLayout, Runs, Mapping[str, Tensor]]  # layout, runs of placeholders, tensors of the elements
 
 
 def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream:
-    """Return the input of one encoder from the media of a sample that it reads. `dim`: see `Stream`."""
+    """Return the input of an encoder for the media of a sample. `dim`: see `Stream`."""
     slots, selected, indices, elements, features = [], [], [], 0, 0
     for layout, runs, _ in media:
         positions = torch.cat([torch.arange(start, start + count) for start, count in runs])
@@ -121,9 +122,9 @@ def encode_stream(media: Sequence[EncodedMedium], dim: int = 0) -> EncodedStream
 
 
 def pack_stream(stream: Stream, parts: Sequence[tuple[EncodedStream, int]]) -> Batch:
-    """Return the tensors and segments of one encoder in a batch.
+    """Return the tensors and segments of an encoder's input in a batch.
 
-    `parts`: its input in each sample that has some, with the position of the sample's first token in the batch.
+    `parts`: the input of each sample that has media, and the index of the sample's first token in the batch.
     """
     inputs = [part for part, _ in parts]
     first = inputs[0]
@@ -139,7 +140,7 @@ def pack_stream(stream: Stream, parts: Sequence[tuple[EncodedStream, int]]) -> B
     if first.index is not None:
         starts = _starts(sum(part.lengths) if part.selected is None else len(part.selected) for part in inputs)
         shifted = [_shift_features(p.index, at) for p, at in zip(inputs, starts, strict=True) if p.index is not None]
-        index = _concatenate_padded(shifted) + 1  # the projector's own embedding comes first
+        index = _concatenate_padded(shifted) + 1  # index 0 is the learned embedding of the projector
         tensors[stream.selection("index")] = index if index.shape[1] > 1 else index.flatten()
         if index.shape[1] > 1:
             weights = [part.weights for part in inputs if part.weights is not None]
@@ -156,7 +157,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _shift_features(index: Tensor, features: int) -> Tensor:
-    """Add the number of earlier features to the indices; -1, the projector's own embedding, stays."""
+    """Add the number of earlier features to the indices, except to -1 (the learned embedding)."""
     return torch.where(index < 0, index, index + features)
 
 

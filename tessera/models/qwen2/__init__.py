@@ -11,8 +11,7 @@ from tessera.models.processing.chat import ChatTemplate, Turn
 from tessera.models.text.decoder import TextConfig
 from tessera.models.text.hf import QWEN2
 
-# As Qwen2.5 and its followers write conversations: what functions answered comes as a user's turn, several answers in
-# one.
+# Chat format of Qwen2.5 and later. Results of tools are a user's turn; several results share a turn.
 QWEN_TURNS = {
     "tool": Turn(
         "<|im_start|>user\n<tool_response>\n",
@@ -37,7 +36,7 @@ class Qwen2Config(LanguageConfig):
     text: Qwen2TextConfig
 
 
-# The numbers of the instruction-tuned models.
+# Sizes of the instruction-tuned models.
 PRESETS = {
     "quickstart": preset(
         512, 128, 384, 4, (4, 2), tied=True, rope_theta=1e4, initializer_range=0.06, bos_token_id=None, eos_token_id=506

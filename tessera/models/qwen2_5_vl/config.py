@@ -25,7 +25,7 @@ class Qwen25VLVisionConfig(GridVisionConfig):
     hidden_size: int = Field(1280, gt=0, le=10**8)
     intermediate_size: int = Field(3420, gt=0, le=10**8)
     num_heads: int = Field(16, gt=0, le=10**8)
-    tokens_per_second: int = Field(2, gt=0, le=10**8, description="positions along time that a second of a video takes")
+    tokens_per_second: int = Field(2, gt=0, le=10**8, description="time positions per second of a video")
     window_size: int = Field(112, gt=0, le=10**8, description="pixels along each side of a window")
     fullatt_block_indexes: tuple[int, ...] = Field((7, 15, 23, 31), description="blocks with full attention")
     hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "quick_gelu"] = "silu"
@@ -37,7 +37,7 @@ class Qwen25VLVisionConfig(GridVisionConfig):
 
     @property
     def full(self) -> tuple[int, ...]:
-        """Return the blocks with full attention, of those that exist."""
+        """Return the existing blocks with full attention."""
         return tuple(number for number in self.fullatt_block_indexes if number < self.depth)
 
     @model_validator(mode="after")

@@ -48,13 +48,14 @@ class Qwen25VL(GridFamily):
 
 
 def window_order(rows: int, columns: int, side: int) -> np.ndarray:
-    """Return the indices of a frame's tokens, window by window and row by row inside each window."""
+    """Return the indices of a frame's tokens, ordered by window and by row within a window."""
     window = (np.arange(rows) // side)[:, None] * -(-columns // side) + np.arange(columns) // side
     return np.argsort(window.reshape(-1), kind="stable")
 
 
 def window_sizes(rows: int, columns: int, side: int) -> list[int]:
-    """Return the number of tokens of each window in that order; windows at the right and bottom may be smaller."""
+    """Return the number of tokens of each window, in the order of `window_order`. Windows at the edges may be
+    smaller."""
     return [high * wide for high in _cuts(rows, side) for wide in _cuts(columns, side)]
 
 

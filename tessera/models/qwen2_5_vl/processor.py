@@ -23,8 +23,8 @@ class Qwen25VLProcessor(GridProcessor):
     version: ClassVar[str] = "qwen2_5_vl 1"
     files: ClassVar[GridFiles] = GridFiles(processor="Qwen2_5_VLProcessor")
 
-    window: int = 4  # tokens along each side of a window
-    tokens_per_second: int = 2  # positions along time
+    window: int = 4  # tokens along each side of an attention window
+    tokens_per_second: int = 2  # time positions per second of a video
 
     @classmethod
     def of_model(cls, config: Qwen25VLConfig) -> dict[str, Any]:
@@ -47,9 +47,9 @@ class Qwen25VLProcessor(GridProcessor):
         )
 
     def _interval(self, size: MediaSize) -> float:
-        """Return the positions between two temporal patches, rounded to fp32 where the reference rounds.
+        """Return the time positions between two temporal patches, rounded to fp32 as in transformers.
 
-        Frames of unknown rate count as sampled at the rate of `sampling`.
+        Frames of unknown rate count as sampled at `sampling.fps`.
         """
         seconds = np.float32(self.video.temporal / (size.fps or self.sampling.fps))
         return float(seconds * np.float32(self.tokens_per_second))

@@ -8,7 +8,7 @@ from typing import Any
 from tessera.models.family import preset, quickstart_preset
 from tessera.models.qwen2_vl.model import Qwen2VL
 
-# 504 end of text (and padding), 505 and 506 open and close a message, in the order of the published models.
+# Token 504 ends a text and pads, 505 begins and 506 ends a message: the order of the published models.
 QUICKSTART_TOKENS = {
     "vision_start_token_id": 507,
     "vision_end_token_id": 508,

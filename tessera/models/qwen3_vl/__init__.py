@@ -9,7 +9,7 @@ from tessera.models.family import preset, quickstart_preset
 from tessera.models.qwen2_vl import QUICKSTART_TOKENS
 from tessera.models.qwen3_vl.model import Qwen3VL
 
-# Larger models have the encoder of the configuration's defaults.
+# The vision encoder of small models. Larger models use the defaults of the configuration.
 _SMALL_TOWER = {
     "vision": {
         "depth": 24,

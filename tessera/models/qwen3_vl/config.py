@@ -52,7 +52,7 @@ class Qwen3VLVisionConfig(GridVisionConfig):
     num_heads: int = Field(16, gt=0, le=10**8)
     patch_size: int = Field(16, gt=0, le=10**8)
     num_position_embeddings: int = Field(
-        2304, gt=0, le=10**8, description="entries of the table of positions, a square"
+        2304, gt=0, le=10**8, description="entries of the learned position embedding, a square number"
     )
     deepstack_visual_indexes: tuple[int, ...] = Field(
         (8, 16, 24), description="blocks whose features are added after the first, second ... layer of the text"
@@ -66,10 +66,10 @@ class Qwen3VLVisionConfig(GridVisionConfig):
     @model_validator(mode="after")
     def _fits(self) -> Qwen3VLVisionConfig:
         if self.table_side**2 != self.num_position_embeddings:
-            raise ValueError(f"num_position_embeddings {self.num_position_embeddings} is not the square of a number")
+            raise ValueError(f"num_position_embeddings {self.num_position_embeddings} is not a square number")
         taps = self.deepstack_visual_indexes
         if list(taps) != sorted(set(taps)) or any(not 0 <= tap < self.depth for tap in taps):
-            raise ValueError(f"deepstack_visual_indexes {list(taps)} must grow and be below depth {self.depth}")
+            raise ValueError(f"deepstack_visual_indexes {list(taps)} must increase and be less than depth {self.depth}")
         return self
 
 
@@ -78,7 +78,7 @@ class Qwen3VLConfig(QwenVLConfig):
         "qwen3_vl": (DENSE, "Qwen3VLForConditionalGeneration"),
         "qwen3_vl_moe": (SPARSE, "Qwen3VLMoeForConditionalGeneration"),
     }
-    tie_in_text: ClassVar[bool] = False  # the value in text_config is a default of its class
+    tie_in_text: ClassVar[bool] = False  # text_config contains only the default of its class
 
     text: Qwen3VLTextConfig
     vision: Qwen3VLVisionConfig = Field(default_factory=lambda: Qwen3VLVisionConfig.model_validate({}))
@@ -87,7 +87,9 @@ class Qwen3VLConfig(QwenVLConfig):
     def _fits(self) -> Qwen3VLConfig:
         taps, layers = len(self.vision.deepstack_visual_indexes), self.text.num_hidden_layers
         if taps > layers:
-            raise ValueError(f"features of {taps} blocks are to be added after as many layers, the text has {layers}")
+            raise ValueError(
+                f"deepstack_visual_indexes has {taps} entries, more than the {layers} layers of the text decoder"
+            )
         return self
 
     @classmethod
@@ -102,9 +104,9 @@ class Qwen3VLConfig(QwenVLConfig):
         experts = self.text.experts
         if experts is not None and not experts.norm_topk_prob:
             raise TesseraError(
-                f"in a {self.model_type} the weights of a token's experts add up to one",
+                f"norm_topk_prob is false, and transformers always normalises expert weights of {self.model_type}",
                 where="model.config.text.experts.norm_topk_prob",
-                fix="leave it as it is in the family, or do without an export",
+                fix="keep the family's value, or set checkpoint.export=false",
                 code="model.not-exportable",
             )
         return super().to_hf()

@@ -63,10 +63,10 @@ class Qwen3VL(GridFamily):
 
 
 def bilinear_positions(positions: np.ndarray, height: int, width: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bilinear interpolation of a position embedding of `side` x `side` entries for patches of an image.
+    """Return indices [P, 4] and weights [P, 4] that interpolate position embeddings bilinearly.
 
-    `positions` [P, 2] lie in a grid of `height` x `width`, whose corners are the corners of the table. The result is
-    indices [P, 4] into the table and weights [P, 4].
+    `positions` [P, 2] are patches in a grid of `height` x `width`, which is stretched over the `side` x `side` entries
+    of the embedding table.
     """
     rows, row_weights = _neighbours(positions[:, 0], height, side)
     columns, column_weights = _neighbours(positions[:, 1], width, side)
@@ -75,9 +75,10 @@ def bilinear_positions(positions: np.ndarray, height: int, width: int, side: int
 
 
 def _neighbours(positions: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two neighbours of each position along one axis and their weights, in fp32 as in the reference."""
+    """Return the two neighbouring entries of each position along one axis and their weights, in fp32 as
+    transformers."""
     at = positions.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     first = np.floor(at)
     near = at - first
     neighbours = np.stack([first, first + 1], axis=1).astype(np.int64).clip(0, side - 1)
-    return neighbours, np.stack([1 - near, 1 - (1 - near)], axis=1)  # each by its distance
+    return neighbours, np.stack([1 - near, 1 - (1 - near)], axis=1)  # weights by distance

@@ -25,7 +25,7 @@ TEMPLATE = ChatTemplate(turns=QWEN_TURNS, system=None)
 
 
 class Qwen3VLOptions(GridOptions):
-    """Declare the keys of `data.processor`. Those that are left out come from the model's folder."""
+    """Declare the keys of `data.processor`. Missing keys get the values of the model's folder."""
 
     video_min_pixels: int | None = Field(
         None, gt=0, le=10**12, description="the same bounds for all frames of a video together"

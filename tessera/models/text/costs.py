@@ -19,14 +19,14 @@ from tessera.core.spec import FULL, Training
 from tessera.models.processing.streams import MediaStreams
 from tessera.models.text.decoder import TextConfig, layer_weights
 
-Measures = Mapping[str, np.ndarray]  # counts of samples by name, as `Processor.measure` gives them
+Measures = Mapping[str, np.ndarray]  # for each name of `Processor.measure`, the counts of all samples
 
 
 def text_work(text: TextConfig, measures: Measures, training: Training) -> np.ndarray:
     """Return the FLOPs of the text decoder and head for each sample.
 
-    The head is computed at trained positions alone, where `measures` has their number. A sample is one segment, unless
-    `measures` has `token_pairs`, the sum of squared segment lengths.
+    The head runs only at trained positions if `measures` has their number. A sample is one segment, unless `measures`
+    has `token_pairs`, the sum of squared segment lengths.
     """
     tokens = measures["tokens"].astype(np.float64)
     routers = 0
@@ -57,12 +57,12 @@ def batch_flops(
     batch: Batch,
     training: Training = MappingProxyType({}),
 ) -> float:
-    """Return the FLOPs of a batch, by the family's `work` for samples. The batch must still be on the host."""
+    """Return the FLOPs of a batch. `work`: the family's function for samples. The batch must be in host memory."""
     return float(sum(part.sum() for part in work(config, measures_of(batch, streams), training).values()))
 
 
 def measures_of(batch: Batch, streams: MediaStreams) -> dict[str, np.ndarray]:
-    """Return the measures of a batch under the names that the sample index uses. `streams`: of the processor."""
+    """Return the counts of a batch, under the names of the sample index. `streams`: of the processor."""
     measures = {
         "tokens": batch["tokens"].shape[0],
         "trained": batch["trained" if "trained" in batch else "tokens"].shape[0],
@@ -77,7 +77,7 @@ def measures_of(batch: Batch, streams: MediaStreams) -> dict[str, np.ndarray]:
 
 
 def example_batch(tokens: int, axes: int = 1) -> Batch:
-    """Return a batch of one conversation with `tokens` tokens, all zero. `axes`: axes of positions, 1 or 3."""
+    """Return a batch of one conversation with `tokens` zero tokens. `axes`: position axes, 1 or 3."""
     positions = torch.arange(tokens)
     tensors = {
         "tokens": torch.zeros(tokens, dtype=torch.int64),

@@ -33,11 +33,11 @@ class ExpertsConfig(Section):
 
 
 class RopeScaling(Section):
-    """Scaling of rotary frequencies, for sequences longer than those of pretraining.
+    """Scale rotary frequencies, for sequences that are longer than in pretraining.
 
-    linear divides all frequencies by `factor`. llama3 and yarn divide low frequencies by `factor`, leave high ones, and
-    interpolate between; yarn also scales queries and keys. dynamic scales nothing up to `max_position_embeddings`, and
-    longer samples, which it would scale by their length, are refused.
+    linear divides all frequencies by `factor`. llama3 and yarn divide low frequencies by `factor`, keep high ones, and
+    interpolate between; yarn also scales queries and keys. dynamic scales nothing up to `max_position_embeddings`;
+    longer samples are refused, because it would scale them by their length.
     """
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = "llama3"
@@ -58,7 +58,7 @@ class RopeScaling(Section):
 
     @property
     def used_fields(self) -> tuple[str, ...]:
-        """Return the names of the fields that this type of scaling has."""
+        """Return the fields that this type of scaling uses."""
         further = {
             "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
             "yarn": (
@@ -128,21 +128,22 @@ class TextConfig(Section):
                 f"{self.num_attention_heads} heads are not a multiple of {self.num_key_value_heads} key-value heads"
             )
         if self.rotary_dim % 2:
-            raise ValueError(f"{self.rotary_dim} dimensions of each head are rotated: it must be an even number")
+            raise ValueError(f"{self.rotary_dim} rotated dimensions of each head: the number must be even")
         if self.attention_bias and self.qk_norm:
             raise ValueError(
-                "attention_bias with qk_norm: in transformers such models have a bias in the output projection of "
-                "attention too; model.family=transformers runs them"
+                "attention_bias with qk_norm is not supported, because transformers then adds a bias to the output "
+                "projection of attention; use model.family=transformers"
             )
         sections = self.mrope_section
         if sections is not None and (min(sections) < 0 or 2 * sum(sections) != self.rotary_dim):
             raise ValueError(
                 f"mrope_section {list(sections)} must sum to half of the rotated dimensions of a head, "
-                f"{self.rotary_dim / 2:g}: set it too, or keep the width of a head (hidden_size / num_attention_heads)"
+                f"{self.rotary_dim / 2:g}: change it too, or keep hidden_size / num_attention_heads"
             )
         if self.experts is not None and self.experts.num_experts_per_tok > self.experts.num_experts:
             raise ValueError(
-                f"a token cannot have {self.experts.num_experts_per_tok} of {self.experts.num_experts} experts"
+                f"num_experts_per_tok {self.experts.num_experts_per_tok} is more than num_experts "
+                f"{self.experts.num_experts}"
             )
         return self
 
@@ -183,7 +184,7 @@ def text_shape(text: TextConfig, attention: str) -> DecoderShape:
 
 def _scaling(config: RopeScaling | None) -> Scaling | None:
     if config is None or config.rope_type == "dynamic":
-        return None  # dynamic scaling begins beyond `max_position_embeddings`, and longer samples are refused
+        return None  # longer samples, which dynamic scaling would change, are refused
     if config.rope_type == "linear":
         return LinearScaling(config.factor)
     original = config.original_max_position_embeddings
@@ -211,13 +212,13 @@ def _experts(text: TextConfig, layer: int) -> MoE | None:
 
 ATTENTION = "text.layers.{*}.attn.core"
 BLOCKS = "text.layers.{*}"
-# The weights that tokens are multiplied by in the layers: nearly all of a model's bytes.
+# Weights of the matrix products in the layers: nearly all parameters of a model.
 PROJECTIONS = (
     "text.layers.{*}.attn.{q,k,v,o}.weight",
     "text.layers.{*}.mlp.{gate,up,down}.weight",
     "text.layers.{*}.mlp.experts.{gate,up,down}",
 )
-# The tokens of a batch. Their tensors count elements in the last dimension: positions may have three rows.
+# Tensors with an entry for each token, in their last dimension (positions may be [3, T]).
 TEXT_STREAM = Stream(
     tensors=("tokens", "labels", "positions"), segments="text", dim=-1, positions=("trained",), index="token_index"
 )
@@ -258,7 +259,7 @@ def text_heads(text: TextConfig) -> dict[str, int]:
 
 
 def layer_weights(text: TextConfig) -> float:
-    """Return the weights that a token is multiplied by in one layer, on average: the unit of pipeline costs."""
+    """Return the average number of weights that a token is multiplied by in a layer: the unit of pipeline costs."""
     attention = 2 * text.hidden_size * text.head_size * (text.num_attention_heads + text.num_key_value_heads)
     mlps = 0
     for layer in range(text.num_hidden_layers):
@@ -271,7 +272,7 @@ def layer_weights(text: TextConfig) -> float:
 
 
 def text_units(text: TextConfig, whole: int = 0) -> tuple[PipelineUnit, ...]:
-    """Return the pipeline units of the text decoder. `whole`: number of first layers that must be in one stage."""
+    """Return the pipeline units of the text decoder. `whole`: how many first layers must be in one stage."""
     carry = StageActivation(1, text.hidden_size)
     first = tuple(
         PipelineUnit(f"text.layers.{{{n}}}", 1.0, "text", carry if n == whole - 1 else None) for n in range(whole)
@@ -309,7 +310,7 @@ _BUFFERS = ("rotary_emb.inv_freq", "layers.{i}.self_attn.rotary_emb.inv_freq")
 def text_rules(text: TextConfig, prefix: str = "model.", *, stacked: bool = False) -> list[Rule]:
     """Return the weight rules of the text decoder.
 
-    `prefix`: the beginning of foreign names. `stacked`: the folder has one tensor for all experts of a layer.
+    `prefix`: first part of the names in the folder. `stacked`: the folder has one tensor for all experts of a layer.
     """
     rules = [Rule(native, prefix + foreign) for native, foreign in _PAIRS]
     if text.experts is not None and stacked:
@@ -339,11 +340,11 @@ def language_weights(
     renames: tuple[tuple[str, str], ...] = (),
     ignored: tuple[str, ...] = (),
 ) -> WeightMap:
-    """Return the weight map of a text decoder and head, preceded by the `rules` of other parts.
+    """Return the weight map of a text decoder and head, after the `rules` of other modules.
 
-    The first rule that matches a name is used. `prefix`, `stacked`: see `text_rules`. `ignored`: further names that
-    are not read; rotary buffers of old folders are not read either. Some folders store a tied head as a copy of the
-    embedding: it is ignored if it really is one (transformers would read a different one as an untied head).
+    The first matching rule is used. `prefix`, `stacked`: see `text_rules`. `ignored`: further names that are not read,
+    besides rotary buffers of old folders. Some folders contain a tied head as a copy of the embedding: it is ignored if
+    it is equal (transformers would read a different one as an untied head).
     """
     buffers = tuple(prefix + name for name in _BUFFERS)
     heads, copies = ((), (head,)) if tied else ((Rule("head.weight", head),), ())

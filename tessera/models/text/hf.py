@@ -27,49 +27,50 @@ _SAME = (
 )
 
 
-Check = tuple[str, Any, tuple[Any, ...]]  # name, value in the folder, supported values
+Check = tuple[str, Any, tuple[Any, ...]]  # name of a field, its value in config.json, supported values
 
 
 class UnsupportedValueError(TesseraError):
-    """Report a value of config.json with which a family here would compute something else than the folder means."""
+    """Report a value of config.json for which Tessera's family would compute different outputs than transformers."""
 
 
 def override(fields: Mapping[str, Any], *removed: str, **changed: Any) -> dict[str, Any]:
-    """Return the fields without the removed and with the changed ones."""
+    """Return a copy of the fields, with some removed and some changed."""
     return {**{name: value for name, value in fields.items() if name not in removed}, **changed}
 
 
 @dataclass(frozen=True)
 class HFTextFormat:
-    """Describe one `model_type` of a text decoder: which fields it fixes, its defaults, and what is written.
+    """Describe one `model_type` of a text decoder: its fixed fields, its defaults, and the fields that are written.
 
-    A folder that leaves out a field means the default of transformers' class of that type, whatever a recipe's own
-    default is: `defaults` has a value for every field (see `hf_defaults`).
+    A field that is missing in config.json has the default of transformers' class, not the default of a recipe:
+    `defaults` has a value for every field (see `hf_defaults`).
     """
 
     model_type: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # values of our fields for every folder of this type
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of our fields that the folder leaves out
-    expert_defaults: Mapping[str, Any] | None = None  # the same for experts, if the type has some
-    omitted_fields: tuple[str, ...] = ()  # fields this type does not have: they are not written
-    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # written besides ours
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of `TextConfig` that every folder of this type has
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields that are missing in config.json
+    expert_defaults: Mapping[str, Any] | None = None  # the same for experts, if the type has experts
+    omitted_fields: tuple[str, ...] = ()  # fields that this type lacks and that are not written
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # further fields that are written
 
     def read(self, data: Mapping[str, Any], where: str, dynamic: bool = False) -> dict[str, Any]:
-        """Return the fields of a `TextConfig`.
+        """Return the fields of a `TextConfig` from a config.json.
 
-        `dynamic`: dynamic rope is accepted, because the family refuses samples whose positions it would scale.
+        `dynamic`: accept dynamic rope, because the family refuses samples that it would scale.
         """
         _check_text_fields(data, where, dynamic)
         rope = _rope(data)
         present = [name for name in _SAME if name in data and name not in self.omitted_fields]
-        # For a token, null means that there is none; for a number, it means the default.
+        # null means no token for ids of tokens, and the default for numbers
         fields = {name: data[name] for name in present if data[name] is not None or name.endswith("_token_id")}
         fields = {**self.defaults, **fields}
         if fields["num_key_value_heads"] is None or ("num_key_value_heads" in data and not data["num_key_value_heads"]):
             fields["num_key_value_heads"] = fields["num_attention_heads"]
         if "head_dim" not in self.defaults and fields.get("head_dim") == _derived_head(fields):
-            fields.pop("head_dim", None)  # equals what we derive
-        theta = data.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]  # 0 is not: none given
+            fields.pop("head_dim", None)  # the same as hidden_size / num_attention_heads
+        # not `or`: 0 is a value
+        theta = data.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
         if theta is not None:
             fields["rope_theta"] = theta
         for name in ("mrope_section", "partial_rotary_factor"):
@@ -101,7 +102,7 @@ class HFTextFormat:
         return {**defaults, "num_experts": count, **{name: data[name] for name in names}}
 
     def hidden_and_head(self, data: Mapping[str, Any]) -> tuple[int, float]:
-        """Return `hidden_size` and the head size of a folder, with defaults for what it leaves out."""
+        """Return `hidden_size` and the head size in a config.json, with defaults for missing fields."""
         fields = {**self.defaults, **{name: value for name, value in data.items() if value is not None}}
         return fields["hidden_size"], fields["hidden_size"] / (fields["num_attention_heads"] or 1)
 
@@ -110,13 +111,13 @@ class HFTextFormat:
         return all(getattr(text, name) == value for name, value in self.fixed.items())
 
     def write(self, text: TextConfig, where: str = "model.config.text") -> dict[str, Any]:
-        """Return the text fields of a config.json that transformers 5 reads."""
+        """Return the text fields of a config.json for transformers 5."""
         for name, value in self.fixed.items():
             if getattr(text, name) != value:
                 raise TesseraError(
-                    f"a {self.model_type} has {name} = {value}, this model {getattr(text, name)}",
+                    f"{name} is {getattr(text, name)}, and transformers' class for {self.model_type} has {value}",
                     where=f"{where}.{name}",
-                    fix="leave it as it is in the family, or do without an export",
+                    fix="keep the family's value, or set checkpoint.export=false",
                     code="model.not-exportable",
                 )
         if "head_dim" in self.omitted_fields and text.head_size * text.num_attention_heads != text.hidden_size:
@@ -141,7 +142,7 @@ class HFTextFormat:
         }
 
 
-# Fixed fields of most types; each format says where it differs.
+# Fixed fields of most types; each format lists its differences.
 PLAIN_TEXT: Mapping[str, Any] = {
     "qk_norm": False,
     "sandwich_norm": False,
@@ -156,9 +157,9 @@ NO_SLIDING_WINDOW = {"use_sliding_window": False}
 def hf_defaults(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, length: int, **other: Any
 ) -> dict[str, Any]:
-    """Return the defaults of transformers' class for fields that a folder leaves out.
+    """Return the defaults of transformers' class for fields that are missing in config.json.
 
-    A test compares every one of them with the installed release.
+    A test compares them with the installed release.
     """
     sizes = dict(zip(_SAME, (vocab, hidden, intermediate, layers, heads, kv_heads), strict=False))
     rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": length, "initializer_range": 0.02}
@@ -208,7 +209,8 @@ LANGUAGE_FORMATS = {one.model_type: one for one in (LLAMA, QWEN2, QWEN3, QWEN3_M
 
 
 def language_format(text: TextConfig, default: str) -> HFTextFormat:
-    """Return the first format that can describe the text decoder, or the default, whose `write` says what differs."""
+    """Return the first format that can describe the text decoder, or the default format, whose `write` raises an
+    error."""
     return next((one for one in LANGUAGE_FORMATS.values() if one.fits(text)), LANGUAGE_FORMATS[default])
 
 
@@ -218,7 +220,7 @@ def _derived_head(fields: Mapping[str, Any]) -> int | None:
 
 
 def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rope fields under their old or new key; where both exist, transformers uses the old one."""
+    """Return the rope fields under their old or new key. transformers prefers the old key if both exist."""
     rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
     return rope if isinstance(rope, Mapping) else {}
 
@@ -229,12 +231,12 @@ def _read_scaling(rope: Mapping[str, Any], max_positions: Any, where: str) -> di
         return None
     if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= rope.keys():
         raise TesseraError(
-            "a llama3 rope needs low_freq_factor and high_freq_factor", where=where, code="model.rope-fields-missing"
+            "rope type llama3 needs low_freq_factor and high_freq_factor", where=where, code="model.rope-fields-missing"
         )
     names = [name for name in RopeScaling.model_fields if rope.get(name) is not None]
     defaults = {"original_max_position_embeddings": max_positions} if kind in ("llama3", "yarn") else {}
     scaling = {**defaults, **{name: rope[name] for name in names}, "rope_type": kind}
-    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # null: the ratio of the two lengths
+    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # null means the ratio of the two lengths
         scaling["factor"] = max_positions / scaling["original_max_position_embeddings"]
     return scaling
 
@@ -274,10 +276,10 @@ def _check_text_fields(data: Mapping[str, Any], where: str, dynamic: bool) -> No
 
 
 def check_model_type(kind: str, allowed: Iterable[str]) -> None:
-    """Raise an error for a `model_type` that another family reads."""
+    """Raise an error for a `model_type` of another family."""
     if kind not in allowed:
         raise TesseraError(
-            f"model_type {kind!r} is another family",
+            f"model_type {kind!r} belongs to another family",
             where="config.json",
             allowed=allowed,
             code="model.other-model-type",
@@ -285,7 +287,7 @@ def check_model_type(kind: str, allowed: Iterable[str]) -> None:
 
 
 def check_supported(checks: Sequence[Check], where: str) -> None:
-    """Raise an error for the first value that would change the computation in a way we do not support."""
+    """Raise an error for the first value that is not in its list of supported values."""
     for name, value, allowed in checks:
         if value not in allowed:
             raise UnsupportedValueError(

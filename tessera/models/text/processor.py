@@ -22,9 +22,9 @@ from tessera.models.processing.tokenizer import ChatEncoder, UnknownConversation
 class TextProcessor(ConversationProcessor):
     version: ClassVar[str] = "text 1"
     axes: ClassVar[int] = 1
-    tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"  # families have tokenizers of any kind
+    tokenizer_kind: ClassVar[str | None] = "PreTrainedTokenizerFast"  # works for any tokenizer.json
 
-    max_length: int | None = None  # tokens of a sample; dynamic rope would scale positions of longer ones
+    max_length: int | None = None  # largest number of tokens of a sample; dynamic rope would scale longer ones
 
     @classmethod
     def load(
@@ -36,13 +36,13 @@ class TextProcessor(ConversationProcessor):
         max_length: int | None = None,
         **options: Any,
     ) -> TextProcessor:
-        """Return the processor with the first of the templates whose special tokens the tokenizer has."""
+        """Return the processor with the first template whose special tokens the tokenizer has."""
         chosen = build(TextOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
         template = next((t for t in templates if all(encoder.find(w) is not None for w in t.special_words())), None)
         if template is None:
             raise UnknownConversationError(
-                "the tokenizer has the special words of no conversation this family knows",
+                "the tokenizer lacks the special tokens of this family's chat templates",
                 where=str(folder / "tokenizer.json"),
                 allowed=[" ".join(one.special_words()) for one in templates],
                 fix="use the tokenizer of an instruction-tuned model",
@@ -58,9 +58,9 @@ class TextProcessor(ConversationProcessor):
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
         if self.max_length is not None and length > self.max_length:
             raise TesseraError(
-                f"a sample of {length} tokens: with dynamic rope the model is computed alike up to {self.max_length}",
-                fix="shorten the sample, use yarn, which has one rule for all lengths, or model.family=transformers, "
-                "which scales the positions of each sample by its own length",
+                f"the sample has {length} tokens, and with dynamic rope only {self.max_length} are supported",
+                fix="shorten the sample, set rope_scaling to yarn, or use model.family=transformers, which scales "
+                "the positions of each sample by its length",
                 code="data.sample-beyond-rope",
             )
         return np.arange(length)

@@ -1,4 +1,4 @@
-"""Give a language model a head of one number, the reward of what it has read, in the place of its vocabulary."""
+"""Reward models: language models with a head of one output, the reward, in place of the vocabulary head."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tessera.nn.causal_lm import CausalLMBase
 from tessera.weights.map import Rule, WeightMap
 
 HEAD = "head.weight"
-SCORE = "score.weight"  # what transformers calls it
+SCORE = "score.weight"  # name of the reward head's weight in transformers
 _LANGUAGE, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 def with_reward_head(spec: ModelSpec) -> ModelSpec:
-    """Return the family with a head of one number: the module, its plan and its weight map."""
+    """Return the family with a reward head in place of its vocabulary head: module, plan and weight map."""
     if spec.gives(REWARDS):
         return spec
     main = spec.main
@@ -44,9 +44,9 @@ def _built(family: str, build: Callable[[Any], nn.Module]) -> Callable[[Any], nn
         module = build(config)
         if not isinstance(module, CausalLMBase) or module.text is None:
             raise TesseraError(
-                f"models of the family {family} have no text decoder that a reward could be read from",
+                f"models of the family {family} have no text decoder, which a reward model needs",
                 where="train.task",
-                fix="take a language or vision-language family",
+                fix="use a language or vision-language family",
                 code="model.no-text-decoder",
             )
         module.head = nn.Linear(module.text.shape.hidden, 1, bias=False)
@@ -65,7 +65,7 @@ def _planned(plan: Callable[[Any], ModelPlan]) -> Callable[[Any], ModelPlan]:
 
 
 def _mapped(weights: Callable[[Any], WeightMap]) -> Callable[[Any], WeightMap]:
-    """Return the weight map with the head under its name in classifiers. A head for tokens in a folder is not read."""
+    """Return the weight map with the reward head as `score.weight`. The vocabulary head of a folder is not read."""
 
     def make(config: Any) -> WeightMap:
         base = weights(config)
@@ -78,40 +78,40 @@ def _mapped(weights: Callable[[Any], WeightMap]) -> Callable[[Any], WeightMap]:
 
 
 def _without_vocabulary(costs: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return FLOPs without those of a head for tokens: a product with one row counts for nothing."""
+    """Return a FLOPs function without the vocabulary head. The FLOPs of the reward head are negligible."""
     return None if costs is None else functools.partial(_count_without_head, costs)
 
 
 def _count_without_head(
     costs: Callable[..., Any], config: Any, counted: Batch | Mapping[str, Any], training: Training | None = None
 ) -> Any:
-    """Count by `costs`. A function of the module, because loaders send it to their worker processes."""
+    """Call `costs` with a free head. This is a module-level function, so that loaders can pickle it for workers."""
     return costs(config, counted, training={**(training or {}), "head": Passes(0.0, 0.0, 0.0)})
 
 
 def classifier_obstacle(described: Mapping[str, Any]) -> str | None:
-    """Return why transformers has no class for a reward model with this config.json; None if it has one."""
+    """Return why transformers cannot load a reward model with this config.json; None if it can."""
     name = str(next(iter(described.get("architectures") or []), ""))
     if name.endswith(_CLASSIFIER):
         return None
     if not name.endswith(_LANGUAGE):
-        return f"transformers has no class that gives a {name or 'model like this'} a head of one number"
+        return f"transformers has no sequence classifier for {name or 'this model'}"
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
     except ImportError:
-        return None  # nobody here could say
+        return None  # without transformers the class cannot be checked
     wanted = name.removesuffix(_LANGUAGE) + _CLASSIFIER
     return None if wanted in KNOWN.values() else f"the installed transformers has no class {wanted}"
 
 
 def as_classifier(described: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
-    """Return the config.json of a reward model, from that of the language model it was made from."""
+    """Return the config.json of a reward model from the config.json of its language model."""
     reason = classifier_obstacle(described)
     if reason is not None:
         raise TesseraError(
-            f"this reward model has no Hugging Face folder: {reason}",
+            f"this reward model cannot be exported as a Hugging Face folder: {reason}",
             where=where,
-            fix="use it from the run's folder (tessera.load); --adapters writes those of a run that has some",
+            fix="load it from the run folder (tessera.load), or export the adapters of a LoRA run (--adapters)",
             code="model.reward-not-exportable",
         )
     name = str(described["architectures"][0])
@@ -120,7 +120,7 @@ def as_classifier(described: Mapping[str, Any], where: str = "config.json") -> d
 
 
 def number_of_classes(described: Mapping[str, Any]) -> int | None:
-    """Return how many numbers a classifier with this config.json gives; None for other models."""
+    """Return the number of outputs of a sequence classifier with this config.json; None for other models."""
     name = next(iter(described.get("architectures") or []), "")
     if not str(name).endswith(_CLASSIFIER):
         return None
@@ -128,14 +128,14 @@ def number_of_classes(described: Mapping[str, Any]) -> int | None:
 
 
 def is_classifier(described: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a model with a head of one number."""
+    """Return whether a config.json describes a sequence classifier with a single output."""
     labels = number_of_classes(described)
     if labels is not None and labels != 1:
         raise TesseraError(
-            f"this model sorts into {labels} classes, and a reward is one number",
+            f"this classifier has {labels} outputs, and a reward model has one",
             where="config.json (num_labels)",
             allowed=[1],
-            fix="leave out model.family: then the class of transformers is trained itself (train.task=returns_loss)",
+            fix="remove model.family: then the class of transformers is trained (train.task=returns_loss)",
             code="model.several-classes",
         )
     return labels is not None

@@ -1,7 +1,8 @@
-"""Batches for a class of transformers: what the library's own processor makes of texts and images, and labels.
+"""Batches for a class of transformers: outputs of the library's processor, and labels.
 
-Every micro-batch has an image where the class reads any: without one, a rank would not gather the weights of the vision
-encoder, and ranks that do would wait for it. A batch of text gets one blank sample more, which nobody is trained on.
+If the class reads images, every micro-batch contains an image: a rank without images would not gather the weights of
+the vision encoder, and the other ranks would wait for it. A batch of text gets an additional blank sample, which is not
+trained.
 """
 
 from __future__ import annotations
@@ -24,36 +25,35 @@ from tessera.models.transformers.marks import MarkedTokenizer, without_marks
 from tessera.models.transformers.turns import Turns
 
 IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
-_NOT_INPUTS = (IDS, MASK, "labels")  # of what a processor returns: made here
-_BLANK_SIDE = 64  # pixels of the image of a blank sample
-_MULTIPLE = 8  # rows of padded samples have a multiple of so many tokens
+_NOT_INPUTS = (IDS, MASK, "labels")  # outputs of the library's processor that are replaced
+_BLANK_SIDE = 64  # width and height of a blank image
+_MULTIPLE = 8  # padded rows have a multiple of this number of tokens
 
 
 @dataclass
 class EncodedChat(Encoded):
-    """Hold a sample, its text as it is given to the library's processor, and its images."""
+    """Hold a sample with its text and images as the library's processor gets them."""
 
     text: str = ""
     images: tuple[Image.Image, ...] = ()
-    types: dict[str, Tensor] = field(default_factory=dict)  # further inputs with an entry for each token
+    types: dict[str, Tensor] = field(default_factory=dict)  # further inputs of the class with one value per token
 
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """Hold a processor of transformers. `tokenizer` is the processor itself where a class reads text alone."""
+    """Hold a processor of transformers. For text-only classes, `processor` and `tokenizer` are the same object."""
 
     processor: Any
     tokenizer: Any
     turns: Turns
-    prefix_types: bool = False  # see `classes.has_prefix_types`
+    prefix_types: bool = False  # the class needs `token_type_ids` (see `has_prefix_types`)
 
     @property
     def sees(self) -> bool:
         return self.turns.sees
 
     def check(self) -> None:
-        """Raise where conversations cannot be written: no template, one that does not end, or one that writes no
-        image."""
+        """Raise an error if the chat template is missing, exceeds its limits, or drops images."""
         assert self.turns.jinja
         self.turns.stop_words()
         if self.sees:
@@ -61,12 +61,12 @@ class Library:
 
     @cached_property
     def _sized(self) -> Any:
-        """Return the processor for images of which only the sizes are read."""
+        """Return the processor with a cache of image preprocessing by size, for calls that need no pixel values."""
         return with_parts(self.processor, image_processor=SizedImages(self.processor.image_processor))
 
     @cached_property
     def _blank(self) -> EncodedChat:
-        """Return the sample that stands for images in a batch without any."""
+        """Return the sample with a blank image that is added to batches without images."""
         question = Message("user", (Part("image", None), Part("text", "a")))
         said = [question, Message("assistant", (Part("text", "b"),))]
         encoded = self.encode("", self.turns.write(said, ()), [_blank_image()])
@@ -74,11 +74,11 @@ class Library:
 
     @cached_property
     def _nested(self) -> bool:
-        """Return whether images are given as a list for each text: processors of one image to a text want them flat."""
+        """Return whether the processor takes a list of images per text, or one flat list."""
         text = self.turns.write([Message("user", (Part("image", None), Part("text", "a")))], ())
         try:
             self._call(self._sized, [text], [[_blank_image()]], nested=True)
-        except Exception:  # whatever a processor raises that does not expect it
+        except Exception:  # processors raise different errors for nested lists
             return False
         return True
 
@@ -96,9 +96,9 @@ class Library:
     # ------------------------------------------------------------------------------------------ one sample
 
     def encode(self, id: str, text: str, images: Sequence[Image.Image]) -> EncodedChat:
-        """Return the tokens of a text with marks, and which of them are trained on. Of images, only the sizes count."""
+        """Return the tokens of a marked text, and which of them are trained. Only the sizes of images matter."""
         tokenizer = MarkedTokenizer(self.tokenizer)
-        with library_errors("the folder's processor refuses this sample"):
+        with library_errors("the folder's processor raised an error for this sample"):
             if self.sees:
                 processor = with_parts(self._sized, tokenizer=tokenizer)
                 nested = bool(images) and self._nested
@@ -107,14 +107,14 @@ class Library:
                 outputs = tokenizer([text], add_special_tokens=self._adds(text), return_tensors="pt")
         if len(tokenizer.seen) != 1 or outputs[IDS][0].tolist() != tokenizer.seen[0].ids:
             raise TesseraError(
-                f"{type(self.processor).__name__} changes tokens after they were encoded",
+                f"{type(self.processor).__name__} changes tokens after its tokenizer returned them",
                 code="tokenizer.processor-changes-tokens",
             )
         encoding = tokenizer.seen[0]
         flags = torch.tensor(encoding.trained(), dtype=torch.bool)
         tokens = outputs[IDS][0]
         labels = torch.where(flags, tokens, IGNORE)
-        labels[:1] = IGNORE  # nothing comes before the first token, so nothing predicts it
+        labels[:1] = IGNORE  # the first token has no earlier token that could predict it
         counts = {
             "samples": 1,
             "tokens": len(tokens),
@@ -130,7 +130,7 @@ class Library:
         return EncodedChat(id, tokens, labels, positions, {}, counts, without_marks(text)[0], tuple(images), types)
 
     def _adds(self, text: str) -> bool:
-        """Return whether the tokenizer adds special tokens: not where the template has begun the text itself."""
+        """Return whether the tokenizer shall add special tokens: false if the text already begins with one."""
         begin = self.tokenizer.bos_token
         return begin is None or not without_marks(text)[0].startswith(begin)
 
@@ -145,16 +145,16 @@ class Library:
         return outputs
 
     def _token_inputs(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the inputs with an entry for each token."""
+        """Return the processor's outputs with one value per token."""
         inputs = {}
         for name, value in outputs.items():
             if name in _NOT_INPUTS or not isinstance(value, Tensor) or value.shape[:2] != outputs[IDS].shape:
                 continue
             if value.dim() != 2:
                 raise TesseraError(
-                    f"{name} of {type(self.processor).__name__} has {value.dim()} dimensions: such a class is not "
-                    "trained on conversations yet",
-                    fix="make batches by a data kind of your own (data.kind)",
+                    f"{name} of {type(self.processor).__name__} has {value.dim()} dimensions, and only inputs with "
+                    "one value per token are supported",
+                    fix="make batches with your own data kind (data.kind)",
                     code="model.input-dimensions",
                 )
             inputs[name] = value
@@ -163,7 +163,7 @@ class Library:
     # ------------------------------------------------------------------------------------------ batches
 
     def collate(self, rows: Sequence[Sequence[Encoded]]) -> Batch:
-        """Return rows as a batch: one sample each with padding, or several where the class allows it."""
+        """Return rows as a batch: a padded sample per row, or several samples if the class supports packing."""
         filled = [[self._filled(item) for item in row] for row in rows]
         packed = any(len(row) > 1 for row in rows)
         if self.sees and not any(item.images for row in filled for item in row):
@@ -173,7 +173,7 @@ class Library:
         return self._batch(filled, {**tensors, **media})
 
     def prompts(self, items: Sequence[EncodedChat]) -> Batch:
-        """Return prompts as a batch. Padding comes first: what follows a prompt is generated."""
+        """Return prompts as a batch, padded on the left because generated tokens follow on the right."""
         tensors = self._padded(items, prompts=True)
         del tensors["labels"]
         batch = self._batch([[item] for item in items], {**tensors, **self._media(items)})
@@ -188,7 +188,7 @@ class Library:
         return Batch(tensors, {"text": Segments.of(lengths)}, counts=dict(counts))
 
     def _filled(self, item: Encoded) -> EncodedChat:
-        """Return a sample; of one that could not be read there is only the length, and it is filled with padding."""
+        """Return the sample, or padding tokens of the same length for a sample that could not be read."""
         if isinstance(item, EncodedChat):
             return item
         tokens = torch.full_like(item.tokens, self.pad)
@@ -217,7 +217,7 @@ class Library:
         }
 
     def _packed(self, rows: Sequence[Sequence[EncodedChat]]) -> dict[str, Tensor]:
-        """Return rows of several samples. Positions that begin anew are how a class knows where one ends."""
+        """Return rows of several samples. Classes separate samples by their positions, which restart at 0."""
         joined = [
             replace(
                 row[0],
@@ -231,21 +231,21 @@ class Library:
         tensors = self._padded(joined)
         length = tensors[IDS].shape[1]
         positions = [torch.cat([one.positions, torch.arange(length - len(one.positions))]) for one in joined]
-        del tensors[MASK]  # with a mask, a class does not look at the positions
+        del tensors[MASK]  # with a mask, classes ignore the restarting positions
         return {**tensors, "position_ids": torch.stack(positions)}
 
     def _media(self, items: Sequence[EncodedChat]) -> dict[str, Tensor]:
-        """Return what the library's processor makes of all images of a batch."""
+        """Return the processor's outputs for all images of a batch."""
         items = [item for item in items if item.images]
         if not items:
             return {}
-        with library_errors("the folder's processor refuses this batch"):
+        with library_errors("the folder's processor raised an error for this batch"):
             texts, images = [item.text for item in items], [list(item.images) for item in items]
             outputs = self._call(self.processor, texts, images, nested=self._nested)
         for item, ids, mask in zip(items, outputs[IDS], outputs[MASK], strict=True):
             if not torch.equal(ids[mask.bool()], item.tokens):
                 raise TesseraError(
-                    f"{type(self.processor).__name__} gives other tokens in a batch than for one sample",
+                    f"{type(self.processor).__name__} returns different tokens for a batch than for a single sample",
                     where=f"sample {item.id}",
                     code="tokenizer.processor-changes-tokens",
                 )

@@ -1,6 +1,6 @@
-"""What is known of single classes of transformers, by the `model_type` of their config.json.
+"""Properties of single classes of transformers, by the `model_type` of their config.json.
 
-A class that is not listed here is trained all the same: one sample to a row, with padding.
+Classes that are not listed are trained with one padded sample per row.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Several samples may share a row: a class that gets positions which begin anew, and no mask, lets no sample see
-# another. Both halves must do so, what joins images and text and the model of text. Each of these was compared with
-# samples in rows of their own.
+# Classes whose rows may contain several samples: given restarting positions and no mask, their samples do not attend to
+# each other. The model_type of the full class and of its text decoder must both be listed. A test compares each with
+# samples in separate rows.
 _PACKS_IMAGES = frozenset(
     ("aya_vision", "deepseek_vl", "gemma3", "idefics2", "idefics3", "janus", "llava_next", "ovis2", "vipllava")
 )
 _PACKS_TEXT = frozenset(("cohere2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
-_IMAGES_READ_BOTH_WAYS = frozenset(("gemma3",))  # tokens of an image see each other, also those that follow
-# `token_type_ids` tell the prompt (0), which is read in both directions, from what follows it.
+_IMAGES_READ_BOTH_WAYS = frozenset(("gemma3",))  # tokens of an image attend to each other in both directions
+# Classes with bidirectional attention in the prompt: `token_type_ids` are 0 in the prompt and 1 after it.
 _PREFIX_TYPES = frozenset(("paligemma",))
 
 
 def packs(config: Mapping[str, Any], text_type: str) -> bool:
-    """Return whether several samples may share a row. `text_type`: the model_type of the model of text."""
+    """Return whether several samples may share a row. `text_type`: model_type of the text decoder."""
     kind = str(config.get("model_type"))
     listed = text_type in _PACKS_TEXT and (kind in _PACKS_IMAGES or kind == text_type)
     return listed and _masks_stay_apart(kind in _IMAGES_READ_BOTH_WAYS)
@@ -33,10 +33,10 @@ def packs(config: Mapping[str, Any], text_type: str) -> bool:
 
 @cache
 def _masks_stay_apart(image_blocks: bool) -> bool:
-    """Return whether the installed transformers masks a packed row as it masks the row's samples alone.
+    """Return whether the installed transformers masks a packed row like its separate samples.
 
-    transformers 5.23 reads a class's own blocks (`image_blocks`) at positions of the sample instead of places in the
-    row, so the blocks of the first sample are applied to all samples.
+    `image_blocks`: with bidirectional attention inside images. transformers 5.23 looks up these blocks by position in
+    the sample instead of index in the row, so all samples get the blocks of the first one.
     """
     from transformers import PretrainedConfig
     from transformers.masking_utils import blockwise_overlay, create_causal_mask
@@ -46,7 +46,7 @@ def _masks_stay_apart(image_blocks: bool) -> bool:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
 
     def visible(start: int, end: int) -> Tensor:
-        """Return the mask of tokens `start` to `end`: [tokens, tokens], true where a token sees another."""
+        """Return the mask [tokens, tokens] of tokens `start` to `end`, true where a token attends to another."""
         overlay = blockwise_overlay(blocks[:, start:end]) if image_blocks else None
         states = torch.zeros(1, end - start, 1)
         mask = create_causal_mask(settings, states, None, None, positions[:, start:end], or_mask_function=overlay)
@@ -58,5 +58,5 @@ def _masks_stay_apart(image_blocks: bool) -> bool:
 
 
 def has_prefix_types(config: Mapping[str, Any]) -> bool:
-    """Return whether `token_type_ids` have to say where the prompt ends."""
+    """Return whether the class needs `token_type_ids` that mark the end of the prompt."""
     return str(config.get("model_type")) in _PREFIX_TYPES

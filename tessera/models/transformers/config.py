@@ -14,7 +14,7 @@ from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CONFIG_FILE
 
 MAX_CONFIG_BYTES = 4 << 20
-# Stored weights have their own dtype; a different one in config.json would make readers cast.
+# Removed from exports: a dtype that differs from the stored weights would make readers cast.
 TYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -22,8 +22,10 @@ class TransformersConfig(Section):
     model_config = ConfigDict(populate_by_name=True)
     renamed: ClassVar[Mapping[str, str]] = {"hub": "model.config.class"}
 
-    hf: dict[str, Any] = Field(default_factory=dict, description="config.json, or the fields that differ from it")
-    folder: Path | None = Field(None, description="folder whose config.json is meant; its weights are not read")
+    hf: dict[str, Any] = Field(
+        default_factory=dict, description="fields of config.json; with folder, fields that override it"
+    )
+    folder: Path | None = Field(None, description="folder with config.json; its weights are not read")
     class_name: str | None = Field(
         None,
         alias="class",
@@ -35,8 +37,8 @@ class TransformersConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_folder(cls, data: Any) -> Any:
-        """Read config.json once and keep its fields: a run does not need the folder again."""
-        if isinstance(data, Mapping) and not data.get("hub"):  # recipes of earlier runs have an empty one
+        """Read config.json once and store its fields, so that the run no longer needs the folder."""
+        if isinstance(data, Mapping) and not data.get("hub"):  # run folders of earlier releases contain an empty `hub`
             data = {key: value for key, value in data.items() if key != "hub"}
         folder = data.get("folder") if isinstance(data, Mapping) else None
         if not folder or "model_type" in (data.get("hf") or {}):
@@ -60,7 +62,7 @@ class TransformersConfig(Section):
         return cls.model_validate({"hf": dict(data)})
 
     def to_hf(self) -> dict[str, Any]:
-        """Return config.json as it was read, without the dtype of the weights."""
+        """Return the fields of config.json without the dtype."""
         published = published_class(choose_class(self.hf, self.class_name))
         named = {"architectures": [published.__name__], "model_type": published.config_class.model_type}
         return {**named, **_without_types(self.hf)}

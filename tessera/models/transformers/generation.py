@@ -1,4 +1,4 @@
-"""Continue prompts by the `generate` of a class of transformers: it knows its cache and its positions."""
+"""Generation with the `generate` method of a class of transformers, which handles its own cache and positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Choose = Callable[[Tensor], Tensor]  # logits [rows, vocabulary] -> tokens [rows
 
 
 class _Chosen:
-    """Force the token that `choose` takes at each step (a logits processor), and record the tokens of each row."""
+    """Force the token that `choose` selects at each step, as a logits processor, and record the tokens of each row."""
 
     def __init__(self, rows: int, stop_tokens: Collection[int], choose: Choose, on_token: Any) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -50,9 +50,9 @@ def continue_prompts(
     greedy: bool = False,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Return the tokens that follow each prompt of a batch, up to and without a stop token.
+    """Return the generated tokens of each prompt, without the stop token.
 
-    `greedy`: `choose` takes the likeliest token, as the class itself does.
+    `greedy`: `choose` selects the most likely token, as the class does by default.
     """
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -62,8 +62,8 @@ def continue_prompts(
         return chosen.tokens
     if not module.can_generate():
         raise TesseraError(
-            f"{type(module).__name__} does not generate",
-            fix="use a class for causal language models",
+            f"{type(module).__name__} has no generate method for text",
+            fix="set model.config.class to a class for causal language models",
             code="generation.class-cannot-generate",
         )
 
@@ -80,10 +80,10 @@ def continue_prompts(
         logits_processor=LogitsProcessorList([chosen]),
         stopping_criteria=StoppingCriteriaList([finished]),
     )
-    if not chosen.called:  # a class with a `generate` of its own may not call it
+    if not chosen.called:  # a class with its own `generate` may ignore logits processors
         if not greedy:
             raise TesseraError(
-                f"{type(module).__name__}.generate chooses tokens by itself",
+                f"{type(module).__name__}.generate samples tokens itself, so only greedy decoding is supported",
                 where="temperature",
                 allowed=[0],
                 code="generation.own-sampling",

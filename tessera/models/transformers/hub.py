@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WHERE = "model.config.class"
 LIBRARY = "transformers"
 
-# For a model_type with several classes: the one to train.
+# Class to train for a model_type that has several classes.
 MODEL_MAPPINGS: Mapping[str, str] = MappingProxyType(
     {
         "internvl": "transformers:InternVLForConditionalGeneration",
@@ -29,7 +29,7 @@ MODEL_MAPPINGS: Mapping[str, str] = MappingProxyType(
 
 
 def find_class(name: str) -> type[PreTrainedModel]:
-    """Return the class by id, import path (`package.module:Class`), or name of one of the library's classes."""
+    """Return a class by model_type, by import path (`package.module:Class`), or by its name in transformers."""
     name = MODEL_MAPPINGS.get(name, name)
     if ":" in name:
         return import_class(name, _base(), WHERE)
@@ -37,7 +37,7 @@ def find_class(name: str) -> type[PreTrainedModel]:
     if isinstance(kind, type) and issubclass(kind, _base()):
         return kind
     raise TesseraError(
-        f"no class of transformers is called {name!r}",
+        f"transformers has no model class {name!r}",
         where=WHERE,
         allowed=[*MODEL_MAPPINGS, "a class of transformers", "an import path like my_package.my_module:MyClass"],
         nearest=nearest(name, [*MODEL_MAPPINGS, *_class_names()]),
@@ -52,9 +52,9 @@ def published_class(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedModel]:
-    """Return the class for a config.json: the requested one, the one for its model_type, or the one it names.
+    """Return the class for a config.json: the class `name`, the class for its model_type, or its first architecture.
 
-    A folder names classes of the library only. Code that lies in the folder (`auto_map`) is never run.
+    Only classes of transformers are used. Python code in the folder (`auto_map`) is never run.
     """
     if name is not None:
         return _from_auto(name, hf) or find_class(name)
@@ -65,15 +65,15 @@ def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedMode
     if isinstance(named, list) and named and isinstance(named[0], str) and ":" not in named[0]:
         if hf.get("auto_map") and named[0] not in MODEL_MAPPINGS and not hasattr(_library(), named[0]):
             raise TesseraError(
-                f"{named[0]} is code that lies in the folder (auto_map in config.json), which is never run",
+                f"{named[0]} is Python code in the folder (auto_map in config.json), which is never run",
                 where=WHERE,
-                fix="use a folder in the form of transformers' own class (often published with -hf in its name), "
+                fix="use a folder for a class of transformers (often published with -hf in its name), "
                 "or install the class and name its import path: package.module:ClassName",
                 code="model.code-in-folder",
             )
         return find_class(named[0])
     raise TesseraError(
-        f"config.json (model_type {model_type!r}) does not say which class it is for",
+        f"config.json (model_type {model_type!r}) does not name a model class",
         where=WHERE,
         fix="set model.config.class, for example to AutoModelForCausalLM",
         code="model.class-not-named",
@@ -81,7 +81,7 @@ def choose_class(hf: Mapping[str, Any], name: str | None) -> type[PreTrainedMode
 
 
 def _from_auto(name: str, hf: Mapping[str, Any]) -> type[PreTrainedModel] | None:
-    """Return the class that an auto class such as AutoModelForCausalLM selects for the model_type."""
+    """Return the class that an auto class, such as AutoModelForCausalLM, selects for the model_type."""
     library = _library()
     auto = getattr(library, name, None) if name.startswith("Auto") else None
     mapping = auto_class_mapping(auto)
@@ -102,7 +102,7 @@ def _library() -> Any:
         import transformers
     except ModuleNotFoundError:
         raise TesseraError(
-            "this family runs classes of the transformers library, which is not installed",
+            "the family transformers needs the package transformers, which is not installed",
             where="model.family=transformers",
             fix="pip install 'tessera-mm[hf]'",
             code="environment.transformers-missing",

@@ -19,24 +19,23 @@ from tessera.models.files.side_files import copy_side_files
 from tessera.models.processing.tokenizer import load_tokenizer
 from tessera.runtime.files import read_json_mapping
 
-ImageBackend = Literal["pil", "torchvision"]  # as the library names what its image preprocessors compute with
+ImageBackend = Literal["pil", "torchvision"]  # names of image preprocessor backends in transformers
 CONFIG = "config.json"
 _CODE_FILES = (CONFIG, "processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _INSTALL_TORCHVISION = "pip install torchvision, in the release that belongs to the installed torch"
-_KEPT_SIZES = 4096  # sizes of images whose preprocessed form is known: many samples have images of one size
-_SMALL = 4096  # elements of a tensor that is kept with its values
+_KEPT_SIZES = 4096  # cached image sizes: many samples have images of the same size
+_SMALL = 4096  # tensors with at most this many elements keep their values in the cache
 
 
 def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_backend: ImageBackend = "pil") -> Any:
-    """Return the processor of a folder: with images, or the tokenizer of a class that reads text alone.
+    """Return the processor of a folder, or the tokenizer for text-only classes.
 
-    `config`: the content of config.json, for a folder without one. Code that lies in the folder is never run.
+    `config`: content of config.json, for a folder without this file. Python code in the folder is never run.
 
-    `image_backend`: what the image preprocessor computes with. Where torchvision is installed the library prefers it,
-    and its resized pixels differ from those of Pillow: what is trained must not depend on what is installed.
+    `image_backend`: library that resizes images. transformers prefers torchvision if it is installed, and its pixels
+    differ from Pillow's, so the backend is set explicitly.
 
-    The video part of a processor needs torchvision. Without it the library refuses the whole processor, and the class
-    is made here from its other parts.
+    Processors with a video part need torchvision. Without torchvision, the processor is built without its video part.
     """
     if config is not None and not (folder / CONFIG).is_file():
         with tempfile.TemporaryDirectory() as name:
@@ -47,7 +46,7 @@ def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_
 
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ImportError, ValueError):  # without a file for videos it is ValueError
+    except (ImportError, ValueError):  # ValueError if the folder has no preprocessor file for videos
         if importlib.util.find_spec("torchvision") is not None:
             raise
         without = _without_video(folder, image_backend)
@@ -60,14 +59,14 @@ def load_processor(folder: Path, config: Mapping[str, Any] | None = None, image_
 
 
 def load_image_processor(folder: Path, backend: ImageBackend = "pil") -> Any:
-    """Return the `AutoImageProcessor` of the folder that computes with this backend, whatever else is installed."""
+    """Return the folder's image preprocessor with this backend, even if the other one is installed too."""
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(folder, backend=backend, local_files_only=True, trust_remote_code=False)
 
 
 def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
-    """Return the folder's processor without a part for videos; None where that is not what is missing."""
+    """Return the folder's processor without its video part; None if the processor has no video part."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -92,10 +91,10 @@ def _without_video(folder: Path, image_backend: ImageBackend) -> Any:
 
 
 def checked_processor(folder: Path | None, config: Mapping[str, Any], image_backend: ImageBackend = "pil") -> Any:
-    """Return the processor of a folder, or raise what is missing and how to mend it."""
+    """Return the processor of a folder, or raise an error with a fix."""
     if image_backend == "torchvision" and importlib.util.find_spec("torchvision") is None:
         raise TesseraError(
-            "torchvision is not installed",  # the library would fall back to Pillow
+            "torchvision is not installed",  # transformers would silently use Pillow
             where="data.processor.image_backend",
             allowed=["pil"],
             fix=_INSTALL_TORCHVISION,
@@ -103,38 +102,38 @@ def checked_processor(folder: Path | None, config: Mapping[str, Any], image_back
         )
     if folder is None or not any(folder.glob("tokenizer*")):
         raise TesseraError(
-            "there is no tokenizer to write conversations with" + ("" if folder is None else f" in {folder}"),
+            "there is no tokenizer for conversations" + ("" if folder is None else f" in {folder}"),
             where="model.path or model.tokenizer",
-            fix="put the tokenizer and processor files of the model beside its weights, or name their folder as "
-            "model.tokenizer; a data kind of your own (data.kind) makes batches without them",
+            fix="copy the model's tokenizer and processor files to its folder, or set their folder as "
+            "model.tokenizer; your own data kind (data.kind) needs none",
             code="tokenizer.files-missing",
         )
     if (folder / "tokenizer.json").is_file():
-        load_tokenizer(folder)  # refuses files that no one can have meant
+        load_tokenizer(folder)  # raises an error for invalid tokenizer files
     try:
         return load_processor(folder, config, image_backend)
     except ImportError as error:
         needs_torchvision = "torchvision" in str(error).lower()
         raise TesseraError(
-            f"the processor of this folder needs a package that is missing: {first_line(error)}",
+            f"the processor of this folder needs a missing package: {first_line(error)}",
             where=str(folder),
-            fix=_INSTALL_TORCHVISION if needs_torchvision else "install it, or name another folder as model.tokenizer",
+            fix=_INSTALL_TORCHVISION if needs_torchvision else "install it, or set another folder as model.tokenizer",
             code="environment.processor-needs-package",
         ) from None
-    except Exception as error:  # whatever a file that is not as expected leads to
+    except Exception as error:  # damaged files raise errors of any kind
         code = _code_in(folder)
         if code is not None:
             raise TesseraError(
-                f"the processor of this folder is code that lies in it ({code}), which is never run",
+                f"the processor of this folder is Python code in the folder ({code}), which is never run",
                 where=str(folder),
-                fix="use a folder in the form of transformers' own class (often published with -hf in its name), "
-                "or a data kind of your own (data.kind)",
+                fix="use a folder for a class of transformers (often published with -hf in its name), "
+                "or your own data kind (data.kind)",
                 code="tokenizer.code-in-folder",
             ) from None
         raise TesseraError(
             f"transformers cannot load the processor of this folder: {first_line(error)}",
             where=str(folder),
-            fix="compare its files with those that the model's makers publish: tokenizer.json, "
+            fix="compare its files with the published ones: tokenizer.json, "
             "tokenizer_config.json, preprocessor_config.json or processor_config.json",
             code="tokenizer.processor-unreadable",
         ) from error
@@ -150,7 +149,7 @@ def _code_in(folder: Path) -> str | None:
 
 
 def chat_template(processor: Any, tokenizer: Any) -> str | None:
-    """Return the chat template of a processor; the one called default where it has several."""
+    """Return the chat template of a processor; of several templates, the one named default."""
     template = getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
         template = template.get("default")
@@ -159,7 +158,7 @@ def chat_template(processor: Any, tokenizer: Any) -> str | None:
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Raise whatever the code of a processor or a template raises as an error about the sample at hand."""
+    """Turn any exception of the block into a `TesseraError` about the current sample."""
     try:
         yield
     except TesseraError:
@@ -169,7 +168,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 
 def with_parts(processor: Any, **parts: Any) -> Any:
-    """Return a copy of a processor with other parts; the processor itself stays as it is."""
+    """Return a copy of a processor with some attributes replaced."""
     changed = copy.copy(processor)
     for name, part in parts.items():
         setattr(changed, name, part)
@@ -177,7 +176,7 @@ def with_parts(processor: Any, **parts: Any) -> Any:
 
 
 class SizedImages:
-    """Stand in for an image preprocessor where only sizes matter: it is called once for images of the same sizes."""
+    """Replace an image preprocessor where only image sizes matter, with a cache by image sizes."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -196,11 +195,11 @@ class SizedImages:
             if len(self._outputs) > _KEPT_SIZES:
                 self._outputs.popitem(last=False)
         self._outputs.move_to_end(key)
-        return copy.copy(self._outputs[key])  # a processor takes out of it what is not for the model
+        return copy.copy(self._outputs[key])  # a copy, because processors remove entries
 
 
 def _shape_of(value: Any) -> Any:
-    """Return a tensor of the same shape that takes no memory, for one that can only hold pixels."""
+    """Return large tensors of pixels as expanded zeros of the same shape, which take no memory."""
     if isinstance(value, list):
         return [_shape_of(one) for one in value]
     large = isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > _SMALL

@@ -1,8 +1,7 @@
-"""Marks around what is trained on, as characters inside of a text: where a template or a processor changes the text
-around them, they move along.
+"""Marks around the trained parts of a text: two characters that a template or processor copies along with the text.
 
-Both are private characters of Unicode that no tokenizer and no template knows. They never reach a tokenizer: the text
-is cleaned of them right before it is encoded.
+They are private characters of Unicode, which no tokenizer and no template uses. They are removed before the text is
+tokenized.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from tessera.errors import TesseraError
 
 BEGIN, END = "\U000f5e00", "\U000f5e01"
 _EITHER = re.compile(f"[{BEGIN}{END}]")
-# A generation block of a template, with what it says about white space on both sides.
+# Begin and end of a generation block in a template; a minus sign removes white space on that side.
 _OPEN = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
 _CLOSE = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 
-Span = tuple[int, int]  # characters of a text
+Span = tuple[int, int]  # begin and end of a range of characters
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Hold a text as it was encoded: its tokens with their characters, and the marked spans."""
+    """Hold an encoded text: tokens with their character ranges, and the marked ranges."""
 
     text: str
     spans: tuple[Span, ...]
@@ -35,9 +34,10 @@ class Encoding:
     offsets: list[Span]
 
     def trained(self) -> list[bool]:
-        """Return for each token whether it has a character of a marked span."""
+        """Return for each token whether it overlaps a marked range."""
         flags = [False] * len(self.ids)
-        places = [at for at, (first, last) in enumerate(self.offsets) if last > first]  # others stand for no text
+        # tokens without characters are added special tokens
+        places = [at for at, (first, last) in enumerate(self.offsets) if last > first]
         offsets = [self.offsets[at] for at in places]
         for begin, end in self.spans:
             low = bisect_right(offsets, begin, key=itemgetter(1))
@@ -48,14 +48,14 @@ class Encoding:
 
 
 def marked(text: str) -> str:
-    """Return a text with marks around it, but not around the white space at its ends: templates may remove that."""
+    """Return a text with marks around it. White space at its ends stays outside, because templates may remove it."""
     words = text.strip()
     start = text.index(words) if words else len(text)
     return f"{text[:start]}{BEGIN}{words}{END}{text[start + len(words) :]}"
 
 
 def with_marks(text: str, spans: Sequence[Span]) -> str:
-    """Return a text with marks around these spans, which are in order."""
+    """Return a text with marks around these ranges, which are sorted."""
     out, at = [], 0
     for begin, end in spans:
         out += [text[at:begin], BEGIN, text[begin:end], END]
@@ -64,7 +64,7 @@ def with_marks(text: str, spans: Sequence[Span]) -> str:
 
 
 def without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
-    """Return a text without its marks, and the spans that they enclosed; marks that do not pair are an error."""
+    """Return a text without its marks, and the ranges between them. Raise a ValueError for unpaired marks."""
     parts, begins, spans, length = [], [], [], 0
     at = 0
     for mark in _EITHER.finditer(text):
@@ -74,11 +74,11 @@ def without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
         if mark[0] == BEGIN:
             begins.append(length)
         elif not begins:
-            raise ValueError("an end without a beginning")
+            raise ValueError("an end mark without a begin mark")
         else:
             spans.append((begins.pop(), length))
     if begins:
-        raise ValueError("a beginning without an end")
+        raise ValueError("a begin mark without an end mark")
     return "".join([*parts, text[at:]]), tuple(spans)
 
 
@@ -87,18 +87,18 @@ def has_marks(text: str) -> bool:
 
 
 def generation_marks(jinja: str) -> str | None:
-    """Return a template that writes marks where its generation blocks begin and end; None where it has no block."""
+    """Return the template with marks in place of its generation blocks; None if it has no such block."""
     if not _OPEN.search(jinja):
         return None
-    # Two blocks around each mark: white space and line ends around them are removed as around the block itself.
+    # The mark is between two `if` blocks, so that white space is removed as around the generation block itself.
     opened = _OPEN.sub(rf"{{%\1 if true %}}{{{{ '{BEGIN}' }}}}{{% if true \2%}}", jinja)
     return _CLOSE.sub(rf"{{%\1 endif %}}{{{{ '{END}' }}}}{{% endif \2%}}", opened)
 
 
 class MarkedTokenizer:
-    """Stand in for the tokenizer of a processor for one call: take the marks out of texts, and keep what was encoded.
+    """Replace a processor's tokenizer for one call: remove the marks from texts, and record tokens and marked ranges.
 
-    A processor repeats placeholders and adds words before it calls its tokenizer, so this is where the final text is.
+    A processor expands placeholders before it calls its tokenizer, so only the tokenizer gets the final text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -114,9 +114,9 @@ class MarkedTokenizer:
         out = self._tokenizer(texts[0] if isinstance(text, str) else texts, *args, **options)
         if out.encodings is None:
             raise TesseraError(
-                f"{type(self._tokenizer).__name__} does not say which characters its tokens stand for",
+                f"{type(self._tokenizer).__name__} returns no character offsets of its tokens",
                 where="tokenizer.json",
-                fix="use a folder with a tokenizer.json",
+                fix="use a folder with tokenizer.json",
                 code="tokenizer.no-offsets",
             )
         self.seen = [

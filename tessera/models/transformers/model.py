@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MASK, POSITIONS = "attention_mask", "position_ids"
-LABELS = "loss.labels"  # where the task `transformers` keeps the labels, so that the class computes no loss
+# tensor of the task `transformers` with the labels; the class does not get it and computes no loss
+LABELS = "loss.labels"
 
 
 @dataclass(frozen=True)
 class TransformersBuilder:
-    """Build the class unchanged: its computation and parameter names are its own."""
+    """Build an unchanged class of transformers, with its own computation and parameter names."""
 
     config: TransformersConfig
 
@@ -45,17 +46,17 @@ class TransformersBuilder:
         return choose_class(self.config.hf, self.config.class_name)
 
     def build(self) -> nn.Module:
-        """Return the module without weights; called with a `Batch` it takes its tensors as keyword arguments."""
+        """Return the module without weights. It accepts a `Batch` and passes its tensors as keyword arguments."""
         module = without_weights(lambda: self._construct(self.model_class))
         return accept_batches(module, _arguments_of(module, keep_lengths_apart(module)))
 
     def fresh(self) -> nn.Module:
-        """Return the whole module on the host with the initial weights of the class."""
+        """Return the unsharded module on the host, with the initial weights of the class."""
         module: nn.Module = self._construct(self.model_class)
         return module
 
     def plan(self) -> ModelPlan:
-        """Return the plan: blocks are the modules that the class declares unsplittable."""
+        """Return the plan. Its blocks are the modules that the class declares as not splittable."""
         module = self.build()
         names = unsplit_modules(module)
         units = [path for path, part in module.named_modules() if path and type(part).__name__ in names]
@@ -64,7 +65,7 @@ class TransformersBuilder:
         return ModelPlan(blocks=tuple(blocks), tensor=tensor, decoder=_decoder_of(module))
 
     def weights(self) -> WeightMap:
-        # Of the library's class: an adapted one has the same weights, but the library keeps no table for it.
+        # The library has weight names only for its own classes; a user's subclass has the same weights.
         return published_names(without_weights(lambda: self._construct(published_class(self.model_class))))
 
     def _construct(self, kind: type[PreTrainedModel]) -> PreTrainedModel:
@@ -72,13 +73,13 @@ class TransformersBuilder:
             settings: Any = kind.config_class.from_dict(dict(self.config.hf))
             _without_cache(settings)
             model: PreTrainedModel = build_from_config(kind, settings, torch.float32, self.config.attention)
-        except Exception as error:  # whatever a constructor makes of a wrong field
+        except Exception as error:  # constructors raise errors of any kind for wrong fields
             if self.config.attention == "sdpa" and "scaled_dot_product_attention" in str(error):
                 raise TesseraError(
-                    f"{kind.__name__} has no attention of the kind sdpa",
+                    f"{kind.__name__} does not support sdpa attention",
                     where="model.config.attention",
                     allowed=["eager"],
-                    fix="model.config.attention=eager",
+                    fix="set model.config.attention=eager",
                     code="model.no-sdpa-attention",
                 ) from None
             raise TesseraError(
@@ -90,13 +91,13 @@ class TransformersBuilder:
 
 
 def _decoder_of(module: Any) -> str:
-    """Return the path of the decoder of text; empty for a class that is nothing else, or does not tell."""
+    """Return the path of the text decoder; empty if the class is the decoder itself or has no `get_decoder`."""
     decoder = module.get_decoder() if hasattr(module, "get_decoder") else None
     return next((path for path, part in module.named_modules() if part is decoder), "")
 
 
 def _without_cache(settings: Any) -> None:
-    """Turn the KV cache off: in training it wastes memory, and recompute would fill it twice."""
+    """Disable the KV cache: in training it wastes memory, and recompute would fill it twice."""
     for part in (settings, *(getattr(settings, name, None) for name in getattr(settings, "sub_configs", ()))):
         if getattr(part, "use_cache", False):
             part.use_cache = False
@@ -109,7 +110,7 @@ def _arguments_of(module: nn.Module, depends_on_length: bool) -> Callable[[Batch
     def inputs_of(batch: Batch) -> dict[str, Tensor]:
         inputs = arguments(batch)
         if makes_decoder_inputs and "decoder_input_ids" not in inputs and LABELS in batch:
-            inputs["labels"] = batch[LABELS]  # the class shifts them into the decoder's inputs
+            inputs["labels"] = batch[LABELS]  # the class makes the decoder's input from them
         if depends_on_length and POSITIONS not in inputs and MASK in inputs:
             inputs[POSITIONS] = masked_positions(inputs[MASK])
         return inputs

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The library computes these frequencies from the longest position of a batch, "dynamic" from all batches so far.
+# Rope types whose frequencies depend on the longest position of a batch; "dynamic" remembers all earlier batches.
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 def keep_lengths_apart(module: nn.Module) -> bool:
-    """Make rotary frequencies a function of each sample alone; return whether they depend on lengths at all."""
+    """Compute rotary frequencies for each sample separately. Return whether any of them depend on lengths."""
     ropes = [part for part in module.modules() if _depends_on_length(part)]
     for rope in ropes:
         rope.register_forward_hook(_PerSample(rope), with_kwargs=True)
@@ -23,15 +23,15 @@ def keep_lengths_apart(module: nn.Module) -> bool:
 
 
 def _depends_on_length(part: nn.Module) -> bool:
-    kinds = vars(part).get("rope_type")  # a mapping where types of layers differ
+    kinds = vars(part).get("rope_type")  # a mapping if layers have different rope types
     names = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(word in str(name) for name in names for word in _LENGTH_ROPES)
 
 
 class _PerSample:
-    """Replace the output of a rotary embedding by one that was computed for each sample of a batch by itself.
+    """Replace the output of a rotary embedding: compute it for each sample of the batch separately.
 
-    Every sample gets a copy of the embedding as it was built: no earlier length is remembered.
+    Each sample uses a fresh copy of the embedding, so that no earlier length is remembered.
     """
 
     def __init__(self, rope: nn.Module) -> None:
@@ -39,7 +39,7 @@ class _PerSample:
 
     @staticmethod
     def _copy(rope: Any) -> Any:
-        return copy.deepcopy(rope, {id(rope.config): rope.config})  # the configuration is large and only read
+        return copy.deepcopy(rope, {id(rope.config): rope.config})  # the configuration is shared, not copied
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return self._tables(*args, **kwargs)
@@ -56,7 +56,7 @@ class _PerSample:
 
 
 def _sample_lengths(row: Tensor) -> list[int]:
-    """Return the lengths of the samples of a row, whose positions begin anew; of several axes, a row is one sample."""
+    """Return the lengths of the samples in a row, where positions restart. With several axes a row is one sample."""
     if row.dim() != 2:
         return [row.shape[-1]]
     begins = (row[0].diff() != 1).nonzero().flatten() + 1
@@ -71,7 +71,7 @@ def _joined(tables: Sequence[Any], dim: int) -> Any:
 
 
 def masked_positions(mask: Tensor) -> Tensor:
-    """Return positions that begin anew where padding begins or ends, so that padding lengthens no sample."""
+    """Return positions that restart where padding begins or ends, so that padding does not lengthen a sample."""
     index = torch.arange(mask.shape[-1], device=mask.device).expand_as(mask)
     changes = mask.diff(dim=-1, prepend=mask[..., :1]) != 0
     return index - index.where(changes, 0).cummax(-1).values

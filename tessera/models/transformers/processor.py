@@ -1,7 +1,7 @@
-"""The processor of any class of transformers: conversations by the folder's own tokenizer, template and preprocessor.
+"""The processor of any class of transformers, with the tokenizer, chat template and preprocessor of its folder.
 
-Media are preprocessed by the library, for all samples of a batch at once: so a batch is what its own processor makes.
-The number of tokens of a sample depends on the sizes of its images alone; it is found with blank images of these sizes.
+The library preprocesses the media of a batch in one call. The number of tokens of a sample depends only on the sizes of
+its images, so samples are measured with blank images of these sizes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tessera.models.transformers.rendering import TemplateLimit
 from tessera.models.transformers.turns import Turns
 from tessera.models.vision.preprocessor_files import VideoOptions
 
-VERSION = "transformers 1"  # the number is raised when the same files and options give other tokens than before
-# Files that decide how a conversation becomes tokens.
+VERSION = "transformers 1"  # increased when the same files and options give different tokens
+# Parts of the names of files that determine the tokens of a conversation.
 _FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "processor", "chat_template")
 
 
@@ -45,19 +45,21 @@ class ClassOptions(VideoOptions):
     renamed: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("response_start", "response_end"), "{% generation %} in the folder's chat template"
     )
-    min_frames: int = Field(1, gt=0, le=10**6, description="taken even from a short video, if it has them")
-    max_frames: int = Field(8, gt=0, le=10**6, description="taken even from a long video; each is read as an image")
+    min_frames: int = Field(1, gt=0, le=10**6, description="least number of frames of a video")
+    max_frames: int = Field(
+        8, gt=0, le=10**6, description="largest number of frames of a video; each is read as an image"
+    )
     image_backend: ImageBackend = Field(
-        "pil", description="what resizes images: Pillow, or torchvision, whose pixels differ a little"
+        "pil", description="library that resizes images: Pillow or torchvision, whose pixels differ slightly"
     )
 
 
 @dataclass(frozen=True, eq=False)
 class ClassProcessor:
-    """Turn conversations into the keyword arguments of a class, and tokens back into text.
+    """Turn conversations into keyword arguments of a class, and tokens into text.
 
-    The library's processor is loaded when it is first needed: a data kind of the user's own makes batches without it,
-    and for such a run this object only copies the files beside the weights.
+    The library's processor is loaded on first use. A run with its own data kind does not need it; this object then only
+    copies side files.
     """
 
     config: TransformersConfig
@@ -74,21 +76,21 @@ class ClassProcessor:
         return cls(config, side_folder(folder or config.folder), chosen, tuple(train_on))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what travels to worker processes, which load the library's processor for themselves."""
+        """Return the state for worker processes, without the library's processor, which each worker loads itself."""
         state = {name: value for name, value in self.__dict__.items() if name != "library"}
         return {"fields": state, "load": "library" in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
-        if state["load"]:  # now, and not within the time that a worker has for its first sample
+        if state["load"]:  # load now, because the first sample of a worker has a time limit
             assert self.library
 
     @cached_property
     def library(self) -> Library:
-        """Return the library's processor and what depends on it."""
+        """Return the library's processor, tokenizer and chat template."""
         processor = checked_processor(self.folder, self.config.hf, self.options.image_backend)
         tokenizer = getattr(processor, "tokenizer", processor)
-        if tokenizer.pad_token_id is None:  # what is padded is masked: any word does
+        if tokenizer.pad_token_id is None:  # any token will do, because padding is masked
             tokenizer.pad_token = tokenizer.eos_token
         sees = getattr(processor, "image_processor", None) is not None
         turns = Turns(processor, tokenizer, self.options.system, sees)
@@ -98,7 +100,7 @@ class ClassProcessor:
 
     @property
     def sees(self) -> bool:
-        """Return whether the class is given images."""
+        """Return whether the class reads images."""
         return self.library.sees
 
     @property
@@ -108,7 +110,7 @@ class ClassProcessor:
 
     @property
     def _settings(self) -> Any:
-        """Return the configuration as the class reads it, with its defaults."""
+        """Return the configuration with the defaults of its transformers class."""
         return TransformersBuilder(self.config).model_class.config_class.from_dict(dict(self.config.hf))
 
     @property
@@ -117,7 +119,7 @@ class ClassProcessor:
         return VideoSampling(chosen.fps, chosen.min_frames, chosen.max_frames, 1, chosen.frames)
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        return None  # only the library's preprocessor knows; it gets all pixels
+        return None  # full resolution: the library's preprocessor resizes
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
         if roles:
@@ -129,9 +131,9 @@ class ClassProcessor:
         if self._settings.is_encoder_decoder:
             name = TransformersBuilder(self.config).model_class.__name__
             raise TesseraError(
-                f"{name} is an encoder-decoder: such classes are not trained on conversations",
+                f"{name} is an encoder-decoder, which cannot be trained on conversations",
                 where="data.kind=chat",
-                fix="make batches by a data kind of your own (data.kind)",
+                fix="make batches with your own data kind (data.kind)",
                 code="model.encoder-decoder",
             )
 
@@ -146,8 +148,9 @@ class ClassProcessor:
             if any(word in name for word in _FILES)
         }
         options = self.options.model_dump(mode="json", exclude={"train_on"})
-        options |= dict.fromkeys(self.options.renamed)  # so that runs of earlier releases resume
-        if options["image_backend"] == "pil":  # as it was before there was a choice
+        # options of earlier releases, so that the fingerprints of their runs do not change
+        options |= dict.fromkeys(self.options.renamed)
+        if options["image_backend"] == "pil":  # earlier releases had no such option
             del options["image_backend"]
         roles = [self.train_on, self.last_only]
         facts = [VERSION, transformers.__version__, files, options, asdict(self.sampling), roles]
@@ -181,7 +184,7 @@ class ClassProcessor:
         media: Sequence[Sequence[Any]],
         sizes: Sequence[Sequence[MediaSize]] | None = None,
     ) -> Batch:
-        """Return a batch of prompts, without a last answer of the assistant: that is what the model shall generate."""
+        """Return a batch of prompts. A final answer of the assistant is left out, because the model generates it."""
         items = []
         for sample, objects in zip(samples, media, strict=True):
             count = max((n for n, m in enumerate(sample.messages, 1) if m.role != "assistant"), default=0)
@@ -198,7 +201,7 @@ class ClassProcessor:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end an answer; none where the folder has no template to write one with."""
+        """Return the tokens that end an answer; none if the folder has no usable chat template."""
         try:
             self.library.check()
         except TemplateLimit:
@@ -216,7 +219,7 @@ class ClassProcessor:
 
 
 def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image.Image]]:
-    """Return a sample whose media are images alone, and these: a video is read as its frames."""
+    """Return the sample with each video replaced by its frames, and all images."""
     remaining, images, messages = iter(media), [], []
     for message in sample.messages:
         parts: list[Part] = []
@@ -226,8 +229,8 @@ def _as_images(sample: Sample, media: Sequence[Any]) -> tuple[Sample, list[Image
                 continue
             if part.kind not in ("image", "video"):
                 raise TesseraError(
-                    f"classes of transformers are trained on images and videos here, not on {part.kind}",
-                    fix="leave such samples out, or make batches by a data kind of your own",
+                    f"classes of transformers cannot be trained on {part.kind} parts, only on images and videos",
+                    fix="remove such samples, or make batches with your own data kind (data.kind)",
                     code="data.unsupported-part",
                 )
             medium = next(remaining)

@@ -1,8 +1,8 @@
-"""Render chat templates in a process whose time and memory are limited: they are programs that strangers wrote.
+"""Render chat templates in a process with limited time and memory, because templates are untrusted programs.
 
-This file is run as a script by `rendering`. It imports Jinja alone, so that it begins in a tenth of a second. Each line
-that it reads is a request, and it answers each with a line: the text, the error of the template, or the limit that the
-template exceeds. One that takes too long ends the process, in whatever it is.
+`rendering` runs this file as a script. It imports only Jinja, so it starts in a tenth of a second. Each input line is a
+request; each output line is the answer: the text, the template's error, or the limit that it exceeded. A template that
+takes too long ends the process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import jinja2.sandbox
 import jinja2.utils
 
 _MEMORY_BYTES = 1 << 30
-_LEAST_JINJA = (3, 1, 6)  # older sandboxes have known holes
-# Sent to a whole group of processes, these are the trainer's to answer.
+_LEAST_JINJA = (3, 1, 6)  # sandboxes of older versions have known vulnerabilities
+# Signals to the process group, which only the trainer handles.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Generation(jinja2.ext.Extension):
-    """Write what is inside of a generation block as if the block were not there."""
+    """Render the content of a generation block as if the block were absent."""
 
     tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
@@ -44,9 +44,10 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Refuse names with an underscore, by which a template could pass for a class of Python."""
+    """Refuse attribute names with an underscore, which could imitate internals of Python classes."""
 
-    def __init__(*args: Any, **values: Any) -> None:  # without a name for the first one, so that `self=` is a value
+    # no parameter names, so that templates may use any keyword, even `self`
+    def __init__(*args: Any, **values: Any) -> None:
         attributes = dict(*args[1:], **values)
         for name in attributes:
             _check_name(name)
@@ -59,11 +60,11 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: str) -> None:
     if name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace has no {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
 class _Dict:
-    """Make dictionaries for a template, which gets no hold of the class."""
+    """Create dictionaries for templates without giving them access to the class `dict`."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -88,7 +89,7 @@ def _json(
 
 @functools.lru_cache(maxsize=8)
 def _compiled(text: str) -> jinja2.Template:
-    """Return a template with all that `apply_chat_template` of transformers offers to one."""
+    """Return a compiled template with the functions that transformers' `apply_chat_template` provides."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -121,7 +122,7 @@ def main() -> None:
     assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= _LEAST_JINJA
     for line in sys.stdin:
         request = json.loads(line)
-        # It counts computing, not waiting. SIGPROF then ends the process, also inside of one long call.
+        # The timer counts CPU time. SIGPROF ends the process, even during a single long call.
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         answer = json.dumps(_answer(request))
         signal.setitimer(signal.ITIMER_PROF, 0)

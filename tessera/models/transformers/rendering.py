@@ -1,4 +1,4 @@
-"""Render the chat template of a folder, in a process of its own with limits of time, memory and length."""
+"""Render chat templates in a separate process with limits of time, memory and output."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 from tessera.errors import TesseraError
 from tessera.models.transformers import render_process
 
-# A template writes what is said once, and its own words: no published one comes near this.
+# Largest output beyond a multiple of the messages' length. Published templates write far less.
 _MOST_CHARACTERS = 1 << 20
-_MOST_TIMES = 16  # as long as what is said
-_SECONDS = 5.0  # of computing: a busy machine does not shorten it
-_ATTEMPTS = 2  # something else than the template may have ended the process
+_MOST_TIMES = 16  # largest ratio of output to messages
+_SECONDS = 5.0  # CPU seconds, so other processes do not shorten it
+_ATTEMPTS = 2  # retry once, because something else may have ended the process
 
 
 class TemplateLimit(TesseraError):
-    """Say that a chat template takes more time or memory, or writes more, than any conversation needs."""
+    """Report a chat template that exceeds its limits of time, memory or output."""
 
 
 def render(
@@ -36,10 +36,9 @@ def render(
     answer: bool = False,
     where: str = "chat_template",
 ) -> str:
-    """Return a conversation as `apply_chat_template` of transformers writes it.
+    """Return a conversation rendered like `apply_chat_template` of transformers.
 
-    `special`: words of the tokenizer by their names; `answer`: with the words that begin an answer; `where`: what the
-    template is called if it exceeds a limit.
+    `special`: special tokens by name. `answer`: add the generation prompt. `where`: name of the template in errors.
     """
     variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer, **special}
     characters = sum(len(str(message["content"])) for message in messages)
@@ -50,13 +49,13 @@ def render(
         return reply["text"]
     if "error" in reply:
         raise TesseraError(
-            f"the folder's chat template refuses this conversation: {reply['error'].splitlines()[0]}",
+            f"the folder's chat template raised an error for this conversation: {reply['error'].splitlines()[0]}",
             code="tokenizer.template-refuses",
         )
     raise TemplateLimit(
         f"the folder's chat template {reply['limit']} for one conversation",
         where=where,
-        fix="use the chat template that the model's makers publish",
+        fix="use the published chat template of the model",
         code="tokenizer.template-limit",
     )
 
@@ -103,12 +102,12 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    with process:  # closes its pipes, upon which it ends, and waits for it
+    with process:  # closes the pipes, which ends the process, and waits for it
         pass
     return process.returncode
 
 
 @functools.cache
 def _process_of(process: int) -> _RenderProcess:
-    """Return the renderer of a process: a forked child must not speak through the pipes of its parent."""
+    """Return the renderer of a process id, because a forked child must not use the pipes of its parent."""
     return _RenderProcess()

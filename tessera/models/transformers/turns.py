@@ -1,7 +1,7 @@
-"""Conversations written by a folder's own chat template, with marks around what a model is trained to write.
+"""Conversations written by a folder's own chat template, with marks around the trained parts.
 
-Generation blocks in the template tell where the marks are. In a template without blocks, the words of each turn are
-marked before the template writes them, and it must then have written the same text as without marks.
+Generation blocks in the template define the trained parts. In a template without blocks, the text of each trained turn
+is marked before rendering; without marks the rendered text must stay the same.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from tessera.models.transformers.marks import Span, generation_marks, has_marks,
 from tessera.models.transformers.rendering import TemplateLimit, render
 
 Chat = list[dict[str, Any]]
-# How the content of a message is given to a template: as a list of parts; as one string where it is text alone; as one
-# string with the word for an image in it.
+# How a template gets the content of a message: as a list of parts; as a string if it is only text, else as a list;
+# always as a string, with placeholders for images.
 Form = Literal["parts", "strings", "words"]
 _FORMS: tuple[Form, ...] = ("parts", "strings", "words")
-_AS_PYTHON = ("{'type'", '{"type"')  # what a template writes that takes a list for a string
-MEND = "put {% generation %} and {% endgeneration %} around what the assistant writes in the folder's chat template"
+_AS_PYTHON = ("{'type'", '{"type"')  # signs of a Python list, written by a template that expects strings
+MEND = "put {% generation %} and {% endgeneration %} around the assistant's text in the folder's chat template"
 
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Write conversations. `processor`: of transformers; a tokenizer where a class reads text alone."""
+    """Write conversations with the folder's chat template. `processor`: of transformers; the tokenizer for text-only
+    classes."""
 
     processor: Any
     tokenizer: Any
-    system: str | None = None  # said where a conversation has no system message
+    system: str | None = None  # system message of conversations without one
     sees: bool = False
 
     @cached_property
@@ -44,8 +45,8 @@ class Turns:
             raise TesseraError(
                 "the folder has no chat template",
                 where="chat_template.jinja",
-                fix="put a chat_template.jinja beside the tokenizer: the model's makers may publish one for its "
-                "instruction-tuned form; for a model without one, write how you want conversations written",
+                fix="copy chat_template.jinja from the instruction-tuned version of the model to the folder, or write "
+                "your own template",
                 code="tokenizer.no-chat-template",
             )
         return template
@@ -56,7 +57,7 @@ class Turns:
 
     @cached_property
     def control_words(self) -> tuple[str, ...]:
-        """Return the words of the vocabulary that only a template may write."""
+        """Return the special tokens, which only a template may write."""
         named = [getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token")]
         words = {*self.tokenizer.all_special_tokens, *(word for word in named if isinstance(word, str))}
         words |= {one.content for one in self.tokenizer.added_tokens_decoder.values() if one.special}
@@ -71,13 +72,13 @@ class Turns:
     # ------------------------------------------------------------------------------------------ writing
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return a conversation up to where the assistant's answer begins."""
+        """Return a conversation with the generation prompt at its end."""
         self._check_words(messages)
         messages = self._with_system(messages)
         return self._render(self._chat(messages, self._form(messages, answer=True)), answer=True)
 
     def write(self, messages: Sequence[Message], train_on: Collection[str], *, last_only: bool = False) -> str:
-        """Return a conversation with marks around what is trained on."""
+        """Return a conversation with marks around its trained parts."""
         self._check_words(messages)
         if any(message.role == PLAIN for message in messages):
             return self._plain(messages)
@@ -94,11 +95,13 @@ class Turns:
         return with_marks(text, spans[-1:] if last_only else spans)
 
     def _plain(self, messages: Sequence[Message]) -> str:
-        """Return text that nobody says: all of it is trained on, and it ends with the end of a text."""
+        """Return text without a conversation format: all of it is trained, and an end-of-text token follows."""
         said = "".join(part.value for message in messages for part in message.parts if part.kind == "text")
         if any(part.kind != "text" for message in messages for part in message.parts):
             raise TesseraError(
-                "plain text has no images", fix="write the sample as a conversation", code="data.image-in-plain-text"
+                "plain text samples cannot contain images",
+                fix="write the sample as a conversation",
+                code="data.image-in-plain-text",
             )
         return with_marks(said + (self.tokenizer.eos_token or ""), [(0, len(said + (self.tokenizer.eos_token or "")))])
 
@@ -108,7 +111,8 @@ class Turns:
         return [Message("system", (Part("text", self.system),)), *messages]
 
     def _check_words(self, messages: Sequence[Message]) -> None:
-        """Raise where someone says a word of the template: a model would read it as the template's."""
+        """Raise an error for messages that contain special tokens, which the model would read as part of the
+        template."""
         for number, message in enumerate(messages):
             for part in message.parts:
                 if part.kind != "text":
@@ -116,13 +120,13 @@ class Turns:
                 word = self._control.search(part.value)
                 if word is not None:
                     raise TesseraError(
-                        f"message {number + 1} ({message.role}) says {word[0]}, a control word of this tokenizer",
-                        fix="write it otherwise: a model would read it as if the template had written it",
+                        f"message {number + 1} ({message.role}) contains {word[0]}, a special token of this tokenizer",
+                        fix="change the text: the model would read it as part of the chat template",
                         code="data.control-word",
                     )
                 if has_marks(part.value):
                     raise TesseraError(
-                        f"message {number + 1} has characters that are reserved for marks",
+                        f"message {number + 1} contains the reserved characters U+F5E00 or U+F5E01",
                         code="data.reserved-characters",
                     )
 
@@ -150,8 +154,8 @@ class Turns:
         return render(jinja or self.jinja, chat, self.tokenizer.special_tokens_map, answer=answer, where=where)
 
     def _form(self, messages: Sequence[Message], answer: bool = False) -> Form:
-        """Return the first form in which the template writes everything that is said, and every image."""
-        refusals: list[tuple[int, TesseraError]] = []  # the one that tells most is raised
+        """Return the first form in which the template writes all texts and images."""
+        refusals: list[tuple[int, TesseraError]] = []  # with a priority; the highest is raised
         for form in _FORMS if self.sees else ("strings", "parts"):
             try:
                 text = self._render(self._chat(messages, form), answer=answer)
@@ -187,8 +191,8 @@ class Turns:
         word = getattr(self.processor, "image_token", None)
         if isinstance(word, str) and word and images != text.count(word):
             return TesseraError(
-                f"the folder's chat template writes {text.count(word)} images of {images}",
-                fix="leave such samples out",
+                f"the folder's chat template writes {text.count(word)} of {images} images",
+                fix="remove such samples",
                 code="tokenizer.template-image-count",
             )
         return None
@@ -198,7 +202,7 @@ class Turns:
     def _spans(
         self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], *, only_assistant: bool
     ) -> list[Span]:
-        """Return the characters of `plain` that are trained on, one span for each turn."""
+        """Return the trained character ranges of `plain`, one for each turn."""
         if only_assistant and self._with_generation_marks is not None:
             text = self._render(self._chat(messages, form), jinja=self._with_generation_marks)
             marked_spans = self._clean(text, plain)
@@ -212,14 +216,14 @@ class Turns:
         marked_spans = self._clean(self._render(self._chat(messages, form, turns)), plain)
         if marked_spans is None:
             raise TesseraError(
-                "the folder's chat template changes the words of its messages, so the answers in it are unknown",
+                "the folder's chat template changes the text of messages, so answers cannot be located",
                 fix=MEND,
                 code="tokenizer.template-changes-message",
             )
         return self._joined(messages, form, plain, turns, marked_spans)
 
     def _clean(self, text: str, plain: str) -> list[Span] | None:
-        """Return the marked spans of a text; None where it is not the plain one with marks."""
+        """Return the marked ranges; None if the text without marks differs from `plain`."""
         try:
             cleaned, spans = without_marks(text)
         except ValueError:
@@ -229,14 +233,14 @@ class Turns:
     def _joined(
         self, messages: Sequence[Message], form: Form, plain: str, turns: Sequence[int], marked_spans: Sequence[Span]
     ) -> list[Span]:
-        """Return one span for each turn: its texts, and the word that ends it."""
+        """Return one range for each turn, from its first text to the special token that ends it."""
         spans: list[Span] = []
         remaining = iter(marked_spans)
         for turn in turns:
             parts = [next(remaining) for part in messages[turn].parts if part.kind == "text"]
             if not parts:
                 raise TesseraError(
-                    f"message {turn + 1} ({messages[turn].role}) is trained on and says nothing",
+                    f"message {turn + 1} ({messages[turn].role}) is trained and contains no text",
                     code="data.empty-answer",
                 )
             end = parts[-1][1]
@@ -244,8 +248,10 @@ class Turns:
         return spans
 
     def _end_length(self, messages: Sequence[Message], form: Form, plain: str, turn: int, end: int) -> int:
-        """Return how many characters after a turn's words end it: up to the last special word that the template writes
-        there, whether or not another message follows."""
+        """Return the number of characters after a turn's text that belong to it, up to the last special token.
+
+        Only characters count that the template writes both with and without a following message.
+        """
         after = plain[end:]
         if turn + 1 < len(messages):
             shorter = self._render(self._chat(messages[: turn + 1], form))
@@ -256,14 +262,14 @@ class Turns:
         return words[-1].end() if words else 0
 
     def _with_end(self, plain: str, spans: Sequence[Span]) -> str:
-        """Return the text with an end-of-text word where the last turn has no end: a model would never stop."""
+        """Return the text with an end-of-text token if the last turn has no end token: the model would never stop."""
         last = plain[spans[-1][0] : spans[-1][1]]
         if self._control.search(last) or not self.tokenizer.eos_token:
             return plain
         return plain[: spans[-1][1]] + str(self.tokenizer.eos_token)
 
     def stop_words(self) -> list[str]:
-        """Return the words that end an answer, as the template writes them."""
+        """Return the tokens that end an answer in the folder's chat template."""
         said = [Message("user", (Part("text", "a"),)), Message("assistant", (Part("text", "b"),))]
         try:
             text, spans = without_marks(self.write(said, ("assistant",)))
@@ -275,13 +281,13 @@ class Turns:
 
 
 def _as_python(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a template wrote the content of a message as Python does, and not because someone said so."""
+    """Return whether the template wrote message contents as Python lists that the messages do not contain."""
     said = [part.value for message in messages for part in message.parts if part.kind == "text"]
     return any(text.count(word) > sum(one.count(word) for one in said) for word in _AS_PYTHON)
 
 
 def _answers(plain: str, spans: Sequence[Span], messages: Sequence[Message]) -> bool:
-    """Return whether each span has the words of one message."""
+    """Return whether each range contains the texts of its message."""
     if len(spans) != len(messages):
         return False
     return all(

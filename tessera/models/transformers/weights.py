@@ -1,5 +1,5 @@
-"""Names of weights in files. Newer versions of the library rename modules and keep a table for each such class, which
-is read here."""
+"""Names of weights in files. transformers renamed modules of many classes and keeps a table of old names, which is read
+here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedNames(WeightMap):
-    """Map native names (the module's own) to names in files and back. A file may use either."""
+    """Map names in the class to names in files and back. Files may use either."""
 
-    names: Mapping[str, str] = field(default_factory=dict)  # ours -> in files
-    renamings: tuple[Any, ...] = ()  # the library's own, from files to ours, in order
-    unused: tuple[str, ...] = ()  # regular expressions of names that the class says may be passed over
+    names: Mapping[str, str] = field(default_factory=dict)  # name in the class -> name in files
+    renamings: tuple[Any, ...] = ()  # renaming rules of transformers, from files to the class, in order
+    unused: tuple[str, ...] = ()  # regular expressions of names in files that the class ignores
 
     def rule_for(self, name: str) -> tuple[Rule, tuple[str, ...]] | None:
         foreign = self.names.get(name)
@@ -32,7 +32,7 @@ class PublishedNames(WeightMap):
         return self.names.get(_renamed(foreign, self.renamings), foreign)
 
     def in_memory(self, foreign: str) -> str:
-        """Return the name in the class, which adapters are named by."""
+        """Return the name in the class, which adapters use."""
         return next((ours for ours, name in self.names.items() if name == foreign), foreign)
 
     def skips(self, foreign: str) -> bool:
@@ -43,10 +43,10 @@ def published_names(module: PreTrainedModel) -> WeightMap:
     table, backward, other = weight_conversions(module)
     if other is not None:
         raise TesseraError(
-            f"files of {type(module).__name__} hold weights in another form than the class ({other}): "
-            "such files are not read or written yet",
+            f"files of {type(module).__name__} store weights in another layout than the class ({other}), which is "
+            "not supported",
             where="model.path, checkpoint.export",
-            fix="start from fresh weights or from a checkpoint of Tessera, and leave checkpoint.export off",
+            fix="train from initial weights or from a Tessera checkpoint, with checkpoint.export=false",
             code="weights.class-renames-weights",
         )
     ours = [name for name, _ in module.named_parameters(remove_duplicate=False)]

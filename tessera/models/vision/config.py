@@ -14,7 +14,7 @@ from tessera.ops.attention import AttentionBackend
 
 
 class GridVisionConfig(Section):
-    """Configure a vision encoder over patches of images of any size, with rotary positions over height and width."""
+    """Configure a vision encoder for images of any size, with rotary positions along height and width."""
 
     width_field: ClassVar[str] = "hidden_size"
 
@@ -40,37 +40,38 @@ class GridVisionConfig(Section):
     def _fits_heads(self) -> Self:
         if self.width % (4 * self.num_heads):
             raise ValueError(
-                f"{self.width_field} {self.width} over {self.num_heads} heads must give a multiple of 4: half of each "
-                "head is rotated by the height, half by the width"
+                f"{self.width_field} {self.width} / {self.num_heads} heads must be a multiple of 4: half of a head "
+                "is rotated by the row of a patch, half by its column"
             )
         return self
 
     @classmethod
     def read(cls, vision: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields in the `vision_config` of a folder."""
+        """Return the fields of a folder's `vision_config`."""
         fields = {name: vision[name] for name in cls.model_fields if name in vision and name != "rope_theta"}
-        if "in_channels" not in vision and "in_chans" in vision:  # the hub's name
+        if "in_channels" not in vision and "in_chans" in vision:  # old name of the field
             fields["in_channels"] = vision["in_chans"]
         theta = (vision.get("rope_parameters") or {}).get("rope_theta", vision.get("rope_theta"))
         return fields if theta is None else {**fields, "rope_theta": theta}
 
     def write(self, model_type: str, **more: Any) -> dict[str, Any]:
-        """Return the `vision_config` of a folder."""
+        """Return the `vision_config` of a config.json."""
         rope = {"rope_type": "axial", "rope_theta": self.rope_theta}
         plain = self.model_dump(mode="json", exclude={"rope_theta"})
         return {"model_type": model_type, **plain, **more, "rope_parameters": rope}
 
 
 class VisionLanguageConfig(Section):
-    """Configure a family whose vision encoder is a `GridVisionConfig`, and read and write its config.json."""
+    """Configure a family with a `GridVisionConfig` encoder; read and write its config.json."""
 
-    # "model_type" in config.json -> format of its text part, class of transformers
+    # model_type in config.json -> text format and class name of transformers
     formats: ClassVar[Mapping[str, tuple[HFTextFormat, str]]]
-    # Field of `vision_config` with the width of the text decoder, and its default where a folder leaves it out.
+    # Field of `vision_config` that contains the text decoder's width, and its default.
     output_field: ClassVar[tuple[str, int]] = ("out_hidden_size", 3584)
-    vision_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers' class, where they differ from ours
-    tie_in_text: ClassVar[bool] = True  # releases of transformers before 5 kept the tie inside text_config
-    token_fields: ClassVar[Mapping[str, str]]  # fields with the ids of special tokens, and these tokens
+    # defaults of transformers that differ from the defaults of a recipe
+    vision_defaults: ClassVar[Mapping[str, Any]] = {}
+    tie_in_text: ClassVar[bool] = True  # transformers 4 wrote tie_word_embeddings into text_config
+    token_fields: ClassVar[Mapping[str, str]]  # field with the id of a special token -> the token
 
     text: TextConfig
     vision: GridVisionConfig
@@ -90,11 +91,11 @@ class VisionLanguageConfig(Section):
 
     @classmethod
     def checks(cls, text: Mapping[str, Any], vision: Mapping[str, Any]) -> list[Check]:
-        """Return fields of a config.json of which only some values are supported, besides those of all families."""
+        """Return the family's fields of config.json that support only some values."""
         return []
 
     def written_fields(self) -> dict[str, Any]:
-        """Return fields of `vision_config` that transformers writes, besides those of all families."""
+        """Return the family's fields of `vision_config` that transformers writes, besides the common ones."""
         return {}
 
     @property
@@ -103,7 +104,7 @@ class VisionLanguageConfig(Section):
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
-        """From config.json: with the text's fields in `text_config`, or at the top level, as on the hub."""
+        """Read a config.json, with the text fields in `text_config` or at the top level."""
         kind = str(data.get("model_type", next(iter(cls.formats))))
         check_model_type(kind, cls.formats)
         where, text_format = f"config.json ({kind})", cls.formats[kind][0]
@@ -150,7 +151,7 @@ class VisionLanguageConfig(Section):
 
 
 class QwenVLConfig(VisionLanguageConfig):
-    """Hold the special tokens of the Qwen-VL models."""
+    """Declare the special tokens of the Qwen-VL models."""
 
     token_fields: ClassVar[Mapping[str, str]] = {
         "image_token_id": "<|image_pad|>",

@@ -19,17 +19,17 @@ from tessera.models.vision.patches import block_positions
 from tessera.models.vision.processor import PATCHES
 from tessera.nn.vit import VisionShape
 
-EXAMPLE_IMAGES = 16  # a common number of ranks among which images are sharded
+EXAMPLE_IMAGES = 16  # divisible by the usual numbers of ranks that share a batch
 
 
 @dataclass(frozen=True)
 class VisionCosts:
-    """Hold the sizes from which the FLOPs of a vision encoder and its projector follow."""
+    """Hold the sizes that determine the FLOPs of a vision encoder and its projector."""
 
     shape: VisionShape
-    projector_weights: int  # weights that one visual token is multiplied by in the projector
-    patches: int  # of a block of merged patches, a tile or an image, class token included
-    tokens: int = 1  # visual tokens made of that many patches
+    projector_weights: int  # number of weights that a visual token is multiplied by in the projector
+    patches: int  # patches of a merged block, tile or image, class token included
+    tokens: int = 1  # visual tokens that these patches become
 
     def work(self, measures: Measures, training: Training) -> np.ndarray:
         """Return the FLOPs of encoder and projector for each sample."""
@@ -63,7 +63,7 @@ def vision_language_work(
 
 
 def example_with_media(tokens: int, media: Mapping[str, Tensor], lengths: Sequence[int], axes: int = 1) -> Batch:
-    """Return an example batch with the tensors of images. `lengths`: patches of each. `axes`: see `example_batch`."""
+    """Return an example batch with images. `lengths`: number of patches of each image. `axes`: see `example_batch`."""
     text = example_batch(tokens, axes)
     segments = {**text.segments, PATCHES.segments: Segments.of(lengths)}
     return replace(text, tensors={**text.tensors, **media}, segments=segments)
@@ -75,10 +75,10 @@ def example_with_images(
     patch_values: int,
     table: Callable[[np.ndarray, int, int], tuple[np.ndarray, np.ndarray] | None],
 ) -> Batch:
-    """Return a batch of `tokens` tokens of which square images of one size take about a quarter.
+    """Return a batch in which square images of one size make up about a quarter of `tokens`.
 
-    `table`: returns table indices and weights of patches for encoders with learned position embeddings, from their
-    positions and the height and width of the image in patches.
+    `table`: function that returns indices and weights of learned position embeddings, from the positions of patches and
+    the height and width of the image in patches.
     """
     side = max(1, isqrt(tokens // (4 * EXAMPLE_IMAGES)))
     images = max(1, min(EXAMPLE_IMAGES, tokens // (4 * side * side)))
@@ -87,7 +87,7 @@ def example_with_images(
     pixels = torch.zeros(images * patches**2, patch_values)
 
     def for_all_images(values: np.ndarray) -> Tensor:
-        # On the current default device: estimates make batches on the meta device.
+        # On the default device, because memory estimates use the meta device.
         return torch.as_tensor(values, device=pixels.device).repeat(images, 1)
 
     media = {

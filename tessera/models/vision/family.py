@@ -48,15 +48,16 @@ WEIGHT_AND_BIAS = "{weight,bias}"
 
 
 class VisionFamily(ABC):
-    """Declare a family of a vision encoder, a projector and a text decoder; its folder exposes `spec()` as `SPEC`."""
+    """Declare a family with a vision encoder, a projector and a text decoder. Its folder sets `SPEC =
+    Family().spec()`."""
 
     name: ClassVar[str]
-    config: ClassVar[type[Section]]  # has `text`, `vision`, `tie_word_embeddings` and `attention`
-    # Name of the class in the family's `processor.py`, which is imported when it is first needed: a model alone needs
-    # no tokenizer and no image library.
+    config: ClassVar[type[Section]]  # with fields `text`, `vision`, `tie_word_embeddings` and `attention`
+    # Name of the processor class in the family's `processor.py`. It is imported late, because a model alone needs no
+    # tokenizer and no image library.
     processor: ClassVar[str]
-    hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` values of its folders; default: the name
-    # Weight maps by form, and configurations by `model_type`, of folders in other forms.
+    hf_types: ClassVar[tuple[str, ...]] = ()  # `model_type` of its folders; default: the family's name
+    # For folders in other formats than Hugging Face's: weight maps by format, readers of config.json by `model_type`.
     other_weights: ClassVar[Mapping[str, Callable[[Any], WeightMap]]] = {}
     originals: ClassVar[Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]]] = {}
 
@@ -70,22 +71,23 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def weights(self, config: Any) -> WeightMap:
-        """Return the parameter names in Hugging Face folders."""
+        """Return the weight map of Hugging Face folders."""
         ...
 
     @abstractmethod
     def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch of `tokens` tokens with images: see `ModelSpec.example`."""
+        """Return a batch of `tokens` tokens with images (see `ModelSpec.example`)."""
         ...
 
     def tokens_of_patches(self, config: Any) -> tuple[int, int]:
-        """Return the patches of a block, a tile or an image, class token included, and how many tokens they become."""
+        """Return how many patches (class token included) a block, tile or image has, and how many tokens they
+        become."""
         return config.vision.spatial_merge_size**2, 1
 
     def most_patches(self, config: Any) -> int | None:
-        """Return the largest number of patches per token, for activations between pipeline stages.
+        """Return the largest number of patches per token, which sizes activations between pipeline stages.
 
-        None: the vision encoder is not split.
+        None: the vision encoder stays in one stage.
         """
         return int(config.vision.spatial_merge_size**2)
 
@@ -94,7 +96,7 @@ class VisionFamily(ABC):
         return int(config.vision.spatial_merge_size**2)
 
     def styles(self, config: Any) -> dict[str, TensorStyle]:
-        """Return tensor-parallel styles that differ from those of other families."""
+        """Return tensor-parallel styles that differ from the defaults."""
         return {}
 
     # ------------------------------------------------------------------------------------------ what follows
@@ -130,7 +132,7 @@ class VisionFamily(ABC):
         return MultimodalModel([encoder], modules, text, head, config.text.initializer_range)
 
     def costs(self, config: Any) -> VisionCosts:
-        """Return the sizes from which the FLOPs of encoder and projector follow."""
+        """Return the sizes that determine the FLOPs of encoder and projector."""
         parameters = _projector_parameters(self, config).values()
         linear = sum(parameter.numel() for parameter in parameters if parameter.dim() == 2)
         return VisionCosts(self.shape(config), linear, *self.tokens_of_patches(config))
@@ -148,7 +150,8 @@ class VisionFamily(ABC):
             units=_units(text, costs, used, output, self.usual_patches(config)),
             streams={VISION: vision_stream(shape, most or 1), "text": TEXT_STREAM},
             experts=text_experts(text),
-            fsdp_root=("text.embed", "head"),  # the loss multiplies by the head, and a tied head reads the embedding
+            # used outside of their blocks: the loss reads the head, and a tied head reads the embedding
+            fsdp_root=("text.embed", "head"),
             attention=(f"{used}.attn.core", ATTENTION),
             heads={f"{VISION_BLOCKS}.attn.qkv": shape.heads, **text_heads(text)},
             tied={"head": "text.embed"} if tied else {},
@@ -158,15 +161,15 @@ class VisionFamily(ABC):
 class GridFamily(VisionFamily):
     """Declare a family that cuts images of any size into a grid of patches."""
 
-    pairs: ClassVar[tuple[tuple[str, str], ...]]  # native names, and foreign names below `tower`
-    tower: ClassVar[str]  # prefix of the vision encoder's foreign names
+    pairs: ClassVar[tuple[tuple[str, str], ...]]  # Tessera's names -> names in folders, without the prefix `tower`
+    tower: ClassVar[str]  # prefix of the vision encoder's names in folders
     text_prefix: ClassVar[str] = "model."
-    renames: ClassVar[tuple[tuple[str, str], ...]]  # other spellings of foreign prefixes that folders have
-    ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers below `tower` that are not read
+    renames: ClassVar[tuple[tuple[str, str], ...]]  # alternative prefixes of names in folders
+    ignored: ClassVar[tuple[str, ...]] = ("rotary_pos_emb.inv_freq",)  # buffers of the vision encoder that are not read
     stacked: ClassVar[bool] = False  # folders have one tensor for all experts of a layer
 
     def rules(self, config: Any) -> list[Rule]:
-        """Return weight rules of tensors that are not stored as they are, besides those of all such families."""
+        """Return weight rules for tensors that folders store in a different layout."""
         return []
 
     def weights(self, config: Any) -> WeightMap:
@@ -196,22 +199,24 @@ class GridFamily(VisionFamily):
 
     @abstractmethod
     def encoder(self, config: Any) -> dict[str, Any]:
-        """Return the fields of `VisionShape` that differ between families; `intermediate` at least."""
+        """Return the family's fields of `VisionShape`, at least `intermediate`."""
         ...
 
     def position_table(
         self, config: Any, positions: np.ndarray, height: int, width: int
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return entries of a learned position embedding, and their weights, for patches at `positions` [P, 2] of an
-        image; None: the encoder has none."""
+        """Return indices and weights of learned position embeddings for patches at `positions` [P, 2] of an image.
+
+        None: the encoder has no learned position embeddings.
+        """
         return None
 
     def window_sizes(self, config: Any, side: int) -> list[int]:
-        """Return the tokens of each attention window of a square image; none: the encoder has no windows."""
+        """Return the number of tokens of each attention window of a square image; empty without window attention."""
         return []
 
     def example(self, config: Any, tokens: int) -> Batch:
-        """Return a batch of which square images of one size take about a quarter."""
+        """Return a batch in which square images of one size make up about a quarter of the tokens."""
         vision = config.vision
         merge = vision.spatial_merge_size
         table = functools.partial(self.position_table, config)
@@ -224,19 +229,19 @@ class GridFamily(VisionFamily):
 
 
 def vision_stream(shape: VisionShape, per_slot: int = 1) -> Stream:
-    """Describe the patches of a batch. `per_slot`: patches that make one token, at most."""
+    """Return the stream of patches. `per_slot`: largest number of patches that become one token."""
     return replace(PATCHES, per_slot=per_slot, width=shape.width, blank=functools.partial(blank_image, shape))
 
 
 @functools.lru_cache(maxsize=8)
 def _projector_parameters(family: VisionFamily, config: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters of the projector without memory. Costs are asked for with every batch."""
+    """Return the projector's parameters on the meta device. Cached, because costs are computed for every batch."""
     with torch.device("meta"):
         return dict(family.projector(config, family.shape(config)).named_parameters())
 
 
 def _projector_style(name: str) -> TensorStyle:
-    """Return the tensor-parallel style of a parameter: layers of a projector follow each other in pairs."""
+    """Return the tensor-parallel style of a projector's parameter: column-parallel, then row-parallel layers."""
     layer, kind = name.split(".")[-2:] if "." in name else ("", "")
     if layer in ("up", "gate", "downsample"):
         return "column"
@@ -247,7 +252,7 @@ def vision_styles(shape: VisionShape) -> dict[str, TensorStyle]:
     """Return the tensor-parallel style of every parameter of a vision encoder."""
     norm = "weight" if shape.norm == "rms" else WEIGHT_AND_BIAS
     up = "{gate,up}" if shape.gated else "up"
-    # A norm over all heads needs whole queries and keys: then attention is replicated on every rank.
+    # A norm over all heads needs all queries and keys on a rank, so attention is then replicated.
     styles: dict[str, TensorStyle] = {
         f"vision.patch_embed.{_kinds(shape.patch_bias)}": "replicate",
         f"vision.blocks.{{*}}.{{attn_norm,mlp_norm}}.{norm}": "replicate",
@@ -277,7 +282,7 @@ def _kinds(bias: bool) -> str:
 def _units(
     text: TextConfig, costs: VisionCosts, used: str, output: StageActivation | None, patches: int
 ) -> tuple[PipelineUnit, ...]:
-    """Return the pipeline units. Costs are weights per visual token, relative to those of one text layer."""
+    """Return the pipeline units. Costs are weights per visual token, divided by those of a text layer."""
     shape, layer = costs.shape, layer_weights(text)
     first = {"norm_patches": shape.norm_patches, "table": shape.positions > 0, "norm_before": shape.norm_before}
     last = [f"blocks.{number}" for number in range(shape.blocks_used, shape.layers)]
@@ -295,7 +300,7 @@ def _units(
 def _tower_rules(vision: GridVisionConfig, prefix: str, pairs: Iterable[tuple[str, str]]) -> list[Rule]:
     """Return the weight rules of a vision encoder.
 
-    `pairs`: native names, and foreign names without `prefix`, of tensors that are stored as they are. Folders store the
+    `pairs`: Tessera's names and names in folders (without `prefix`) of tensors with the same layout. Folders store the
     patch embedding as a convolution, and the rows of `qkv` grouped by query, key and value.
     """
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)

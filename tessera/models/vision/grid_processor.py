@@ -28,7 +28,7 @@ from tessera.models.vision.processor import VisionProcessor
 
 
 class GridOptions(VideoOptions):
-    """Declare the keys of `data.processor`. Those that are left out come from the model's folder."""
+    """Declare the keys of `data.processor`. Missing keys get the values of the model's folder."""
 
     min_pixels: int | None = Field(None, gt=0, le=10**12, description="smaller images are enlarged")
     max_pixels: int | None = Field(None, gt=0, le=10**12, description="larger images are scaled down")
@@ -38,7 +38,7 @@ class GridOptions(VideoOptions):
 
 @dataclass(frozen=True, eq=False)
 class GridProcessor(VisionProcessor):
-    """Cut media into a grid of patches (time, height, width), which are merged block by block into tokens."""
+    """Cut images and videos into a grid of patches (time, height, width). Blocks of patches are merged into tokens."""
 
     options: ClassVar[type[GridOptions]] = GridOptions
     chat: ClassVar[ChatTemplate] = ChatTemplate()
@@ -50,7 +50,7 @@ class GridProcessor(VisionProcessor):
 
     @classmethod
     def load(cls, config: Any, folder: Path, **options: Any) -> Self:
-        """Return the processor of a folder with tokenizer.json and perhaps preprocessor files.
+        """Load the processor from a folder with tokenizer.json; preprocessor files are optional.
 
         `config`: a `VisionLanguageConfig`. `options`: keys of `data.processor`.
         """
@@ -68,19 +68,19 @@ class GridProcessor(VisionProcessor):
             )
         if (image.mean, image.std, image.scale) != (video.mean, video.std, video.scale):
             raise TesseraError(
-                "images and video frames are normalised differently",
+                "images and video frames have different normalisations",
                 where=str(folder / VIDEO_FILE),
-                fix=f"use the same image_mean, image_std and rescale_factor there and in {IMAGE_FILE}",
+                fix=f"set the same image_mean, image_std and rescale_factor in {VIDEO_FILE} and {IMAGE_FILE}",
                 code="media.image-video-norms-differ",
             )
-        # Rule "ends" takes any number of frames: the last temporal patch is filled up with its last frame.
+        # Rule "ends" allows any number of frames: the last frame fills up the last temporal patch.
         multiple = 1 if cls.frames_rule == "ends" else geometry.temporal_patch_size
         sampling = replace(chosen.sampling(folder), multiple=multiple, rule=cls.frames_rule)
         return cls(encoder, template, sampling, chosen.train_on, False, image, video, **cls.of_model(config))
 
     @classmethod
     def of_model(cls, config: Any) -> dict[str, Any]:
-        """Return the fields of a family's processor that depend on the model's configuration."""
+        """Return the family's fields that depend on the model's configuration."""
         return {}
 
     def fingerprint_fields(self) -> list[Any]:
@@ -107,14 +107,15 @@ class GridProcessor(VisionProcessor):
         frames = [to_rgb(media)] if isinstance(media, Image.Image) else np.asarray(media)
         positions = np.tile(block_positions(h, w, self.image.merge), (t, 1))
         order = None
-        if layout.token_order is not None:  # order of tokens, each a block of patches
+        # from the order of tokens to the order of patches: a token is a block of patches
+        if layout.token_order is not None:
             block = self.image.merge**2
             order = (layout.token_order[:, None] * block + np.arange(block)).reshape(-1)
             positions = positions[order]
         return {"pixels": self.patches(kind).cut(frames, layout.grid, order), "patch_positions": positions}
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        # Where each step along time is a run of its own, positions of every step begin at its own run.
+        # If each step along time has its own run of tokens, its positions start at that run.
         grids = [
             (1, *layout.grid[1:]) if len(layout.tokens) > 1 else layout.grid
             for layout in layouts
@@ -134,16 +135,15 @@ def grid_positions(
     merge: int,
     intervals: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """Return positions [3, length] in time, height and width of a sequence with images and videos.
+    """Return positions [3, length] (time, height, width) of tokens of text, images and videos.
 
-    Text tokens advance all three axes. The tokens of an image or video count along each axis from the position where it
-    begins; text after it continues one past the largest position on any axis. Qwen2-VL and Qwen2.5-VL were published
-    with this rule (their authors' code in transformers up to 5.2, their fine-tuning code, and vLLM), and `generate`
-    follows it. transformers 5.3 to 5.22 continues after the longer *side* of a video instead, so that positions of text
-    after a video that lasts longer than it is wide differ there.
+    Text advances all three axes. Tokens of an image or video count along each axis from the position where it begins;
+    the text after it continues one past the largest position of any axis. Qwen2-VL and Qwen2.5-VL were published with
+    this rule (in their authors' code and in vLLM). transformers 5.3 to 5.22 continues after the longer side of a video
+    instead, so positions after a long video differ there.
 
-    `intervals`: positions between two steps along time, for each image or video; default: 1. Products are rounded down
-    from fp32, as in the reference.
+    `intervals`: positions between two steps along time for each image or video, by default 1. Products are rounded down
+    from fp32, as in transformers.
     """
     positions = np.empty((3, length), dtype=np.int64)
     at = position = 0
@@ -159,27 +159,27 @@ def grid_positions(
     return positions
 
 
-DEFAULT_RATE = 24.0  # frames per second of a video without a known rate, as in the references
+DEFAULT_RATE = 24.0  # frames per second of videos of unknown frame rate, as in transformers
 
 
 @dataclass(frozen=True, eq=False)
 class TimestampedVideoProcessor(GridProcessor):
-    """Write the time of every step of a video as text: GLM-4.1V and Qwen3-VL.
+    """Write the time of each step of a video as text, as GLM-4.1V and Qwen3-VL do.
 
-    Each step along time is a run of visual tokens with its timestamp beside it. The vision encoders of these families
-    have learned position embeddings, which are interpolated for the size of an image.
+    Each step is a run of visual tokens beside its timestamp. The vision encoders of these families have learned
+    position embeddings, which are interpolated to the size of an image.
     """
 
-    table_side: int = 1  # entries of the position embedding along each side
+    table_side: int = 1  # rows and columns of the learned position embedding
 
     @abstractmethod
     def timestamp(self, first: float, last: float) -> str:
-        """Return the text of a step whose first and last frame are shown at these seconds."""
+        """Return the text of a step, from the seconds of its first and last frame."""
         ...
 
     @abstractmethod
     def position_table(self, positions: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return entries of the position embedding, and their weights, for patches at `positions` [P, 2] of a grid."""
+        """Return indices and weights of position embeddings for patches at `positions` [P, 2] of a grid."""
         ...
 
     def layout(self, kind: PartKind, size: MediaSize) -> MediaLayout:
@@ -203,9 +203,9 @@ class TimestampedVideoProcessor(GridProcessor):
         }
 
     def _seconds(self, size: MediaSize, steps: int, temporal: int) -> list[tuple[float, float]]:
-        """Return the time of the first and the last frame of each step."""
+        """Return the seconds of the first and the last frame of each step."""
         chosen = self.sampling.choose(size.total, size.rate) if size.total else []
-        if len(chosen) != size.frames:  # the caller sampled the frames
+        if len(chosen) != size.frames:  # the frames were sampled by the caller
             chosen = self.sampling.spread(size.frames, size.total or size.frames)
         rate, last = size.rate or DEFAULT_RATE, size.frames - 1
         ends = [(chosen[min(n * temporal, last)], chosen[min((n + 1) * temporal - 1, last)]) for n in range(steps)]

@@ -1,7 +1,7 @@
-"""Pixels as patches, the way the Qwen-VL families see: resized to whole blocks, cut, and put in block order.
+"""Patches of images for the Qwen-VL families: images are resized to whole blocks, and patches are in block order.
 
-Patches stay bytes until they are on the device: an eight-bit pixel has 256 values, and what they mean is two numbers a
-channel. The bytes are those of the reference's Pillow preprocessor.
+Patches stay bytes until they are on the device, which normalises them. The bytes are those of transformers' Pillow
+preprocessor.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ MAX_ASPECT = 200
 
 @dataclass(frozen=True)
 class Patches:
-    """Define how images of one kind (stills, or frames of videos) are cut into patches."""
+    """Define how images, or frames of videos, are resized and cut into patches."""
 
     min_pixels: int
     max_pixels: int
     patch: int = 14
-    merge: int = 2  # patches along each side of a block that becomes one token
-    temporal: int = 2  # frames in one patch
+    merge: int = 2  # patches along each side of a block, which becomes one token
+    temporal: int = 2  # number of frames in a patch
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
     scale: float = 1 / 255
-    whole_clips: bool = False  # the bounds are those of all frames of a video together
+    whole_clips: bool = False  # pixel bounds apply to all frames of a video together
 
     @property
     def width(self) -> int:
-        """Return how many numbers one patch has."""
+        """Return the number of values in a patch."""
         return len(self.mean) * self.temporal * self.patch**2
 
     def fit(self, height: int, width: int, frames: int = 1) -> tuple[int, int]:
-        """Return the size an image is resized to: whole blocks, within the pixel bounds, nearly the same aspect.
+        """Return the height and width to which an image is resized: whole blocks, within the pixel bounds.
 
-        `frames`: of the video it belongs to, for families whose bounds are those of whole videos.
+        `frames`: number of frames of the video, which counts if `whole_clips` is true.
         """
         side, counted = self.patch * self.merge, 1
         frames = max(frames, self.temporal) if self.whole_clips else 1
@@ -54,7 +54,7 @@ class Patches:
                 height, width = int(height * grow), int(width * grow)
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise TesseraError(
-                f"an image of {width}x{height} is too narrow: one side is over {MAX_ASPECT} times the other",
+                f"an image of {width}x{height} is too narrow: one side is more than {MAX_ASPECT} times the other",
                 code="media.image-too-narrow",
             )
         fit_h, fit_w = round(height / side) * side, round(width / side) * side
@@ -81,12 +81,12 @@ class Patches:
     ) -> np.ndarray:
         """Cut RGB images of one size, or frames [F, H, W, 3], into patches [P, width] of bytes.
 
-        The last temporal patch is filled up with the last frame. Images that have the size of the grid are not resized.
-        `order`: numbers of the patches in the order of the result; default: as they are cut.
+        The last frame fills up the last temporal patch. Images are resized if their size is not that of the grid.
+        `order`: indices of the patches in the order of the result; default: in the order of blocks.
         """
         t, h, w = grid
         size = (w * self.patch, h * self.patch)
-        # A still is one frame shown `temporal` times: its bytes are cut once and copied.
+        # An image is one frame repeated `temporal` times, so its bytes are cut once and copied.
         distinct = 1 if len(frames) == 1 else self.temporal
         pixels = _in_size(frames, size, t * distinct)
         m, p = self.merge, self.patch
@@ -99,23 +99,24 @@ class Patches:
 
     @property
     def affine(self) -> np.ndarray:
-        """Return factor and offset [2, width] that turn each byte of a patch into its value.
+        """Return factor and offset [2, width] that turn a patch's bytes into normalised values.
 
-        A device computes the values faster than a host, and only a fourth of the bytes is sent to it.
+        The device applies them: it is faster than the host, and bytes are a fourth of the data to copy.
         """
         std = np.array(self.std, dtype=np.float64)
         both = np.stack([self.scale / std, -np.array(self.mean, dtype=np.float64) / std])
         return np.repeat(both, self.temporal * self.patch**2, axis=1).astype(np.float32)
 
     def numbers(self, patches: np.ndarray) -> np.ndarray:
-        """Return the values of bytes, rounded as the reference rounds; `affine` differs in the last bit at most."""
+        """Return the normalised values of bytes, rounded as in transformers; `affine` differs in the last bit at
+        most."""
         channels = patches.reshape(len(patches), len(self.mean), -1)
         values = [self._table[channel][channels[:, channel]] for channel in range(len(self.mean))]
         return np.stack(values, axis=1).reshape(patches.shape)
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """Return the float32 value of each byte in each channel [3, 256], rounded as the reference rounds."""
+        """Return the normalised float32 value of each byte in each channel [3, 256], rounded as in transformers."""
         values = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
         mean, std = (np.array(x, dtype=np.float32)[:, None] for x in (self.mean, self.std))
         table: np.ndarray = (values[None] - mean) / std
@@ -123,7 +124,7 @@ class Patches:
 
 
 def _in_size(frames: Sequence[Image.Image] | np.ndarray, size: tuple[int, int], count: int) -> np.ndarray:
-    """Return the frames in `size` as uint8 [count, H, W, 3]; the last one is repeated until there are `count`."""
+    """Return the frames resized to `size`, uint8 [count, H, W, 3]. The last frame is repeated to reach `count`."""
     if isinstance(frames, np.ndarray):
         if frames.shape[2:0:-1] == size and len(frames) == count:
             return np.ascontiguousarray(frames)
@@ -138,7 +139,7 @@ def _in_size(frames: Sequence[Image.Image] | np.ndarray, size: tuple[int, int], 
 
 
 def block_positions(height: int, width: int, merge: int) -> np.ndarray:
-    """Return (row, column) of each patch of a frame, [height * width, 2], in the order of cutting: block by block."""
+    """Return row and column of each patch of a frame, [height * width, 2], block by block."""
     rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
     both = np.stack([rows, columns], axis=-1)
     both = both.reshape(height // merge, merge, width // merge, merge, 2).transpose(0, 2, 1, 3, 4)

@@ -21,11 +21,11 @@ from tessera.models.vision.patches import CLIP_MEAN, CLIP_STD, Patches
 from tessera.runtime import files
 
 Bounds = tuple[int | None, int | None]
-BICUBIC = 3  # Pillow's number for it
+BICUBIC = 3  # number of this filter in Pillow
 
 
 class Geometry(Protocol):
-    """Declare the sizes in a vision encoder's configuration by which images are cut into patches."""
+    """Declare the sizes of a vision encoder's configuration that cutting into patches needs."""
 
     @property
     def patch_size(self) -> int: ...
@@ -39,7 +39,7 @@ class Geometry(Protocol):
 
 @dataclass(frozen=True)
 class GridFiles:
-    """Hold the class names in a family's preprocessor files, and the default bounds of pixels."""
+    """Hold the class names of a family's preprocessor files and its default pixel bounds."""
 
     processor: str = "Qwen2VLProcessor"
     image: str = "Qwen2VLImageProcessor"
@@ -48,15 +48,15 @@ class GridFiles:
     video_bounds: tuple[int, int] = (128 * 28 * 28, 768 * 28 * 28)
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
-    whole_clips: bool = False  # the bounds of videos are those of all their frames together
+    whole_clips: bool = False  # pixel bounds apply to all frames of a video together
 
     def read(
         self, folder: Path, vision: Geometry, *, image_bounds: Bounds, video_bounds: Bounds
     ) -> tuple[Patches, Patches]:
-        """Return the patches of images and of videos. The bounds of the recipe take precedence over the folder's."""
+        """Return the patches of images and of videos. Bounds of the recipe override those of the folder."""
         image_file, video_file = read_files(folder)
         defaults = {"image_mean": self.mean, "image_std": self.std}
-        if not video_file:  # as in transformers; the bounds stay those of videos
+        if not video_file:  # as in transformers: normalisation of images, default pixel bounds of videos
             video_file = {
                 key: image_file[key] for key in ("image_mean", "image_std", "rescale_factor") if key in image_file
             }
@@ -79,14 +79,14 @@ class GridFiles:
 
 
 def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings for images and for videos: each has a file of its own, or a part of the one for both."""
+    """Return the settings for images and for videos, from separate files or from processor_config.json."""
     both = read_json(folder / BOTH_FILE)
     image = read_json(folder / IMAGE_FILE) or both.get("image_processor") or {}
     return image, read_json(folder / VIDEO_FILE) or both.get("video_processor") or {}
 
 
 def read_sampling(folder: Path) -> dict[str, Any]:
-    """Return the settings of video sampling in a folder's files, by Tessera's names: `frames` for `num_frames`."""
+    """Return the settings of video sampling in a folder, under Tessera's names (`frames` is `num_frames` there)."""
     data = read_files(folder)[1]
     names = {"fps": "fps", "min_frames": "min_frames", "max_frames": "max_frames", "frames": "num_frames"}
     settings = {ours: data.get(theirs) for ours, theirs in names.items()}
@@ -100,7 +100,7 @@ def sampling_fields(sampling: VideoSampling) -> dict[str, Any]:
 
 
 def read_norm(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return mean, std and scale of pixels, as far as a preprocessor file has them."""
+    """Return the fields mean, std and scale that a preprocessor file contains."""
     norm: dict[str, Any] = {}
     for key, name in (("image_mean", "mean"), ("image_std", "std")):
         values = data.get(key)
@@ -124,7 +124,7 @@ def read_norm(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def pixel_fields(patches: Patches) -> dict[str, Any]:
-    """Return the fields of a preprocessor file that tell how pixels become numbers."""
+    """Return the fields of a preprocessor file that describe the normalisation of pixels."""
     return {
         "do_convert_rgb": True,
         **_STEPS,
@@ -135,11 +135,13 @@ def pixel_fields(patches: Patches) -> dict[str, Any]:
 
 
 def check_fields(data: Mapping[str, Any], path: Path, **needed: Any) -> None:
-    """Raise if a preprocessor file has another value than the model needs; fields that it leaves out are fine."""
+    """Raise an error for a field of a preprocessor file that differs from the model's value. Fields may be missing."""
     for key, value in {**needed, **_STEPS}.items():
         if data.get(key) is not None and data[key] != value:
             raise TesseraError(
-                f"{key} = {data[key]!r}, the model needs {value!r}", where=str(path), code="media.preprocessor-mismatch"
+                f"{key} = {data[key]!r}, but the model needs {value!r}",
+                where=str(path),
+                code="media.preprocessor-mismatch",
             )
 
 
@@ -188,11 +190,11 @@ def _patch_fields(patches: Patches) -> dict[str, Any]:
 
 
 class VideoOptions(TextOptions):
-    """Declare the keys of `data.processor` that concern videos. A key that is left out is set by the model's folder."""
+    """Declare the keys of `data.processor` for videos. Missing keys get the values of the model's folder."""
 
     fps: float = Field(2.0, ge=1e-6, le=1e6, description="frames taken from each second of a video")
-    min_frames: int = Field(4, gt=0, le=10**6, description="taken even from a short video, if it has them")
-    max_frames: int = Field(768, gt=0, le=10**6, description="taken even from a long video")
+    min_frames: int = Field(4, gt=0, le=10**6, description="least number of frames of a video")
+    max_frames: int = Field(768, gt=0, le=10**6, description="largest number of frames of a video")
     frames: int | None = Field(
         None, gt=0, le=10**6, description="frames taken from every video, in place of fps and its bounds"
     )
@@ -200,18 +202,18 @@ class VideoOptions(TextOptions):
     @model_validator(mode="after")
     def _one_way_to_sample(self) -> Self:
         if self.frames is not None and self.model_fields_set & {"fps", "min_frames", "max_frames"}:
-            raise ValueError("give frames, or fps with min_frames and max_frames, not both")
+            raise ValueError("set frames, or fps with min_frames and max_frames, but not both")
         if self.min_frames > self.max_frames:
             raise ValueError(f"min_frames ({self.min_frames}) is more than max_frames ({self.max_frames})")
         return self
 
     def sampling(self, folder: Path) -> VideoSampling:
-        """Return the video sampling of the recipe, with keys that it leaves out from the folder."""
+        """Return the video sampling of the recipe, completed by the model's folder."""
         rates = {name: getattr(self, name) for name in ("fps", "min_frames", "max_frames")}
         if self.frames is not None:
             return VideoSampling(**rates, frames=self.frames)
         in_recipe = self.model_fields_set & rates.keys()
         stored = {name: value for name, value in read_sampling(folder).items() if name not in in_recipe}
         if in_recipe:
-            stored.pop("frames", None)  # the recipe samples by rate
+            stored.pop("frames", None)  # the recipe sets a frame rate, so the folder's number of frames does not apply
         return VideoSampling(**{**rates, **stored})

@@ -1,8 +1,8 @@
 """The vision stream of a batch, and the base class of processors that make it.
 
-Pixels of images, as bytes before they are scaled, are those of transformers' Pillow preprocessors. With
-`data.jpeg_draft`, which is off by default, large JPEGs are decoded at reduced size, which changes them slightly. Video
-frames are resized by Pillow, too; transformers uses torchvision, whose bicubic filter rounds differently.
+The bytes of resized images equal those of transformers' Pillow preprocessors. With `data.jpeg_draft` (off by default)
+large JPEGs are decoded at reduced size, which changes pixels slightly. Pillow also resizes video frames; transformers
+uses torchvision for them, whose bicubic filter rounds differently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tessera.models.processing.streams import MediaStream, MediaStreams
 from tessera.models.vision.patches import Patches
 
 VISION = "vision"
-# The patches of a batch. Their encoder is known to the plan alone: its width and its blank input are added there.
+# Tensors of the patches in a batch. `vision_stream` adds the encoder's width and blank input.
 PATCHES = Stream(
     tensors=("pixels", "patch_positions", "patch_index", "patch_weights"),
     segments=VISION,
@@ -36,14 +36,14 @@ VISION_STREAMS: MediaStreams = {
 
 @dataclass(frozen=True, eq=False)
 class VisionProcessor(ConversationProcessor):
-    """Turn conversations with images and videos into batches with patches. `elements` gives `pixels` as bytes."""
+    """Turn conversations with images and videos into batches. `elements` returns `pixels` as bytes."""
 
     streams: ClassVar[MediaStreams] = VISION_STREAMS
 
     @property
     @abstractmethod
     def pixel_norm(self) -> Patches:
-        """Return the normalisation that the device applies to the bytes in `pixels`."""
+        """Return the patches whose normalisation the device applies to the bytes in `pixels`."""
         ...
 
     def constants(self, stream: str) -> Mapping[str, np.ndarray]:
