@@ -1,14 +1,13 @@
-"""How a conversation is written down for a model: a template as data, rendered into spans.
+"""Chat templates as data, which render conversations as text spans.
 
-A span is text or one special word, and knows whether the model is trained to write it: what a trained role says and
-the word that ends its turn are, headers and everyone else are not. The same template as Jinja goes into exported
-folders, so that other tools write conversations the same way.
+A span is text or a special token, with a flag whether it is trained: the text of trained roles and the token that ends
+their turn are trained, headers and other roles are not. Exports contain the same template as Jinja, so that other tools
+write conversations in the same way.
 
-Control words are the words of the vocabulary that a template itself writes around what is said: headers, ends of turns,
-`<tool_response>` where the tokenizer has it, the words that enclose and stand for media, the end of a plain text. They
-come from the template alone. The same letters in what anyone says (system prompts and results of tools included) are
-text, whatever the tokenizer calls special. Words that a model says within its turn, such as `<think>` and
-`<tool_call>`, are no control words: they are written as the tokenizer has them, and end and begin no turn.
+Control words are the special tokens that a template writes around messages: headers, ends of turns, `<tool_response>`
+if the tokenizer has it, tokens around and in place of media, the end of plain text. The same characters in a message
+(system messages and results of tools included) stay text. Tokens that a model writes within its turn, such as `<think>`
+and `<tool_call>`, are not control words: the tokenizer encodes them, and they do not end a turn.
 """
 
 from __future__ import annotations
@@ -27,37 +26,37 @@ from tessera.errors import TesseraError
 class ChatSpan:
     """Hold a part of a rendered conversation.
 
-    `special`: `text` is one word of the vocabulary; otherwise it is plain text, whatever it looks like.
+    `special`: `text` is a special token; otherwise it is plain text, even if it looks like a special token.
     """
 
     text: str
     role: str
     trained: bool = False
     special: bool = False
-    media: PartKind | None = None  # this special word is repeated as often as the media needs
+    media: PartKind | None = None  # kind of media whose placeholder this is; the encoder repeats it for each token
 
 
 @dataclass(frozen=True)
 class Turn:
-    """State which text a template writes before and after the words of a role.
+    """Define the text before and after the messages of a role.
 
-    Of `after`, a trained role learns to write all up to the last special word. `text_before` and `text_after` enclose
-    each text of a message, but not its media.
+    A trained role learns `after` up to its last special token. `text_before` and `text_after` enclose each text of a
+    message, but not its media.
     """
 
     before: str
     after: str
     text_before: str = ""
     text_after: str = ""
-    between: str = ""  # replaces `after` and `before` where the role speaks again
+    between: str = ""  # replaces `after` and `before` between consecutive turns of the same role
 
 
 @dataclass(frozen=True)
 class MediaWords:
-    """State which words of the vocabulary a template writes for one kind of media.
+    """Define the special tokens that represent an image or video.
 
-    `word` stands for one visual token; `before` and `after` enclose all of an image or video. `mark` is what the chat
-    templates of folders write in place of all three, where a family's processor replaces it later.
+    `word`: placeholder of a single token. `before` and `after`: tokens around all placeholders. `mark`: text that chat
+    templates of folders write instead, if the family's processor expands it later.
     """
 
     word: str
@@ -70,39 +69,39 @@ _QWEN_MEDIA: Mapping[PartKind, MediaWords] = {
     "image": MediaWords("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
     "video": MediaWords("<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
 }
-_ANY = ""  # the turn of a role that has none of its own
-_MARKUP = re.compile(r"[<\[{].*[>\]}]")  # a word that no one says by chance; tokenizers also add blanks and line ends
+_ANY = ""  # key of the turn for roles without their own
+_MARKUP = re.compile(r"[<\[{].*[>\]}]")  # matches markup such as <|im_start|>; tokenizers also add spaces and newlines
 _UNLESS_SYSTEM = "{% if loop.first and message.role != 'system'"
 _NO_TOOLS = " and not tools"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Define how a conversation is written as text. The defaults are ChatML with the visual words of Qwen."""
+    """Define how a conversation is written as text. The defaults are ChatML with the media tokens of Qwen."""
 
-    # Words of the vocabulary among what is written below, but those that stand for visual tokens.
+    # Special tokens in the texts below, except placeholders of media.
     special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
     turns: Mapping[str, Turn] = field(default_factory=lambda: {_ANY: Turn("<|im_start|>{role}\n", "<|im_end|>\n")})
     media: Mapping[PartKind, MediaWords] = field(default_factory=lambda: dict(_QWEN_MEDIA))
-    begin: str = ""  # before everything
-    system: str | None = "You are a helpful assistant."  # said first when the conversation has no system message
-    end_of_text: str = "<|endoftext|>"  # what plain text ends with
-    # Of families whose turns have no end of their own: words that begin the next turn, with which a model therefore
-    # ends its own. The first of them ends a conversation.
+    begin: str = ""  # text at the beginning of a conversation
+    system: str | None = "You are a helpful assistant."  # system message of conversations without one
+    end_of_text: str = "<|endoftext|>"  # token that ends plain text
+    # For families whose turns have no end token: tokens that begin the next turn, which a model learns to write at the
+    # end of its answer. The first of them ends a conversation.
     next_turns: tuple[str, ...] = ()
-    media_first: bool = False  # in each turn, wherever they stand among its texts
+    media_first: bool = False  # write all media of a turn before its texts
 
     def special_words(self) -> list[str]:
         return [*self.special, *dict.fromkeys(media.word for media in self.media.values())]
 
     def control_words(self) -> list[str]:
-        """Return all that this template may write as single words of the vocabulary."""
+        """Return all special tokens that this template may write."""
         return [word for word in (*self.special_words(), self.end_of_text, *self.next_turns) if word]
 
     def with_words_of(self, added: Collection[str]) -> ChatTemplate:
-        """Return the template for a tokenizer with these added words.
+        """Return the template for a tokenizer with these added tokens.
 
-        Those that the template writes around what is said become special, so that no one can say them.
+        Added tokens in the template's own texts become special, so that messages cannot contain them.
         """
         turns = [text for turn in self.turns.values() for text in (turn.before, turn.after, turn.between)]
         turns += [text for turn in self.turns.values() for text in (turn.text_before, turn.text_after)]
@@ -113,12 +112,12 @@ class ChatTemplate:
 
     @cached_property
     def _cut(self) -> re.Pattern[str]:
-        """Return the pattern that finds special words in what a template writes."""
+        """Return a pattern that finds special tokens in the template's texts."""
         return re.compile("(" + "|".join(re.escape(word) for word in self.special) + ")")
 
     @property
     def stop_words(self) -> list[str]:
-        """Return the words that a model ends its answers with."""
+        """Return the tokens that end an answer."""
         return [*self._cut.findall(self._turn("assistant").after), *self.next_turns]
 
     def render(
@@ -130,11 +129,11 @@ class ChatTemplate:
         answer: bool = False,
         show: Callable[[Part, str], list[ChatSpan]] | None = None,
     ) -> list[ChatSpan]:
-        """Return a conversation as spans.
+        """Return a conversation as text spans.
 
-        `last_only`: train on the last of the turns that are trained on. `answer`: end with the header of the next turn
-        of the assistant, for a model to go on from. `show`: how a media part in the turn of a role is written;
-        default: its word between what encloses it.
+        `last_only`: train only the last of the trained turns. `answer`: end with the header of an assistant's turn,
+        which a model continues. `show`: returns the spans of a media part; default: its placeholder with the enclosing
+        tokens.
         """
         messages = self._with_own_prompt(messages)
         spans = self._words(self.begin, "system")
@@ -166,7 +165,7 @@ class ChatTemplate:
         return spans
 
     def _with_own_prompt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages with the template's prompt before a system message that does nothing but list tools."""
+        """Insert the template's system message into a system message that only lists tools."""
         said = messages[0].parts if self.system and messages and messages[0].role == "system" else ()
         if not self.system or not said or said[0].kind != "text" or not lists_only_tools(said[0].value):
             return messages
@@ -184,7 +183,9 @@ class ChatTemplate:
     def words_of(self, part: Part) -> MediaWords:
         if part.kind not in self.media:
             raise TesseraError(
-                f"this model has no {part.kind} input", fix="leave such samples out", code="media.kind-not-supported"
+                f"this model does not support {part.kind} input",
+                fix="remove such samples",
+                code="media.kind-not-supported",
             )
         return self.media[part.kind]
 
@@ -194,7 +195,7 @@ class ChatTemplate:
         for part in parts:
             if part.kind == "text":
                 spans += self._text(part.value, message.role, trained)
-            else:  # a model reads images, it does not write their placeholders
+            else:  # placeholders of media are not trained
                 spans += show(part, message.role)
         return spans
 
@@ -209,11 +210,12 @@ class ChatTemplate:
         return self.turns[role] if role in self.turns else self.turns[_ANY]
 
     def _goes_on(self, before: Message | None, role: str) -> bool:
-        """Return whether a turn goes on where the one before it ended."""
+        """Return whether a turn continues the previous turn of the same role, without a new header."""
         return before is not None and before.role == role and bool(self._turn(role).between)
 
     def _header(self, role: str) -> list[ChatSpan]:
-        spans = self._words(self._turn(role).before, role)  # cut before a role is filled in: its name is text
+        # split before {role} is replaced, because role names are plain text
+        spans = self._words(self._turn(role).before, role)
         return [p if p.special else replace(p, text=p.text.replace("{role}", role)) for p in spans]
 
     def _end(self, role: str, trained: bool) -> list[ChatSpan]:
@@ -228,31 +230,32 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------------ folders
 
     def system_in(self, jinja: str) -> str | None:
-        """Return the system message that a folder's own template writes by default: `jinja` read backwards."""
+        """Return the default system message in a folder's chat template, extracted from its Jinja text."""
         turn = self._turn("system")
         before = turn.before.replace("{role}", "system") + turn.text_before
         after = (turn.text_after + turn.after).rstrip("\n")
-        if not before:  # nothing tells it from other words but where our own templates say it
+        if not before:  # without a header, only templates that Tessera wrote can be recognised
             start = re.escape(_UNLESS_SYSTEM) + f"(?:{_NO_TOOLS})? %\\}}"
             branch = re.search(start + "(.*?)" + re.escape(after + "{% endif %}"), jinja, re.DOTALL)
             return None if branch is None else branch[1].removeprefix("{% raw %}").removesuffix("{% endraw %}")
-        # Templates write line ends as they are, or as strings do. What holds Jinja of its own is another branch.
-        # Where nothing ends a turn, the next tag does.
+        # Templates contain newlines, or \n inside strings. Text with Jinja tags belongs to another branch. If turns
+        # have no end, the next tag ends the message.
         said = r"(\{% raw %\}.+?\{% endraw %\}|.+?)(?=\{%)" if not after else "(.*?)" + re.escape(after)
         for match in re.findall(re.escape(before) + said, jinja.replace("\\n", "\n"), re.DOTALL):
             text = str(match).removeprefix("{% raw %}").removesuffix("{% endraw %}")
-            if text != match or not re.search(r"\{[%{]|[%}]\}|^['\"] *\+", text):  # or a string that is put together
+            # skip expressions that concatenate strings
+            if text != match or not re.search(r"\{[%{]|[%}]\}|^['\"] *\+", text):
                 return text
         return None
 
     def header(self, role: str) -> str:
-        """Return what is written before the words of a role."""
+        """Return the text before a message of a role."""
         return self._turn(role).before.replace("{role}", role)
 
     def headers_in(self, jinja: str) -> bool:
-        """Return whether a folder's own template has the header of any role of this one.
+        """Return whether a folder's chat template contains the header of any role of this template.
 
-        One is enough: templates put the others together from the names of roles.
+        One header is enough, because templates build the others from role names.
         """
         text = jinja.replace("\\n", "\n")
         parts = [self.header(role) for role in ("user", "assistant")]
@@ -260,7 +263,7 @@ class ChatTemplate:
         return any(len(word) > 3 and word in text for word in (one.strip() for one in parts))
 
     def jinja(self) -> str:
-        """Return the template as Jinja, for tools that read it from the tokenizer's folder."""
+        """Return the template as Jinja, for exports."""
         first = self._turn("system")
         header, said = first.before.replace("{role}", "system"), ""
         prompt = _raw(self.system) if self.system else ""
@@ -303,7 +306,7 @@ class ChatTemplate:
         return tests + ("{% else %}" + other if other else "") + "{% endif %}"
 
     def _jinja_text(self, value: str, listed: str) -> str:
-        """Return how a text is written; `listed` is the condition under which tools are listed behind it."""
+        """Return Jinja that writes a text. `listed`: condition under which a list of tools follows."""
         tools = "{% if " + value + " %}" + JINJA_BLANK + "{% endif %}" + JINJA_LISTING
         return self._jinja_enclosed("{{ " + value + " }}{% if " + listed + " %}" + tools + "{% endif %}")
 
@@ -337,17 +340,17 @@ def _jinja_before(turn: Turn) -> str:
 def _jinja_after(turn: Turn) -> str:
     if not turn.between:
         return turn.after
-    # As strings: a line end that follows a tag would be taken for a part of it.
+    # As strings, because Jinja removes a newline after a tag.
     again, end = (text.replace("\n", "\\n") for text in (turn.between, turn.after))
     same = "not loop.last and messages[loop.index0 + 1].role == message.role"
     return "{% if " + same + " %}{{ '" + again + "' }}{% else %}{{ '" + end + "' }}{% endif %}"
 
 
 def _with_line_end(text: str) -> str:
-    """Return text behind a tag: readers of templates would take away a line end that begins it."""
+    """Return the text with an initial newline as a string, because Jinja removes a newline after a tag."""
     return "{{ '\\n' }}" + text[1:] if text.startswith("\n") else text
 
 
 def _raw(text: str) -> str:
-    """Return a prompt such that it is no template, whatever it speaks of."""
+    """Return a text for use in a Jinja template, escaped if it contains braces."""
     return "{% raw %}" + text + "{% endraw %}" if "{" in text else text

@@ -21,14 +21,14 @@ from tessera.errors import TesseraError, first_line
 from tessera.models.processing.chat import ChatSpan
 from tessera.runtime.files import read_json_mapping, read_text
 
-# How the Qwen family cuts text before merging; a folder written here must be read the same way by its tokenizer class.
+# How Qwen's tokenizers split text before BPE merges. Tokenizers that Tessera writes use it too.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-_MAX_BYTES = 256 << 20  # of a tokenizer.json
-_MOST_IDS = 1 << 24  # published vocabularies end below 2**20; the library ends the process for the sake of some ids
-_SHORT, _MANY = 64, 4096  # texts that are kept with their tokens: characters of one, and how many
+_MAX_BYTES = 256 << 20  # largest size of tokenizer.json
+_MOST_IDS = 1 << 24  # published vocabularies are below 2**20; the library aborts the process for huge ids
+_SHORT, _MANY = 64, 4096  # cache of tokenized texts: largest number of characters, largest number of texts
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -39,13 +39,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise TesseraError(
             f"no tokenizer.json in {folder}",
             where="model.path or model.tokenizer",
-            fix="give a folder with a tokenizer.json, such as a downloaded Hugging Face model",
+            fix="use a folder with tokenizer.json, such as a downloaded Hugging Face model",
             code="tokenizer.no-file",
         )
     data = read_json_mapping(path, _MAX_BYTES)
     if (highest := _highest_id(data)) > _MOST_IDS:
         raise TesseraError(
-            f"a word of this tokenizer has the number {highest}",
+            f"this tokenizer has a token with id {highest}, the largest supported id is {_MOST_IDS}",
             where=str(path),
             fix=_PUBLISHED,
             code="tokenizer.id-too-high",
@@ -57,37 +57,36 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _from_merges(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a folder that has only the files of the slow class, as first InternVL folders have."""
+    """Return the tokenizer of a folder with vocab.json and merges.txt only, such as the first InternVL folders."""
     config = read_json_mapping(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     kind = config.get("tokenizer_class")
     if kind not in ("Qwen2Tokenizer", "Qwen2TokenizerFast"):
         raise TesseraError(
-            f"a {kind} is not read from vocab.json and merges.txt: how it cuts text is not in them",
+            f"{kind} cannot be read from vocab.json and merges.txt, which do not define how it splits text",
             where=str(folder),
             allowed=["Qwen2Tokenizer"],
-            fix="give a folder with a tokenizer.json",
+            fix="use a folder with tokenizer.json",
             code="tokenizer.unknown-class",
         )
     lines = read_text(folder / "merges.txt", _MAX_BYTES).splitlines()
     merges = [line.partition(" ")[::2] for line in lines if line and not line.startswith("#version")]
     vocab = read_json_mapping(folder / "vocab.json", _MAX_BYTES)
     added = config.get("added_tokens_decoder") or {}
-    with _library_errors(f"vocab.json and merges.txt make no tokenizer ({folder})", "tokenizer.unreadable-file"):
+    with _library_errors(f"vocab.json and merges.txt are no valid tokenizer ({folder})", "tokenizer.unreadable-file"):
         tokenizer = _byte_level(BPE(vocab=vocab, merges=merges))
         for number, token in sorted(added.items(), key=lambda one: int(one[0])):
             add = tokenizer.add_special_tokens if token.get("special") else tokenizer.add_tokens
             add([AddedToken(**token)])
             if tokenizer.token_to_id(token["content"]) != int(number):
-                raise ValueError(f"{token['content']} is not number {number}")
-        return Tokenizer.from_str(tokenizer.to_str())  # which finds words with one number
+                raise ValueError(f"{token['content']} does not get id {number}")
+        return Tokenizer.from_str(tokenizer.to_str())  # parsing it again raises an error for duplicate ids
 
 
 @contextmanager
 def _library_errors(what: str, code: str = "tokenizer.cannot-encode") -> Iterator[None]:
-    """Turn what the library raises into errors of ours.
+    """Turn exceptions of the tokenizers library into a `TesseraError`.
 
-    Where its own code gives up, as over a regular expression that never ends, it raises an exception that passes by
-    every `except Exception`.
+    A panic in its Rust code is a `PanicException`, which `except Exception` does not catch.
     """
     try:
         yield
@@ -97,25 +96,25 @@ def _library_errors(what: str, code: str = "tokenizer.cannot-encode") -> Iterato
         raise TesseraError(f"{what}: {first_line(error)}", fix=_PUBLISHED, code=code) from None
 
 
-# What makes a regular expression slow without end: a group that is repeated, or several parts of one alternative that
-# are repeated without a limit. Those of published tokenizers have no such group, and at most two such parts.
+# Signs of a regular expression with exponential run time: a repeated group, or more than two unlimited repetitions in
+# one alternative. Patterns of published tokenizers have none.
 _REPEATED_GROUP = re.compile(r"\)[+*{]")
 _SET_OR_ESCAPE = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPEATED = re.compile(r"[+*]|\{\d*,\d*\}")
 _MOST_REPEATED = 2
-_MOST_STEPS = 10  # of one normalizer or pre-tokenizer: each may double a text
-# Long runs of one kind, and then something else: where backtracking begins.
+_MOST_STEPS = 10  # largest number of steps in a normalizer or pre-tokenizer, because each may double a text
+# Test texts that trigger backtracking: long runs of one character, then another one.
 _TRIED = tuple(
     many * 60 + end for many in ("a", "A", "1", " ", "\n", ".", "a1", "a ", "\u00e9", "\u4e2d") for end in "!z\n"
 )
-_MOST_LENGTH = 1 << 16  # of the tokens of such a text, and of the text that they become again
-_MOST_COUNT = 1 << 20  # lengths and repetitions that a step may name
+_MOST_LENGTH = 1 << 16  # largest number of tokens of a test text, and of decoded characters
+_MOST_COUNT = 1 << 20  # largest number that a step may contain
 _TRY_SECONDS = 30.0
-_PUBLISHED = "use the tokenizer that the model's makers publish"
+_PUBLISHED = "use the published tokenizer of the model"
 
 
 def _highest_id(data: Mapping[str, Any]) -> int:
-    """Return the highest number of a word in a tokenizer.json; what is no number is left to the library."""
+    """Return the highest token id in a tokenizer.json. Ids that are not integers are left to the library."""
     model, added = data.get("model"), data.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids: list[Any] = [*vocab.values()] if isinstance(vocab, dict) else []
@@ -129,7 +128,8 @@ def _may_take_long(data: Any) -> bool:
         if isinstance(pattern, str) and _may_backtrack(pattern):
             return True
         written = [data.get("content") if data.get("type") == "Replace" else None, data.get("prepend")]
-        if any(isinstance(text, str) and len(text) > 1 for text in written):  # a few, and texts explode
+        # several insertions multiply the length of a text
+        if any(isinstance(text, str) and len(text) > 1 for text in written):
             return True
         if any(isinstance(value, int) and value > _MOST_COUNT for value in data.values()):
             return True
@@ -149,8 +149,7 @@ def _may_backtrack(pattern: str) -> bool:
 
 
 def _try_out(path: Path) -> None:
-    """Encode and decode plain texts in a process that is ended when it takes too long or too much memory: nothing else
-    ends a match."""
+    """Encode and decode test texts in a process with a time limit, which can stop a running regular expression."""
     code = (
         "import resource as r, sys, tokenizers as t; r.setrlimit(r.RLIMIT_AS, (1 << 32, 1 << 32)); "
         "file, *texts = sys.argv[1:]; it = t.Tokenizer.from_file(file)\n"
@@ -162,39 +161,38 @@ def _try_out(path: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRY_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        what = "this tokenizer takes for ever to encode a plain text"
+        what = f"this tokenizer takes more than {_TRY_SECONDS:g} s to encode a short text"
         raise TesseraError(what, where=where, fix=_PUBLISHED, code="tokenizer.too-slow") from None
     if done.returncode:
-        what = "this tokenizer cannot encode a plain text"
+        what = "this tokenizer cannot encode short texts"
         raise TesseraError(what, where=where, fix=_PUBLISHED, code="tokenizer.cannot-encode")
 
 
 class UnknownConversationError(TesseraError):
-    """Report a tokenizer without the special words of the conversations that a family knows."""
+    """Report a tokenizer that lacks special tokens of the family's chat templates."""
 
 
 class ChatEncoder:
-    """Turn rendered spans into token ids, each with its "trained on" flag.
+    """Turn text spans into token ids, each with a flag whether it is trained.
 
-    Text between two special words is encoded in one go, since merges may run across the border of a header and a
-    content; a token that holds any trained character is trained. Text never becomes a word that the tokenizer calls
-    special, nor one of the `control` words of a template, whatever the tokenizer calls those: a user who writes
-    "<|im_end|>" ends no turn, and the number of media placeholders cannot be forged.
+    Text between two special tokens is encoded as a unit, because BPE merges may cross the border between header and
+    content. A token with any trained character is trained. Text never becomes a special token of the tokenizer or of
+    the template: a message with "<|im_end|>" ends no turn, and placeholders of media cannot be forged.
     """
 
     def __init__(self, tokenizer: Tokenizer, control: Iterable[str] = ()) -> None:
         self.json = tokenizer.to_str()
-        with _library_errors("this tokenizer cannot be read as it is written", "tokenizer.unreadable-file"):
+        with _library_errors("this tokenizer cannot be saved and read again", "tokenizer.unreadable-file"):
             self._text = Tokenizer.from_str(self.json)
         self._text.encode_special_tokens = True
         self._text.no_truncation()
         self._text.no_padding()
         self.added_words = tuple(token.content for token in self._text.get_added_tokens_decoder().values())
-        self.unmarked: tuple[str, ...] = ()  # control words that the tokenizer does not call special
+        self.unmarked: tuple[str, ...] = ()  # control tokens that the tokenizer does not mark as special
         self._control(control)
 
     def with_control(self, words: Iterable[str]) -> ChatEncoder:
-        """Return the encoder for a template that writes these words."""
+        """Return the encoder with further special tokens of a template."""
         changed = copy.copy(self)
         changed._control([*self.control, *words])
         return self if changed.control == self.control else changed
@@ -205,8 +203,8 @@ class ChatEncoder:
         self._encoded: dict[str, tuple[list[int], list[tuple[int, int]]]] = {}
         marked = {token.content for token in self._text.get_added_tokens_decoder().values() if token.special}
         more = [word for word in self.control if word not in marked]
-        if more:  # without this, text would become such a word
-            self._text = Tokenizer.from_str(self._text.to_str())  # ours alone
+        if more:  # mark them as special, or the text of users could become such a token
+            self._text = Tokenizer.from_str(self._text.to_str())  # a private copy
             self._text.encode_special_tokens = True
             self._text.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in more])
             self.unmarked = tuple(sorted([*self.unmarked, *more]))
@@ -226,7 +224,7 @@ class ChatEncoder:
         number = self._text.token_to_id(word)
         if number is None:
             raise UnknownConversationError(
-                f"the tokenizer does not know {word}",
+                f"the tokenizer has no token {word}",
                 where="tokenizer.json",
                 fix="use the tokenizer of the model's family",
                 code="tokenizer.unknown-word",
@@ -238,13 +236,13 @@ class ChatEncoder:
 
     @property
     def size(self) -> int:
-        """Return one more than the highest id."""
+        """Return the highest token id plus one."""
         return max(self._text.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(
         self, spans: Sequence[ChatSpan], repeats: Sequence[int] = ()
     ) -> tuple[list[int], list[bool], list[tuple[int, int]]]:
-        """Return ids, trained flags, and (first token, tokens) of each media part; `repeats` are its tokens."""
+        """Return token ids, trained flags, and (first, count) of each media part's tokens. `repeats`: these counts."""
         tokens: list[int] = []
         trained: list[bool] = []
         run: list[ChatSpan] = []
@@ -282,7 +280,7 @@ class ChatEncoder:
         at = 0
         for span in run:
             end = at + len(span.text)
-            if span.trained:  # offsets only grow: tokens that end after the first character and start before the last
+            if span.trained:  # offsets are sorted: find tokens that overlap the span
                 low = bisect_right(offsets, at, key=itemgetter(1))
                 high = bisect_left(offsets, end, key=itemgetter(0))
                 marks[low:high] = [True] * (high - low)
@@ -290,7 +288,7 @@ class ChatEncoder:
         trained += marks
 
     def _ids_and_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text; those of headers, line ends and short answers are kept."""
+        """Return tokens and character offsets of a text, with a cache for short texts."""
         encoded = self._encoded.get(text)
         if encoded is None:
             with _library_errors("the tokenizer cannot encode this text"):
@@ -305,9 +303,9 @@ class ChatEncoder:
     def _in_parts(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a text in which the tokenizer finds control words, as Unigram models may.
+        """Return the tokens of a text that the tokenizer would encode with special tokens, as Unigram models may.
 
-        The text is cut inside of each such word, and the parts are encoded apart.
+        The text is split inside each such token, and the parts are encoded separately.
         """
         cuts = [first + 1 for id, (first, _) in zip(ids, offsets, strict=True) if id in self._control_ids]
         tokens: list[int] = []
@@ -319,7 +317,7 @@ class ChatEncoder:
             token_offsets += [(first + start, last + start) for first, last in encoding.offsets]
         if not self._control_ids.isdisjoint(tokens):
             raise TesseraError(
-                "the tokenizer makes a control word of what someone says, however it is cut",
+                "the tokenizer encodes text of a message as a special token",
                 code="tokenizer.forged-control-word",
             )
         return tokens, token_offsets
@@ -329,21 +327,21 @@ class ChatEncoder:
             return str(self._text.decode(list(tokens), skip_special_tokens=True))
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text with special words, for people who want to see what a model sees."""
+        """Return the text with special tokens, for display."""
         with _library_errors("the tokenizer cannot decode these tokens"):
             return str(self._text.decode(list(tokens), skip_special_tokens=False))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Tokenizer:
-    """Return byte-level BPE with exactly `vocab_size` ids, of which the last are `special_tokens` in their order.
+    """Train a byte-level BPE tokenizer with exactly `vocab_size` ids; the last ids are `special_tokens`.
 
-    When the texts give fewer merges than asked for, unused words fill the gap: a model's size does not depend on them.
+    If the texts give too few merges, unused tokens fill the vocabulary, so that the size does not depend on the texts.
     """
     plain = vocab_size - len(special_tokens)
     if plain < 256:
         raise TesseraError(
             f"a vocabulary of {vocab_size} is too small",
-            fix=f"256 bytes and {len(special_tokens)} special words need at least {256 + len(special_tokens)}",
+            fix=f"use at least {256 + len(special_tokens)}: 256 bytes and {len(special_tokens)} special tokens",
             code="tokenizer.vocabulary-too-small",
         )
     tokenizer = _byte_level(BPE())
@@ -374,13 +372,13 @@ def _byte_level(model: BPE) -> Tokenizer:
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Return the Jinja template of a folder; None where it has none."""
+    """Return the Jinja chat template of a folder; None if it has none."""
     if (folder / "chat_template.jinja").is_file():
         return read_text(folder / "chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             template = read_json_mapping(folder / name).get("chat_template")
-            if isinstance(template, list):  # older folders name several of them, one as the usual one
+            if isinstance(template, list):  # older folders have several named templates
                 named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
                 template = named.get("default")
             if isinstance(template, str):
@@ -389,9 +387,9 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def class_for(tokenizer_json: str) -> str:
-    """Return the class of transformers that reads this tokenizer to the same ids.
+    """Return the tokenizer class of transformers that gives the same ids.
 
-    Its `Qwen2Tokenizer` splits text in its own way, whatever the file says; the general class does as the file says.
+    `Qwen2Tokenizer` ignores the pre-tokenizer of the file; `PreTrainedTokenizerFast` uses it.
     """
     said = json.loads(tokenizer_json)
     cuts = said.get("pre_tokenizer") or {}
@@ -420,10 +418,10 @@ def write_tokenizer(
     named: Mapping[str, str] | None = None,
     begin: str | None = None,
 ) -> None:
-    """Write a folder that `transformers.AutoTokenizer` reads.
+    """Write a tokenizer folder for `transformers.AutoTokenizer`.
 
-    `end` is the word that stops generation, `begin` what every text begins with. `named`: special words that a family's
-    processor asks the tokenizer for by names of their own.
+    `end`: token that stops generation. `begin`: token at the beginning of every text. `named`: special tokens that a
+    family's processor looks up by attribute name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
