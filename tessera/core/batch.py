@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tessera.runtime import html
-
 IGNORE = -100  # the label of a position that is not trained on
 EMBEDDING_NOISE = "embedding_noise"  # the tensor of a batch that training adds to the embeddings of its tokens
 
@@ -74,14 +72,6 @@ class Batch:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())
         samples = f"{len(self.sample_ids)} samples: " if self.sample_ids else ""
         return f"Batch({samples}{shapes})"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (name, str(list(t.shape)), str(t.dtype).removeprefix("torch."), str(t.device))
-            for name, t in self.tensors.items()
-        ]
-        cells = [[html.escape(cell) for cell in row] for row in rows]
-        return html.fragment([html.table(("tensor", "shape", "type", "device"), cells)])
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

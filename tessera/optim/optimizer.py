@@ -251,7 +251,7 @@ def total_norm(
     wide = devices.sum_dtype(device)
     total = torch.zeros((), dtype=wide, device=device)
     for (mesh, placements), tensors in by_layout.items():
-        norms = torch.stack(list(foreach_norm(tensors, torch.float32)))
+        norms = torch.stack(foreach_norm(tensors, dtype=torch.float32))
         # Moved before it is summed over ranks: the axes of a mesh belong to the device, not to the host.
         squares = norms.to(device=device, dtype=wide).square().sum()
         for axis, placement in enumerate(placements):

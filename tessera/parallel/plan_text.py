@@ -16,18 +16,11 @@ from tessera.parallel.communication import comm_text, readable
 from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.mesh import CONTEXT, DATA, EP, PP, RING, TENSOR, ULYSSES
 from tessera.parallel.plan import Plan
-from tessera.runtime import html
 
 
 def plan_text(plan: Plan) -> str:
     """Return a line for each feature that the plan uses."""
     return "\n".join(f"{name:<13} {text}" for name, text in _rows(plan))
-
-
-def plan_table(plan: Plan) -> str:
-    """Return the same as a table for a notebook."""
-    rows = [(html.escape(name.strip()), html.escape(text)) for name, text in _rows(plan)]
-    return html.fragment([html.table(("", "plan"), rows, text=True)])
 
 
 def modules_text(plan: Plan) -> str:
@@ -259,6 +252,3 @@ class DescribedPlan(Plan):
     def figures(self) -> dict[str, Any]:
         """Return the plan in numbers, as `tessera plan --json` writes it."""
         return plan_figures(self)
-
-    def _repr_html_(self) -> str:
-        return plan_table(self)

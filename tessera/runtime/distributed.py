@@ -7,7 +7,6 @@ import datetime
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,29 +95,13 @@ def world(
         store: Store = HashStore()
     else:
         store = open_store(rank, size, join_timeout_s)
-        check_ranks(store, rank_info(rank, size, local, here, config), join_timeout_s, folder)
+        check_ranks(store, rank_info(rank, size, local, config), join_timeout_s, folder)
         store.set_timeout(timeout)
-    with _one_excepthook(size):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        try:
-            yield World(rank, size, local, here)
-        finally:
-            dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _one_excepthook(size: int) -> Iterator[None]:
-    """Restore the hook for uncaught errors, which torch wraps with every process group to name the rank, and never
-    restores. The hook stays for an error of one of several ranks that is just being raised."""
-    before = sys.excepthook
-    named = getattr(before, "__module__", "") == dist.distributed_c10d.__name__
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield
-    except BaseException:
-        if named or size == 1:
-            sys.excepthook = before
-        raise
-    sys.excepthook = before
+        yield World(rank, size, local, here)
+    finally:
+        dist.destroy_process_group()
 
 
 def rank_on_machine() -> int:

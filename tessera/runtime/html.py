@@ -49,9 +49,7 @@ line.share{stroke:var(--soft);stroke-dasharray:3 3}line.mark{stroke:var(--bad);s
 svg text.mark{fill:var(--bad)}.legend{font-size:12px;color:var(--soft)}.key{margin-right:14px}
 .key i{display:inline-block;width:14px;height:4px;margin-right:5px;vertical-align:middle;background:var(--main)}
 .key.raw i{opacity:.3}.key.held i{background:var(--held)}
-.hit rect.over{fill:transparent}.tip{visibility:hidden;pointer-events:none}.hit:hover .tip{visibility:visible}
-.tip rect{fill:var(--card);stroke:var(--line);opacity:.95}.tip path{stroke:var(--soft);opacity:.6}
-svg .tip text{fill:var(--ink);stroke:none}
+rect.over{fill:transparent}
 .wide{overflow-x:auto;padding:6px 14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 td,th{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{font-weight:600;color:var(--soft);font-size:13px}th[colspan]{text-align:center}
@@ -257,7 +255,7 @@ def _vertical(x: float, top: float, bottom: float, style: str) -> str:
 
 
 def _tooltips(series: Sequence[Series], across: Callable[[float], float]) -> list[str]:
-    """Return invisible strips over the chart. The pointer over a strip shows its tooltip, by CSS alone."""
+    """Return invisible strips over the chart, each with a tooltip that lists the values of its steps."""
     ordered = [(sorted(points), points, line) for line in series if (points := dict(line.points))]
     places = sorted({x for xs, _, _ in ordered for x in xs})
     if not places:
@@ -268,7 +266,7 @@ def _tooltips(series: Sequence[Series], across: Callable[[float], float]) -> lis
     marks = [across(x) for x in xs]
     edges = [float(_MARGIN_LEFT), *((a + b) / 2 for a, b in pairwise(marks)), float(_WIDTH - _MARGIN_RIGHT)]
     parts = []
-    for number, (x, at) in enumerate(zip(xs, marks, strict=True)):
+    for number, x in enumerate(xs):
         lines = [f"step {round(x):,}"]
         for line_xs, points, line in ordered:
             # The nearest point of a line that has none at this x, if that is inside the strip.
@@ -276,15 +274,10 @@ def _tooltips(series: Sequence[Series], across: Callable[[float], float]) -> lis
             near = min(line_xs[first : first + 2], key=lambda other: abs(other - x))
             if edges[number] <= across(near) <= edges[number + 1] or near == x:
                 lines.append(f"{line.label}  {points[near]:.5g}")
-        wide, high = 7 * max(map(len, lines)) + 12, 15 * len(lines) + 6
-        x_tip = at + 8 if at + 8 + wide < _WIDTH else at - 8 - wide
-        texts = "".join(_text(x_tip + 6, _MARGIN_TOP + 15 * (row + 1), line, "start") for row, line in enumerate(lines))
+        width = max(0.5, edges[number + 1] - edges[number])
         parts.append(
-            f'<g class="hit"><rect class="over" x="{edges[number]:.1f}" y="{_MARGIN_TOP}" '
-            f'width="{max(0.5, edges[number + 1] - edges[number]):.1f}" '
-            f'height="{_HEIGHT - _MARGIN_TOP - _MARGIN_BOTTOM}"/>'
-            f'<g class="tip"><path d="M{at:.1f} {_MARGIN_TOP}V{_HEIGHT - _MARGIN_BOTTOM}"/>'
-            f'<rect x="{x_tip:.1f}" y="{_MARGIN_TOP}" width="{wide}" height="{high}" rx="4"/>{texts}</g></g>'
+            f'<rect class="over" x="{edges[number]:.1f}" y="{_MARGIN_TOP}" width="{width:.1f}" '
+            f'height="{_HEIGHT - _MARGIN_TOP - _MARGIN_BOTTOM}"><title>{escape(chr(10).join(lines))}</title></rect>'
         )
     return parts
 

@@ -54,8 +54,6 @@ class RankInfo:
     torch: str
     tessera: str
     config: str  # "name=hash" of each section: what matters is whether they are the same
-    device: str
-    device_count: int
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -65,7 +63,7 @@ class RankInfo:
         return RankInfo(**json.loads(text))
 
 
-def rank_info(rank: int, size: int, local_rank: int, device: torch.device, config: str = "") -> RankInfo:
+def rank_info(rank: int, size: int, local_rank: int, config: str = "") -> RankInfo:
     return RankInfo(
         rank=rank,
         size=size,
@@ -77,8 +75,6 @@ def rank_info(rank: int, size: int, local_rank: int, device: torch.device, confi
         torch=torch.__version__,
         tessera=_own_version(),
         config=config,
-        device=device.type,
-        device_count=0 if device.type == "cpu" else torch.accelerator.device_count(),
     )
 
 
@@ -316,13 +312,6 @@ def _differences(texts: Sequence[str]) -> str:
                 f"not the same {label} everywhere: {theirs} on {name_ranks([info.rank for info in other])} "
                 f"({other[0].host}), {ours} on rank 0 ({first.host})"
             )
-    owners: dict[tuple[str, int], int] = {}
-    for info in infos:
-        if info.device_count and info.local_rank >= info.device_count:
-            return f"rank {info.rank} on {info.host} is local rank {info.local_rank} of {info.device_count} devices"
-        taken = owners.setdefault((info.host, info.local_rank), info.rank)
-        if info.device_count and taken != info.rank:
-            return f"ranks {taken} and {info.rank} on {info.host} would share device {info.local_rank}"
     return ""
 
 

@@ -11,7 +11,7 @@ from tessera.errors import TesseraError
 from tessera.parallel.device_fit import DeviceFit, FitChange
 from tessera.parallel.plan_text import DescribedPlan
 from tessera.runtime import log
-from tessera.runtime.device_sizes import DeviceSize, find_size
+from tessera.tools.device_sizes import DeviceSize, find_size
 from tessera.tools.dry_run import Uncountable, device_bytes, for_device, run_roles
 from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model

@@ -33,7 +33,6 @@ from tessera.parallel.apply import build_engine, materialize, parallelize_on_met
 from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.communication import CommCounter, CommVolume, comm_text, readable
 from tessera.parallel.experts import RankDispatch
-from tessera.parallel.live_memory import LiveMemory
 from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import PP, Mesh
 from tessera.parallel.pipeline_engine import PipelineEngine
@@ -42,11 +41,12 @@ from tessera.parallel.sequence_sharding import RankDataset
 from tessera.runtime import device as devices
 from tessera.runtime import distributed as dist
 from tessera.runtime import log
-from tessera.runtime.device_sizes import DeviceSize, find_size
 from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
 from tessera.runtime.torch_internals import fake_tensor_mode, lone_stage
 from tessera.tasks.answers import AnswerTask
+from tessera.tools.device_sizes import DeviceSize, find_size
+from tessera.tools.live_memory import LiveMemory
 from tessera.training.run import fingerprint, join
 from tessera.training.setup import ModelSetup, build_meta_model
 

@@ -17,12 +17,12 @@ from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
 from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.device_fit import DeviceFit, FitChange
-from tessera.parallel.live_memory import LiveMemory
 from tessera.runtime import device as devices
-from tessera.runtime.device_sizes import DEVICE_NAMES, GIB, find_size
 from tessera.runtime.torch_internals import fake_tensor_mode
 from tessera.tools import device_fit
+from tessera.tools.device_sizes import DEVICE_NAMES, GIB, find_size
 from tessera.tools.dry_run import Role, Uncountable, device_bytes
+from tessera.tools.live_memory import LiveMemory
 from tessera.training.memory_keys import memory_keys
 from tests.errors import raises
 

@@ -11,11 +11,11 @@ from bench.plan_memory import real_step, recipe
 from tessera.ops.fused_attention import backward_workspace
 from tessera.ops.linear import accumulate_matmul
 from tessera.ops.pointwise import rms_norm
-from tessera.parallel.live_memory import LiveMemory
 from tessera.runtime import device as devices
 from tessera.runtime import distributed as dist
 from tessera.runtime.torch_internals import fake_tensor_mode
 from tessera.tools.dry_run import run_role
+from tessera.tools.live_memory import LiveMemory
 
 ADAPTERS = {"model.lora": {"rank": 4}}
 

@@ -11,7 +11,7 @@ import pytest
 from tessera.config.reader import dump_yaml, parse_yaml
 from tessera.config.run_config import RunConfig, load_config
 from tessera.parallel.plan import Plan
-from tessera.runtime.device_sizes import find_size
+from tessera.tools.device_sizes import find_size
 from tessera.tools.dry_run import run_role
 from tessera.training.setup import build_meta_model
 from tests.toys.published_folders import MODELS, PIPELINES, write_published

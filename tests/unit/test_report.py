@@ -176,14 +176,12 @@ def test_a_run_shows_its_curves_and_figures_in_a_notebook(run: Path, tmp_path: P
     assert "NVIDIA H200" in result._repr_html_()
 
 
-def test_plans_and_batches_are_short_and_become_tables() -> None:
+def test_plans_and_batches_are_short() -> None:
     recipe = {"model": {"family": "qwen2_vl", "preset": "quickstart"}, "data": {"train": [{"path": "x"}]}}
     plan = tessera.plan({**recipe, "train": {"steps": 1, "global_batch": 8}}, world=4)
     assert len(repr(plan)) < 120
-    assert "4 replicated" in plan._repr_html_() or "sharded" in plan._repr_html_()
     batch = Batch({"tokens": torch.zeros(3, 4), "<b>": torch.zeros(1)})
     assert repr(batch) == "Batch(tokens [3, 4], <b> [1])"
-    assert "<td>&lt;b&gt;</td>" in batch._repr_html_()
 
 
 def test_of_a_long_record_one_step_in_some_is_drawn_with_all_evaluations_and_the_end(

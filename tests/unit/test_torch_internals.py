@@ -97,7 +97,7 @@ def test_operations_on_lists_of_tensors() -> None:
     internals.foreach_mul_(tensors, torch.tensor(2.0))
     internals.foreach_lerp_(tensors, [torch.ones(2), torch.ones(1)], 0.5)
     assert [tensor.tolist() for tensor in tensors] == [[2.0, 2.0], [2.0]]
-    assert internals.foreach_norm(tensors, torch.float64)[1].dtype == torch.float64
+    assert internals.foreach_norm(tensors, dtype=torch.float64)[1].dtype == torch.float64
 
 
 def test_the_state_of_adamw_is_made_once() -> None:
