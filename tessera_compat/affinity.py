@@ -174,25 +174,3 @@ def bind_children(cores: Iterable[int]) -> None:
     that forks it, and worker processes of a loader would crowd there."""
     chosen = frozenset(cores)
     os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, chosen))
-
-
-def bind_interrupts(pci_address: str | None, cores: Iterable[int], sys: Path = SYS, proc: Path = PROC) -> int:
-    """Let these cores serve the interrupts of a device; return how many interrupts it has. Needs root."""
-    folder = None if pci_address is None else sys / "bus/pci/devices" / pci_address.lower() / "msi_irqs"
-    if folder is None or not folder.is_dir():
-        raise TesseraError(
-            "/sys does not list the interrupts of this device",
-            fix="leave bind_irq out",
-            code="device.interrupts-unlisted",
-        )
-    numbers = sorted(os.listdir(folder))
-    for number in numbers:
-        try:
-            (proc / "irq" / number / "smp_affinity_list").write_text(format_cores(cores))
-        except OSError as error:
-            raise TesseraError(
-                f"interrupt {number} cannot be bound: {first_line(error)}",
-                fix="run as root, or leave bind_irq out",
-                code="device.interrupt-not-bound",
-            ) from None
-    return len(numbers)

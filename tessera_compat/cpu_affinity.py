@@ -8,9 +8,9 @@ The grammar is that of torch on Ascend: comma-separated items without spaces, in
     npu_affine:1       cores of the device's NUMA node, split among the devices of that node
     lazy_bind:0        bind at the start, so that worker processes of the loader are bound too; default 1: after the
                        first step, so that they are not
-    bind_irq:1         keep the first two cores of each device for its interrupts; needs root
 
-Other than there, what cannot be meant is an error, and cores that two devices share are named.
+`bind_irq` has no effect. Other than there, an item that cannot be read is an error, and a warning names cores that two
+devices share.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tessera_compat import affinity
 from tessera_compat.affinity import ThreadBinder, Topology, format_cores
 
 VARIABLE = "CPU_AFFINITY_CONF"
-_SWITCHES = {"force": False, "npu_affine": False, "lazy_bind": True, "bind_irq": False}
+_SWITCHES = {"force": False, "npu_affine": False, "lazy_bind": True}
+_IGNORED = ("bind_irq",)
 _FORMS = ["1", "mode:1", "npu0:0-2", "npu0:5", *(f"{name}:0 or {name}:1" for name in _SWITCHES)]
 _RANGE = re.compile(r"(?:npu|gpu|device)(\d{1,6}):(\d{1,6})(?:-(\d{1,6}))?")
-_INTERRUPT_CORES = 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class AffinityConf:
     force: bool = False
     npu_affine: bool = False
     lazy_bind: bool = True
-    bind_irq: bool = False
 
 
 def parse_affinity(text: str) -> AffinityConf:
@@ -63,10 +62,11 @@ def parse_affinity(text: str) -> AffinityConf:
             if mode is not None:
                 _refuse(item, "a second mode", fix="name one mode")
             mode = int(number)
-        elif key in _SWITCHES:
+        elif key in (*_SWITCHES, *_IGNORED):
             if value not in ("0", "1"):
                 _refuse(item, f"{key} is 0 or 1", [f"{key}:0", f"{key}:1"])
-            switches[key] = value == "1"
+            if key in _SWITCHES:
+                switches[key] = value == "1"
         elif item.strip() != item:
             _refuse(item, "white space", fix=f"write {VARIABLE} without spaces")
         else:
@@ -110,14 +110,6 @@ def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: 
                 code="environment.affinity-unknown-core",
             )
         chosen[device] = cores
-    if conf.bind_irq:
-        for device, cores in enumerate(chosen):
-            if len(cores) <= _INTERRUPT_CORES:
-                raise TesseraError(
-                    f"bind_irq reserves {_INTERRUPT_CORES} cores, and device {device} has {len(cores)}",
-                    where=VARIABLE,
-                    code="environment.affinity-too-few-cores",
-                )
     return chosen
 
 
@@ -126,7 +118,6 @@ class RankCores:
     """Hold the cores of one rank, and warnings about them."""
 
     cores: frozenset[int]  # for threads; empty where nothing is bound
-    interrupts: frozenset[int] = frozenset()
     warnings: tuple[str, ...] = ()
 
 
@@ -144,16 +135,14 @@ def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], 
             f"{VARIABLE}: nothing is bound, for this process may not use the cores {format_cores(outside)}; "
             "force:1 tries it all the same"
         )
-        return RankCores(frozenset(), warnings=tuple(warnings))
-    ordered = sorted(sets[device])
-    reserved = _INTERRUPT_CORES if conf.bind_irq else 0
-    cores = frozenset(ordered[reserved:])
+        return RankCores(frozenset(), tuple(warnings))
+    cores = sets[device]
     if conf.mode == 2 and len(cores) < affinity.MIN_FINE_CORES:
         warnings.append(
             f"{VARIABLE}: {len(cores)} cores are too few for mode 2, which needs {affinity.MIN_FINE_CORES}: all "
             "threads share them"
         )
-    return RankCores(cores, frozenset(ordered[:reserved]), tuple(warnings))
+    return RankCores(cores, tuple(warnings))
 
 
 class KeepThreadsBound(Callback):
@@ -187,8 +176,6 @@ def bind_rank(
             log.logger().warning("%s", warning)
     if not chosen.cores:
         return []
-    if chosen.interrupts:
-        affinity.bind_interrupts(pci_addresses[device], chosen.interrupts)
     if not conf.lazy_bind:
         # Coarse at first in both modes: threads and processes that begin now inherit the mask of this one.
         ThreadBinder(chosen.cores).bind()

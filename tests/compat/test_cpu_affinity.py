@@ -54,7 +54,7 @@ def masks() -> Iterator[None]:
         ("1,npu1:4,npu1:6-7", AffinityConf(1, {1: frozenset({4, 6, 7})})),
         ("2,gpu0:3,device1:5", AffinityConf(2, {0: frozenset({3}), 1: frozenset({5})})),
         ("1,force:1,npu_affine:1", AffinityConf(1, force=True, npu_affine=True)),
-        ("1,lazy_bind:0,bind_irq:1", AffinityConf(1, lazy_bind=False, bind_irq=True)),
+        ("1,lazy_bind:0,bind_irq:1", AffinityConf(1, lazy_bind=False)),
     ],
 )
 def test_values_that_can_be_meant(text: str, expected: AffinityConf) -> None:
@@ -125,7 +125,6 @@ def test_overlaps_are_named_and_foreign_cores_leave_all_unbound() -> None:
     [
         ("1,npu4:0-1", "environment.affinity-unknown-device"),
         ("1,npu0:6-9", "environment.affinity-unknown-core 8-9"),
-        ("1,npu0:0-1,bind_irq:1", "environment.affinity-too-few-cores bind_irq"),
     ],
 )
 def test_what_the_machine_does_not_have_is_an_error(text: str, error: str) -> None:
@@ -141,7 +140,6 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
         "devices/system/node/node2/cpulist": "\n",  # memory alone
         "bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
         "bus/pci/devices/0000:5e:00.0/numa_node": "-1\n",
-        "bus/pci/devices/0000:3b:00.0/msi_irqs/41": "msi\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -151,13 +149,6 @@ def test_a_machine_is_read_from_its_files(tmp_path: Path) -> None:
     )
     addresses = ["0000:3B:00.0", "0000:5e:00.0", "0000:ff:00.0", None]
     assert [affinity.numa_node(address, tmp_path) for address in addresses] == [1, None, None, None]
-    with raises("device.interrupt-not-bound", "41"):
-        affinity.bind_interrupts("0000:3b:00.0", [0, 1], tmp_path, tmp_path / "proc")
-    (tmp_path / "proc/irq/41").mkdir(parents=True)
-    assert affinity.bind_interrupts("0000:3b:00.0", [0, 1], tmp_path, tmp_path / "proc") == 1
-    assert (tmp_path / "proc/irq/41/smp_affinity_list").read_text() == "0-1"
-    with raises("device.interrupts-unlisted"):
-        affinity.bind_interrupts(None, [0], tmp_path)
 
 
 def test_this_machine_can_be_read() -> None:
