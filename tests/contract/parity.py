@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from tessera.core.batch import IGNORE, Batch
 from tessera.core.outputs import HIDDEN, LOGITS
 from tessera.core.spec import ModelSpec
-from tessera.models.vision.patches import Patches
 from tessera.ops.loss import linear_cross_entropy
 from tests.close import queries_for_keys
 
@@ -24,20 +22,11 @@ def relative(ours: Tensor, reference: Tensor) -> float:
     return float((ours - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
 
 
-def normalised(patches: Patches, cut: np.ndarray) -> np.ndarray:
-    """The values of bytes [P, width], rounded as transformers rounds."""
-    scaled = (np.arange(256, dtype=np.float64) * patches.scale).astype(np.float32)
-    mean, std = (np.array(x, dtype=np.float32)[:, None] for x in (patches.mean, patches.std))
-    table, channels = (scaled[None] - mean) / std, cut.reshape(len(cut), len(patches.mean), -1)
-    values = [table[channel][channels[:, channel]] for channel in range(len(patches.mean))]
-    return np.stack(values, axis=1).reshape(cut.shape)
-
-
 def numbers(processor: Any, pixels: Tensor) -> Tensor:
     """What bytes of pixels mean, rounded as the reference rounds; and the device's way gives the same to a last bit."""
     patches = processor.pixel_norm
     assert pixels.dtype == torch.uint8
-    exact = torch.from_numpy(normalised(patches, pixels.numpy()))
+    exact = torch.from_numpy(patches.numbers(pixels.numpy()))
     factor, offset = torch.from_numpy(patches.affine)
     torch.testing.assert_close(torch.addcmul(offset, pixels.float(), factor), exact, rtol=1e-6, atol=1e-6)
     return exact

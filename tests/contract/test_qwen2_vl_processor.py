@@ -17,7 +17,7 @@ from chats import (
     picture,
     text,
 )
-from parity import normalised, numbers
+from parity import numbers
 from PIL import Image
 from processor_families import PROCESSORS
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -104,7 +104,7 @@ def test_patches_are_the_plain_formula(patch: int) -> None:
         scaled = (last.astype(np.float64) / 255).astype(np.float32)
         values = (scaled - np.float32(patches.mean)) / np.float32(patches.std)
         blocks = values.reshape(grid[0], 2, 2, 2, patch, 3, 2, patch, 3).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-        assert np.allclose(normalised(patches, cut), blocks.reshape(cut.shape), atol=1e-6, rtol=0)
+        assert np.allclose(patches.numbers(cut), blocks.reshape(cut.shape), atol=1e-6, rtol=0)
 
 
 def test_a_fixed_number_of_frames(folder: Path, tmp_path: Path) -> None:

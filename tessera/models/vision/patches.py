@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from PIL import Image
@@ -105,6 +106,21 @@ class Patches:
         std = np.array(self.std, dtype=np.float64)
         both = np.stack([self.scale / std, -np.array(self.mean, dtype=np.float64) / std])
         return np.repeat(both, self.temporal * self.patch**2, axis=1).astype(np.float32)
+
+    def numbers(self, patches: np.ndarray) -> np.ndarray:
+        """Return the normalised values of bytes, rounded as in transformers; `affine` differs in the last bit at
+        most."""
+        channels = patches.reshape(len(patches), len(self.mean), -1)
+        values = [self._table[channel][channels[:, channel]] for channel in range(len(self.mean))]
+        return np.stack(values, axis=1).reshape(patches.shape)
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """Return the normalised float32 value of each byte in each channel [3, 256], rounded as in transformers."""
+        values = (np.arange(256, dtype=np.float64) * self.scale).astype(np.float32)
+        mean, std = (np.array(x, dtype=np.float32)[:, None] for x in (self.mean, self.std))
+        table: np.ndarray = (values[None] - mean) / std
+        return table
 
 
 def _in_size(frames: Sequence[Image.Image] | np.ndarray, size: tuple[int, int], count: int) -> np.ndarray:
