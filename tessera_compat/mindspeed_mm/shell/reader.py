@@ -156,7 +156,9 @@ class _Reader:
                 piped = join in ("|", "|&") or (end < len(tokens) and tokens[end].text in ("|", "|&"))
                 self.branches.append(_Branch(line, runs := self._runs(tokens, at, join, status), runs))
                 if all(branch.runs is not False for branch in self.branches):
-                    status = self._piped(tokens[at:end]) if piped else self._simple(tokens[at:end])
+                    if piped:
+                        self._piped(tokens[at:end])
+                    status = None if piped else self._simple(tokens[at:end])
                     status = not status if negated and status is not None else status
                 self.branches.pop()
                 at, negated = end, False
