@@ -66,7 +66,7 @@ def test_a_folder_whose_weights_are_gone_or_damaged_still_says_what_the_model_is
     tessera.convert(folder, tmp_path / "mm", to="mm", layout={})
     (folder / "model.safetensors").write_bytes(b"no")
     back = tessera.convert(tmp_path / "mm", tmp_path / "a", like=folder, prove="never")
-    assert "are not written in the way of those in" in caplog.text
+    assert str(folder) in caplog.text
     (folder / "model.safetensors").unlink()
     for written in (back, tessera.convert(tmp_path / "mm", tmp_path / "b", like=folder, prove="never")):
         actual = load_file(written / "model.safetensors")

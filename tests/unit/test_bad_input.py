@@ -188,7 +188,7 @@ def test_bad_samples_are_counted_listed_and_skipped(run: Any, tmp_path: Path) ->
     assert len(reasons) == len(bad) + 1
     assert "pixels" in reasons["bomb"]
     assert "outside" in reasons["outside"]
-    assert f"skipped in all: {len(reasons)};" in said
+    assert f"skipped samples: {len(reasons)};" in said
 
     code, said = run("train", path, "data.on_bad_sample=fail", "name=strict")
     assert code == 2

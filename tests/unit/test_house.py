@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {*BASE, "hub", "data", "inference", "observe"},
     "tools": {
         *BASE,
-        *("hub", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),
+        *("hub", "ops", "lora", "data", "models", "diffusion", "checkpoint", "optim", "parallel"),
         *("tasks", "training", "inference", "evaluation", "observe"),
     },
     "api": {*BASE, "hub", "diffusion", "parallel", "training", "inference", "evaluation", "observe", "tools"},

@@ -409,4 +409,4 @@ def test_the_step_line_shows_what_the_page_promises(tmp_path: Path, capsys: pyte
     for name in ("margin", "accuracy"):
         assert f"  {name} {run.metrics[0][name]:.3g}  " in line
     assert {"reward_chosen", "reward_rejected"} <= set(run.metrics[0])
-    assert len(line) <= 100
+    assert len(line) <= 120

@@ -36,7 +36,7 @@ def test_ranks_list_a_sample_once_and_count_what_all_found(tmp_path: Path, caplo
     other.on_end(second)
     first.on_end(main)
     assert [row["id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == ["a", "b", "c"]
-    assert "skipped in all: 6; quarantine.jsonl in the run folder lists 3 of them" in caplog.text
+    assert "skipped samples: 6; quarantine.jsonl in the run folder lists 3 of them" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_what_a_reward_model_cannot_do_is_refused_with_the_reason(data: Path, tm
     plain = recipe(data, tmp_path)
     whole = {"model.lora": None, "checkpoint.export": True}
     for changes, said in (
-        (whole, "transformers has no class that gives a Qwen2VLForConditionalGeneration a head of one number"),
+        (whole, "Qwen2VLForConditionalGeneration"),
         ({"parallel.tp": 2}, "parallel.tp=2 cannot share"),
         ({"model.head": "language"}, "reads the output 'rewards'"),
         ({"train.task": "simpo", "train.task_options": {}, "model.head": "reward"}, "reads the output 'logits'"),

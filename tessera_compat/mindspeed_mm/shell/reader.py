@@ -156,9 +156,7 @@ class _Reader:
                 piped = join in ("|", "|&") or (end < len(tokens) and tokens[end].text in ("|", "|&"))
                 self.branches.append(_Branch(line, runs := self._runs(tokens, at, join, status), runs))
                 if all(branch.runs is not False for branch in self.branches):
-                    if piped:
-                        self._piped(tokens[at:end])
-                    status = None if piped else self._simple(tokens[at:end])
+                    status = self._piped(tokens[at:end]) if piped else self._simple(tokens[at:end])
                     status = not status if negated and status is not None else status
                 self.branches.pop()
                 at, negated = end, False
@@ -225,9 +223,10 @@ class _Reader:
             if name.isidentifier():
                 self.values.set(name, unknown("i", line), line)
 
-    def _piped(self, tokens: Sequence[Token]) -> None:
+    def _piped(self, tokens: Sequence[Token]) -> bool | None:
         with self._own_shell():
             self._simple(tokens)
+        return None
 
     @contextmanager
     def _own_shell(self) -> Iterator[None]:
