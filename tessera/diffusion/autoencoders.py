@@ -1,7 +1,7 @@
-"""Turn images and videos into latents and back, with the VAE of a diffusers folder.
+"""Encode images and videos to latents and decode them, with the VAE of a diffusers folder.
 
-An `Autoencoder` wraps one class of VAEs. A family lists the ones it reads (`GenerationFamily.vaes`); one with a VAE of
-its own derives a class here in its folder, with `form_of` and `build`.
+An `Autoencoder` wraps one VAE class. `GenerationFamily.vaes` lists the wrappers that a family supports. A family with
+its own VAE derives a class of `Autoencoder` in its folder, with `form_of` and `build`.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from torch import Tensor, nn
 from tessera.errors import TesseraError, foreign_values, nearest
 
 VAE = "vae"
-_MOST_PIXELS = 1 << 25  # of one call of a VAE: about 80 frames of 480 x 832
+_MOST_PIXELS = 1 << 25  # maximum per call of a VAE: about 80 frames of 480 x 832
 
 
 @dataclass(frozen=True)
 class VaeForm:
-    """Describe the latents of a VAE: how sizes in pixels become sizes in latents, and how latents are scaled."""
+    """Describe the latents of a VAE: strides from pixels to latents, and scaling."""
 
     channels: int
-    time_stride: int  # frames per latent frame; the first frame has a latent frame of its own
+    time_stride: int  # frames per latent frame; the first latent frame encodes only one frame
     space_stride: int
-    # Transformers read (latents - mean) / std, by channel.
+    # The transformer reads (latents - mean) / std, by channel.
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     images_only: bool = False
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Return frames, rows and columns of the latents."""
+        """Return the size of the latents: frames, rows and columns."""
         return (frames - 1) // self.time_stride + 1, height // self.space_stride, width // self.space_stride
 
 
 class Autoencoder(nn.Module):
-    """Encode images and videos to scaled latents, and decode them. `vae`: a module with the methods of diffusers'."""
+    """Encode images and videos to scaled latents, and decode them. `vae`: a module with `encode` and `decode` as in
+    diffusers."""
 
-    most_per_call: ClassVar[int | None] = None  # videos that one call may take; None: as many as fit
+    most_per_call: ClassVar[int | None] = None  # maximum number of videos per call; None: no maximum
 
     def __init__(self, vae: nn.Module, form: VaeForm) -> None:
         super().__init__()
@@ -49,19 +50,19 @@ class Autoencoder(nn.Module):
 
     @classmethod
     def form_of(cls, config: Mapping[str, Any]) -> VaeForm:
-        """Return the form of the latents from the VAE's config.json."""
+        """Return strides and scaling of the latents from the VAE's config.json."""
         raise NotImplementedError
 
     @classmethod
     def build(cls, config: Mapping[str, Any]) -> nn.Module | None:
-        """Return the module without weights; None: diffusers has the class that the folder names."""
+        """Return the module without weights; None: load the class of diffusers that the folder names."""
         return None
 
-    # The two conversions that a subclass may replace; values are [B, channels, frames, rows, columns].
+    # Subclasses may override the next two methods. All tensors are [B, channels, frames, rows, columns].
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        """Return unscaled latents of pixels between -1 and 1."""
-        # The mode, not a draw: then features that are written once equal those computed in every step.
+        """Return unscaled latents of pixels, which are between -1 and 1."""
+        # The mode of the distribution, not a sample: so stored features equal latents computed in every step.
         latents: Tensor = self.vae.encode(pixels).latent_dist.mode()  # type: ignore[operator]
         return latents
 
@@ -82,15 +83,15 @@ class Autoencoder(nn.Module):
         return next(self.vae.parameters()).dtype
 
     def spare_memory(self, *, tiling: bool, slicing: bool) -> None:
-        """Compute large frames in overlapping tiles, and the videos of a batch one by one. What is not chosen here
-        stays as the class has it."""
+        """Save memory: compute large frames in overlapping tiles, and the videos of a batch one by one. Options that
+        are False keep the default of the class."""
         for chosen, name in ((tiling, "tiling"), (slicing, "slicing")):
             if chosen:
                 getattr(self.vae, f"enable_{name}")()
 
     def encode(self, videos: Sequence[Tensor]) -> list[Tensor]:
-        """Return the latents [C, f, h, w] in fp32 of each video [F, H, W, 3]: uint8, or pixels between -1 and 1. Videos
-        of one shape share a call."""
+        """Return the latents [C, f, h, w] of each video [F, H, W, 3], in float32. `videos`: uint8, or floats between -1
+        and 1. Videos of the same shape share a call."""
         latents: dict[int, Tensor] = {}
         for numbers in self._calls(videos, 1):
             frames = torch.stack([videos[n] for n in numbers])
@@ -110,15 +111,15 @@ class Autoencoder(nn.Module):
         return [videos[n] for n in range(len(latents))]
 
     def forward(self, values: Tensor, direction: Literal["encode", "decode"] = "encode") -> Tensor:
-        """Return scaled latents of pixels, or pixels of scaled latents. Both directions go through `forward`: a sharded
-        module gathers its weights when it is called."""
+        """Return scaled latents of pixels, or pixels of scaled latents. Both directions use `forward`, because a
+        sharded module gathers its weights only there."""
         mean, std = self.statistics(values.device)
         if direction == "decode":
             return self.to_pixels((values.to(torch.float32) * std + mean).to(self.dtype))
         return (self.to_latents(values).to(torch.float32) - mean) / std
 
     def _calls(self, tensors: Sequence[Tensor], scale: int) -> list[list[int]]:
-        """Group tensors of one shape into calls of a bounded size. `scale`: pixels per value."""
+        """Group tensors of the same shape into calls of limited size. `scale`: pixels per value."""
         by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, tensor in enumerate(tensors):
             by_shape[tuple(tensor.shape)].append(number)
@@ -131,7 +132,7 @@ class Autoencoder(nn.Module):
 
 
 class ImageVae(Autoencoder):
-    """Wrap `AutoencoderKL`, which has no dimension for frames."""
+    """Wrap `AutoencoderKL`, whose tensors have no dimension for frames."""
 
     @classmethod
     def form_of(cls, config: Mapping[str, Any]) -> VaeForm:
@@ -147,7 +148,7 @@ class ImageVae(Autoencoder):
 
 
 class QwenImageVae(Autoencoder):
-    """Wrap `AutoencoderKLQwenImage`: mean and standard deviation of the latents are in config.json."""
+    """Wrap `AutoencoderKLQwenImage`, whose config.json contains mean and standard deviation of the latents."""
 
     @classmethod
     def form_of(cls, config: Mapping[str, Any]) -> VaeForm:
@@ -157,13 +158,13 @@ class QwenImageVae(Autoencoder):
 
     @classmethod
     def strides(cls, config: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the frames, and the pixels of a side, of one latent."""
+        """Return the number of frames, and the pixels along a side, per latent."""
         down = config.get("temperal_downsample", (False, True, True))
         return 2 ** sum(map(bool, down)), 2 ** len(down)
 
 
 class WanVae(QwenImageVae):
-    """Wrap `AutoencoderKLWan`, whose config.json has its strides."""
+    """Wrap `AutoencoderKLWan`, whose config.json contains its strides."""
 
     @classmethod
     def strides(cls, config: Mapping[str, Any]) -> tuple[int, int]:
@@ -180,7 +181,7 @@ class HunyuanVideoVae(Autoencoder):
 
 
 class HunyuanVideo15Vae(HunyuanVideoVae):
-    """Wrap `AutoencoderKLHunyuanVideo15`, whose attention mask is that of a single video."""
+    """Wrap `AutoencoderKLHunyuanVideo15`, whose attention mask supports only one video per call."""
 
     most_per_call = 1
 
@@ -195,8 +196,8 @@ class CogVideoXVae(Autoencoder):
 
 
 class LTXVideoVae(Autoencoder):
-    """Wrap `AutoencoderKLLTXVideo`. Mean and standard deviation of the latents are buffers; the decoder of some
-    releases removes the last noise, and is given a time of zero."""
+    """Wrap `AutoencoderKLLTXVideo`. Its buffers contain mean and standard deviation of the latents. The decoder of some
+    releases performs the last denoising step and gets a time of zero."""
 
     @classmethod
     def form_of(cls, config: Mapping[str, Any]) -> VaeForm:
@@ -218,7 +219,7 @@ class LTXVideoVae(Autoencoder):
         return mean, std * super().statistics(device)[1]
 
 
-# The VAEs of diffusers, by class. A folder may name one of these: a file must not choose what is imported.
+# Wrappers by class name in diffusers. A folder may name only these classes; others are never imported.
 VAES: Mapping[str, type[Autoencoder]] = {
     "AutoencoderKL": ImageVae,
     "AutoencoderKLWan": WanVae,
@@ -231,11 +232,11 @@ VAES: Mapping[str, type[Autoencoder]] = {
 
 
 def vae_class(vaes: Mapping[str, type[Autoencoder]], name: Any, where: str) -> type[Autoencoder]:
-    """Return the wrapper of a VAE class; raise if the family has none for it."""
+    """Return the wrapper of a VAE class; raise if the family does not support the class."""
     if name not in vaes:
         near = nearest(name, vaes) if isinstance(name, str) else None
         raise TesseraError(
-            f"this family has no VAE {name!r}",
+            f"this family does not support the VAE class {name!r}",
             where=where,
             allowed=list(vaes),
             nearest=near,
@@ -245,7 +246,7 @@ def vae_class(vaes: Mapping[str, type[Autoencoder]], name: Any, where: str) -> t
 
 
 def read_vae_form(vaes: Mapping[str, type[Autoencoder]], config: Mapping[str, Any], where: str) -> VaeForm:
-    """Return the form of a VAE from its config.json."""
+    """Return strides and scaling of a VAE's latents from its config.json."""
     wrapper = vae_class(vaes, config.get("_class_name"), where)
     with foreign_values(where):
         return wrapper.form_of(config)
@@ -256,7 +257,7 @@ def _channels(config: Mapping[str, Any]) -> int:
 
 
 def _halvings(config: Mapping[str, Any]) -> int:
-    """Return the pixels of a side of one latent, by the levels of the encoder."""
+    """Return the pixels along a side per latent: a factor of two for each level of the encoder but one."""
     return int(2 ** (len(config.get("block_out_channels", (0, 0, 0, 0))) - 1))
 
 

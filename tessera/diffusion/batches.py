@@ -1,4 +1,4 @@
-"""Pack samples of a generation model into one batch: a segment each, by elements of the main sequence."""
+"""Pack samples of a generation model into one batch, with one segment of the main sequence per sample."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tessera.diffusion.family import GenerationFamily
 from tessera.diffusion.samples import EncodedMedia
 
 IMAGE_EMBEDS = "image_embeds"
-# Features of a sample with an empty caption of its own: its embeddings from the row `empty_starts` on. Those before are
-# the first ones of the caption.
+# For families whose empty caption differs between samples: embeddings of the empty caption from row `empty_starts` on.
+# The rows before are equal to the first embeddings of the sample's caption.
 EMPTY_TEXT, EMPTY_STARTS = "empty_text", "empty_starts"
 _LATENTS = "latents"
 
 
 def latent_lengths(batch: Batch, family: GenerationFamily) -> list[int]:
-    """Return the latent tokens of each segment of the main sequence, in which joint families also have conditions."""
+    """Return the number of latent tokens in each segment of the main sequence, without text and image embeddings."""
     lengths = batch.segments[_LATENTS].lengths
     if not family.joint:
         return list(lengths)
@@ -30,8 +30,8 @@ def latent_lengths(batch: Batch, family: GenerationFamily) -> list[int]:
 
 
 def pack(family: GenerationFamily, items: Sequence[EncodedMedia]) -> Batch:
-    """Return samples as one packed batch, a segment each. A sample without a grid is padding, or could not be read: its
-    elements are latents without a loss."""
+    """Return samples as one packed batch with a segment each. An item without a grid is padding or an unreadable
+    sample: its elements are latents that do not count in the loss."""
     joint = family.joint
     positions, text_index, embeds_index, latent_index, trained, reference_index = [], [], [], [], [], []
     shapes: dict[str, list[tuple[int, ...]]] = {
@@ -88,9 +88,9 @@ def pack(family: GenerationFamily, items: Sequence[EncodedMedia]) -> Batch:
 def _join(
     family: GenerationFamily, items: Sequence[EncodedMedia], tensors: dict[str, Tensor], bounds: dict[str, Segments]
 ) -> None:
-    """Add the tensors of the samples: pixels and token ids, or features."""
+    """Add the tensors of all samples: pixels and token ids, or features."""
     names = dict.fromkeys(name for item in items for name in item.tensors)
-    if not names:  # no sample of the batch could be read
+    if not names:  # all samples of the batch are unreadable
         tensors["frames"] = torch.empty(0, 3, dtype=torch.uint8)
         for name in family.id_names:
             tensors[name], bounds[name] = torch.empty(0, dtype=torch.int64), Segments.of([0] * len(items))

@@ -1,7 +1,7 @@
-"""Read captions with the text encoders of a pipeline: templates, token ids, padding, and the embeddings that follow.
+"""Turn captions into embeddings with the text encoders of a pipeline: templates, token ids, padding and hidden states.
 
-`Captions` describes one text encoder of a family. Its subclasses differ in what follows a short caption, and in whether
-the encoder also reads a frame.
+`Captions` describes one text encoder of a family. Its subclasses differ in the padding of short captions, and in
+whether the encoder also reads a frame.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tessera.diffusion.frame_encoder import FrameForm, prepared, read_frame_form
 from tessera.errors import TesseraError, first_line
 from tessera.models.processing.tokenizer import load_tokenizer
 
-MAX_CHARACTERS = 100_000  # of a caption; anything longer is refused
+MAX_CHARACTERS = 100_000  # of a caption; longer captions are refused
 TEXT_ENCODERS = (
     *("T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "LlamaModel"),
     *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLTextModel", "LlavaForConditionalGeneration"),
@@ -30,82 +30,85 @@ TEXT_ENCODERS = (
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """Hold the embeddings of a caption by one text encoder, or by all of them. None: the family does not read it."""
+    """Hold the embeddings of a caption, by one text encoder or by all. A field is None if the family does not read
+    it."""
 
     tokens: Tensor | None  # [L, D]
     pooled: Tensor | None  # [D]
 
     def resized(self, count: int) -> TextEmbedding:
-        """Return `count` token embeddings: the last ones are cut off, or zeros follow."""
+        """Return `count` token embeddings: truncated, or padded with zeros."""
         return self if self.tokens is None else TextEmbedding(cut_or_padded(self.tokens, count), self.pooled)
 
     def blank(self) -> TextEmbedding:
-        """Return the embedding of a sample without a caption: no tokens, and zeros for the pooled one."""
+        """Return the embedding of a sample without a caption: no tokens, and a pooled embedding of zeros."""
         tokens = None if self.tokens is None else self.tokens[:0]
         return TextEmbedding(tokens, None if self.pooled is None else torch.zeros_like(self.pooled))
 
 
 def cut_or_padded(rows: Tensor, count: int) -> Tensor:
-    """Return the first `count` rows; zeros follow where there are fewer."""
+    """Return the first `count` rows, padded with zeros if there are fewer."""
     return torch.cat([rows[:count], rows.new_zeros(max(0, count - len(rows)), rows.shape[1])])
 
 
 @dataclass(frozen=True)
 class Captions:
-    """Describe how a family reads captions with one of its text encoders. Here, nothing follows a short caption."""
+    """Describe how a family reads captions with one text encoder. This class does not pad short captions."""
 
-    # Transformers classes that a folder may name as this encoder: a file must not choose what is imported.
+    # Transformers classes that a folder may name as this encoder. Other classes are never imported.
     encoder_classes: ClassVar[tuple[str, ...]] = TEXT_ENCODERS
-    padding: ClassVar[str] = "none"  # the name of the padding in feature files
+    padding: ClassVar[str] = "none"  # name of this kind of padding in feature files
 
-    encoder: str = "text_encoder"  # a component of a diffusers folder, as is the tokenizer
+    encoder: str = "text_encoder"  # name of the encoder's folder inside a diffusers folder
     tokenizer: str = "tokenizer"
-    length: int = 512  # the most tokens of a caption, without the first `skip`; longer captions are cut
-    template: str = "{}"  # the text to tokenize: the caption replaces {}
+    length: int = 512  # maximum number of tokens of a caption, without the first `skip`
+    template: str = "{}"  # text to tokenize; {} stands for the caption
     blank: str = ""  # replaces an empty caption
     tidy: bool = False  # resolve HTML entities and runs of spaces in captions
-    skip: int = 0  # embeddings to leave out at the beginning: those of the template
+    skip: int = 0  # number of embeddings to drop at the beginning: those of the template
     pad: int | None = None  # the id of padding tokens; None: `pad_token_id` of the encoder's config.json
     masked: bool = True  # whether the encoder gets an attention mask
-    layer: int = -1  # the hidden states to read; -1: the encoder's output
+    layer: int = -1  # the layer whose hidden states are read; -1: the encoder's output
     tokens: bool = True  # whether the model reads the embeddings of tokens
     pooled: bool = False  # whether the model reads the pooled embedding
-    beside: bool = False  # whether these embeddings are further features of those of the encoder before
+    beside: bool = False  # whether to concatenate these embeddings to those of the previous encoder, along features
 
     @property
     def reads_frames(self) -> bool:
-        """Return whether the encoder also reads the first frame of a video."""
+        """Return whether the encoder reads the first frame of a video beside the caption."""
         return False
 
     @property
     def zeros_to(self) -> int:
-        """Return the number of embeddings up to which zeros follow a caption; 0: none do."""
+        """Return the number of embeddings up to which captions are padded with zeros; 0: no padding."""
         return 0
 
     def embeddings(self, ids: int) -> int:
-        """Return the number of embeddings of a caption with this many token ids, its template included."""
+        """Return the number of embeddings of a caption. `ids`: its number of token ids, including the template."""
         return max(0, min(ids, self.length + self.skip) - self.skip) if self.tokens else 0
 
     def encoder_length(self, longest: int) -> int:
-        """Return the number of tokens that the encoder computes for captions of at most `longest` ids."""
+        """Return the padded number of tokens for the encoder. `longest`: token ids of the longest caption."""
         return max(longest, 1)
 
     def read(self, states: Tensor, ids: int) -> Tensor:
-        """Return the embeddings of a caption of `ids` tokens from the states [encoder_length, D] of the encoder."""
+        """Return the embeddings of a caption with `ids` token ids. `states`: hidden states of the encoder,
+        [encoder_length, D]."""
         return states[self.skip : ids]
 
     def prompt(self, caption: str, template: str | None = None) -> str:
-        """Return the text to tokenize for a caption. `template`: replaces `self.template`."""
+        """Return the text to tokenize for a caption. `template`: used instead of `self.template`."""
         if self.tidy:
             caption = " ".join(html.unescape(html.unescape(caption)).split())
         return (self.template if template is None else template).replace("{}", caption or self.blank, 1)
 
     def module(self, encoder: nn.Module, folder: Path, pad: int) -> TextEncoder:
-        """Return the encoder of a diffusers folder behind the interface of `TextEncoder`."""
+        """Wrap the encoder module of a diffusers folder as a `TextEncoder`."""
         return TextEncoder(encoder, self, pad)
 
     def facts(self) -> dict[str, Any]:
-        """Return what features depend on, as JSON. Features of earlier releases have the same keys."""
+        """Return the settings that stored features depend on, as JSON. The keys are part of the format of feature
+        folders."""
         fields = asdict(self) | {"padding": self.padding, "image": ""}
         if not self.blank:
             del fields["blank"]
@@ -113,7 +116,7 @@ class Captions:
 
 
 class ZeroPaddedCaptions(Captions):
-    """Let zeros follow a short caption up to `length`; the model attends to them."""
+    """Pad the embeddings of short captions with zeros up to `length`; the model attends to the zeros."""
 
     padding = "zeros"
 
@@ -129,7 +132,7 @@ class ZeroPaddedCaptions(Captions):
 
 
 class EncodedPaddingCaptions(Captions):
-    """Let the states of padding tokens follow a short caption up to `length`; the model attends to them."""
+    """Pad short captions with padding tokens up to `length`; the model attends to the states of padding tokens."""
 
     padding = "encoded"
 
@@ -144,7 +147,7 @@ class EncodedPaddingCaptions(Captions):
 
 
 class PaddedInputCaptions(Captions):
-    """Pad the input of the encoder up to `length`; the model reads the states of the caption only."""
+    """Pad short captions up to `length` for the encoder; the model reads the states of the caption only."""
 
     padding = "read"
 
@@ -155,21 +158,21 @@ class PaddedInputCaptions(Captions):
 @dataclass(frozen=True)
 class FrameCaptions(Captions):
     """Describe an encoder that also reads the first frame of a video. The model reads some states of the frame, then
-    those of the caption without the words that ask for an answer."""
+    those of the caption, without the tokens of the template that begin the assistant's answer."""
 
-    word: str = "<image>"  # stands for the frame in the template
-    every: int = 1  # of the states of the frame, read the first of this many
-    mark: str = ""  # the word that ends the request for an answer
-    closing: int = 4  # the number of words to leave out, up to the last mark
-    frame_tokens: int = 576  # tokens of a frame in the encoder
-    negative_every: int = 2  # `every` for a negative prompt, which is read with a black image
+    word: str = "<image>"  # the word of the template that stands for the frame
+    every: int = 1  # stride: the model reads one of this many states of the frame
+    mark: str = ""  # the special token that ends a header of the template
+    closing: int = 4  # number of tokens to drop, up to the last `mark`
+    frame_tokens: int = 576  # number of tokens of a frame in the encoder
+    negative_every: int = 2  # the stride `every` for negative prompts, which the encoder reads with a black image
 
     @property
     def reads_frames(self) -> bool:
         return True
 
     def frame_states(self, every: int) -> int:
-        """Return the number of states of the frame that the model reads."""
+        """Return the number of states of the frame that the model reads, one in `every`."""
         return -(-self.frame_tokens // every)
 
     def embeddings(self, ids: int) -> int:
@@ -180,8 +183,8 @@ class FrameCaptions(Captions):
         frames = read_frame_form(folder, "", vision)
         if (frames.size // vision.patch_size) ** 2 != self.frame_tokens:
             raise TesseraError(
-                f"frames of {frames.size} x {frames.size} pixels in patches of {vision.patch_size} are not the "
-                f"{self.frame_tokens} tokens that this family reads",
+                f"frames of {frames.size} x {frames.size} pixels in patches of {vision.patch_size} do not give the "
+                f"{self.frame_tokens} tokens that this family expects",
                 where=str(folder / self.encoder),
                 code="generation.frame-size-mismatch",
             )
@@ -200,14 +203,14 @@ class FrameCaptions(Captions):
 
 
 class TextEncoder(nn.Module):
-    """Turn captions, as token ids, into the embeddings that a family reads."""
+    """Turn the token ids of captions into embeddings for the model."""
 
     def __init__(self, encoder: nn.Module, captions: Captions, pad: int = 0) -> None:
         super().__init__()
         self.encoder = encoder
         self.captions = captions
         self.pad = pad
-        # These classes return logits beside hidden states, and no `last_hidden_state`.
+        # Classes with this suffix return logits and hidden states, but no `last_hidden_state`.
         self._returns_logits = type(encoder).__name__.endswith("ForConditionalGeneration")
 
     @property
@@ -216,17 +219,17 @@ class TextEncoder(nn.Module):
 
     @property
     def image_token(self) -> int:
-        """Return the id that stands for an image in the captions of an encoder that reads images."""
+        """Return the token id that stands for an image in a caption."""
         token: int = self.encoder.config.image_token_id  # type: ignore[union-attr, assignment]
         return token
 
     def encode(
         self, captions: Sequence[Tensor], frames: Sequence[Tensor] = (), *, negative: bool = False
     ) -> list[TextEmbedding]:
-        """Return the embeddings of captions, each [ids] with its template and without padding.
+        """Return the embeddings of captions. `captions`: token ids [n] of each, with template and without padding.
 
-        `frames`: the first frame of each sample, for an encoder that reads it: uint8 [H, W, 3], or prepared floats
-        [3, H, W]. `negative`: whether these are negative prompts.
+        `frames`: the first frame of each sample, for an encoder that reads it: uint8 [H, W, 3], or normalized floats
+        [3, H, W]. `negative`: whether the captions are negative prompts.
         """
         if not captions:
             return []
@@ -242,7 +245,7 @@ class TextEncoder(nn.Module):
         ]
 
     def padded(self, captions: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:
-        """Return ids and attention mask [captions, length]."""
+        """Return padded token ids and attention mask, both [captions, length]."""
         ids = captions[0].new_full((len(captions), length), self.pad)
         for row, caption in zip(ids, captions, strict=True):
             row[: len(caption)] = caption
@@ -250,8 +253,8 @@ class TextEncoder(nn.Module):
         return ids, (torch.arange(length, device=ids.device) < counts[:, None]).long()
 
     def forward(self, ids: Tensor, mask: Tensor | None, **images: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return the embeddings of tokens [B, L, D] and the pooled ones [B, D]. `images`: inputs of an encoder that
-        reads images in captions."""
+        """Return token embeddings [B, L, D] and pooled embeddings [B, D]. `images`: additional inputs of an encoder
+        that reads images."""
         reader = self.captions
         hidden = (reader.tokens and reader.layer != -1) or self._returns_logits
         outputs = self.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=hidden, **images)
@@ -264,10 +267,11 @@ class TextEncoder(nn.Module):
 
 
 class FrameTextEncoder(TextEncoder):
-    """Read a frame with each caption: it replaces one word of the template by many tokens."""
+    """Encode captions together with a frame, which takes many tokens in place of one word of the template."""
 
     def __init__(self, encoder: nn.Module, captions: FrameCaptions, pad: int, frames: FrameForm, mark: int) -> None:
-        """`frames`: how frames are prepared. `mark`: the id of `FrameCaptions.mark`."""
+        """Wrap an encoder. `frames`: how frames are resized and normalized. `mark`: the token id of
+        `FrameCaptions.mark`."""
         super().__init__(encoder, captions, pad)
         self.captions: FrameCaptions = captions
         self.frames = frames
@@ -288,13 +292,13 @@ class FrameTextEncoder(TextEncoder):
         ready = [frame if frame.is_floating_point() else prepared(frame, self.frames) for frame in frames]
         pixels = torch.stack(ready).to(self.dtype)
         states, _ = self(ids, mask, pixel_values=pixels, logits_to_keep=1, use_cache=False)
-        assert states is not None, "the model reads the states of tokens"
+        assert states is not None, "encoders of this kind return the states of tokens"
         every = reader.negative_every if negative else reader.every
         embeddings = []
         for state, caption, at in zip(states, cut, places, strict=True):
             marks = (caption == self.mark).nonzero().flatten().tolist()
-            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # the end of a long caption is cut off
-            text = state[more:]  # behind the frame: numbered as the caption is
+            last = marks[-1] if len(marks) > 2 else len(caption) - 1  # a truncated caption lacks the last mark
+            text = state[more:]  # shifted, so that token numbers of the caption index it
             parts = [text[reader.skip : last + 1 - reader.closing], text[last + 1 : len(caption)]]
             frame = state[at : at + reader.frame_tokens : every]
             embeddings.append(TextEmbedding(torch.cat([frame, *parts]), None))
@@ -302,8 +306,8 @@ class FrameTextEncoder(TextEncoder):
 
 
 def joined(readers: Sequence[Captions], embeddings: Sequence[TextEmbedding]) -> TextEmbedding:
-    """Join the embeddings of one caption by all encoders: tokens follow each other, or are further features of those
-    before. Narrow embeddings are padded with zeros."""
+    """Join the embeddings of one caption by all encoders, along tokens, or along features if `Captions.beside` is set.
+    Embeddings with fewer features are padded with zeros."""
     rows: list[Tensor] = []
     for reader, embedding in zip(readers, embeddings, strict=True):
         if embedding.tokens is not None:
@@ -322,20 +326,20 @@ def joined(readers: Sequence[Captions], embeddings: Sequence[TextEmbedding]) -> 
 
 @dataclass(frozen=True)
 class CaptionTokenizer:
-    """Turn captions into the token ids of one text encoder: with its template and special tokens, without padding."""
+    """Turn captions into token ids for one text encoder: with template and special tokens, without padding."""
 
     captions: Captions
-    json: str  # of the tokenizer
+    json: str  # content of tokenizer.json
 
     @staticmethod
     def load(folder: Path, captions: Captions) -> CaptionTokenizer:
-        """Read the tokenizer of a diffusers folder. transformers converts one that has no tokenizer.json."""
+        """Read the tokenizer of a diffusers folder. Without tokenizer.json, transformers converts its other files."""
         place = folder / captions.tokenizer
         if not place.is_dir():
             raise TesseraError(
-                f"no folder {captions.tokenizer} in {folder}",
+                f"the folder {folder} has no tokenizer folder {captions.tokenizer}",
                 where="model.path or model.tokenizer",
-                fix="name the folder of a diffusers pipeline, which has its tokenizers",
+                fix="name the folder of a complete diffusers pipeline",
                 code="generation.missing-tokenizer",
             )
         tokenizer = load_tokenizer(place) if (place / "tokenizer.json").is_file() else _converted(place)
@@ -366,11 +370,11 @@ class CaptionTokenizer:
         return list(self._tokenizer.encode(self.captions.prompt("")).ids)
 
     def ids(self, caption: str, *, may_be_empty: bool = False, template: str | None = None) -> list[int]:
-        """Return all ids of a caption. `may_be_empty`: accept an empty one, as of a prompt. `template`: replaces that
-        of the family."""
+        """Return all token ids of a caption, not truncated. `may_be_empty`: accept an empty caption. `template`: used
+        instead of the family's template."""
         if len(caption) > MAX_CHARACTERS:
             raise TesseraError(
-                f"a caption of {len(caption):,} characters; {MAX_CHARACTERS:,} are the most",
+                f"the caption has {len(caption):,} characters; the maximum is {MAX_CHARACTERS:,}",
                 fix="shorten the caption",
                 code="generation.caption-too-long",
             )
@@ -379,14 +383,13 @@ class CaptionTokenizer:
         word = next((word for word in self._control_words if word in caption), None)
         if word is not None:
             raise TesseraError(
-                f"the caption contains {word}, a control word of {self.captions.tokenizer}",
+                f"the caption contains {word}, a special token of {self.captions.tokenizer}",
                 code="generation.control-word-in-caption",
             )
         return list(self._tokenizer.encode(self.captions.prompt(caption, template)).ids)
 
     def cut(self, ids: list[int]) -> list[int]:
-        """Return the ids that the family reads. The token by which the tokenizer ends every text stays last, as with
-        truncation by transformers."""
+        """Return truncated token ids. An end-of-text token stays last, as in truncation by transformers."""
         most = self.captions.length + self.captions.skip
         if len(ids) <= most:
             return ids
@@ -401,7 +404,7 @@ def _converted(folder: Path) -> Tokenizer:
 
         slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return Tokenizer.from_str(slow.backend_tokenizer.to_str())
-    except Exception as error:  # errors of tokenizers in foreign folders have no common class
+    except Exception as error:  # errors of tokenizer libraries have no common class
         raise TesseraError(
             f"cannot read a tokenizer from {folder}: {first_line(error)}",
             where=str(folder),

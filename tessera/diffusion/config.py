@@ -1,4 +1,4 @@
-"""The configuration of a generation transformer, whose fields are those of its config.json in diffusers folders."""
+"""Configurations of generation transformers, with the fields of config.json in diffusers folders."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from tessera.errors import TesseraError, nearest
 from tessera.models.text.hf import Check, check_supported
 from tessera.ops.attention import AttentionBackend
 
-# The key of a config.json with fields that diffusers does not have. diffusers ignores names with this first letter.
+# The key of config.json for fields that diffusers lacks. diffusers ignores keys that begin with an underscore.
 NATIVE = "_tessera"
-WRITTEN_AS = "0.35.0"  # the release of diffusers whose form of config.json is written
+WRITTEN_AS = "0.35.0"  # the diffusers release whose config.json format is written
 
 
 class DiffusersConfig(Section):
     """Read and write the fields of a diffusers config.json under their own names.
 
-    A field that a file leaves out has the default of the diffusers class, so defaults here are those.
+    Defaults are those of the diffusers class, because files may leave fields out.
     """
 
     class_name: ClassVar[str]  # `_class_name` in config.json
-    # Fields of a file that no field here holds -> the values that can be computed; the first is the default and is
-    # what is written.
+    # Fields of config.json with few supported values. The first value is the default and is written to exports.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    native: ClassVar[tuple[str, ...]] = ("attention",)  # fields that files of diffusers do not have
+    native: ClassVar[tuple[str, ...]] = ("attention",)  # fields that config.json of diffusers lacks
 
     attention: AttentionBackend = Field("auto", description="implementation of attention")
 
@@ -43,10 +42,10 @@ class DiffusersConfig(Section):
         check_supported(checks, where)
         names = [name for name in cls.model_fields if name not in cls.native]
         for name, value in data.items():
-            # A field without effect may be missing from the class; one with a value may not be ignored.
+            # An unknown field that is None or False has no effect. Any other unknown field is refused.
             if name not in names and name not in cls.fixed and not name.startswith("_") and value not in (None, False):
                 raise TesseraError(
-                    f"{name} is no field of {cls.class_name}",
+                    f"{name} is not a field of {cls.class_name}",
                     where=where,
                     nearest=nearest(name, names),
                     code="model.unknown-config-field",
@@ -61,28 +60,28 @@ class DiffusersConfig(Section):
         return build(cls, {**{name: data[name] for name in names if name in data}, **native}, where)
 
     def generation(self) -> GenerationFamily:
-        """Return how latents and captions are read, and how samples are drawn."""
+        """Return how the model reads latents and captions, and how samples are drawn."""
         raise NotImplementedError
 
     def proof_grid(self) -> Grid:
-        """Return the size of a small sample that the model can be compared with diffusers on."""
+        """Return the size in tokens of a small sample, for the comparison with diffusers."""
         return (1 if self.generation().sampling.frames == 1 else 2, 2, 3)
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
-        """Return the arguments by which diffusers' class computes what the model here predicts for a batch of one
-        sample. `latents`: those of the batch as a video, [channels, frames, rows, columns]."""
+        """Return the arguments of the diffusers class for a batch of one sample, for the comparison of predictions.
+        `latents`: those of the batch, [channels, frames, rows, columns]."""
         raise NotImplementedError
 
     def diffusers_tokens(self, prediction: Tensor) -> Tensor:
-        """Return the prediction of diffusers' class for one sample as tokens: it is of tokens, of an image [C, H, W]
-        or of a video [C, F, H, W]."""
+        """Return the prediction of the diffusers class for one sample as tokens. `prediction`: tokens, an image [C, H,
+        W] or a video [C, F, H, W]."""
         if prediction.ndim == 2:
             return prediction
         video = prediction[:, None] if prediction.ndim == 3 else prediction
         return patchify(video, self.generation().patch)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config.json that diffusers reads."""
+        """Return the content of config.json for diffusers."""
         changed = self.model_dump(mode="json", include=set(self.native) - {"attention"}, exclude_defaults=True)
         return {
             "_class_name": self.class_name,

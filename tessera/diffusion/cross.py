@@ -32,7 +32,7 @@ from tessera.nn.vit import PatchEmbed
 from tessera.ops.pointwise import Angles
 
 EXAMPLE_TEXT = 512
-# The main sequence. The task makes latents on the device, from whole samples; the index has those of a rank.
+# The main sequence. The task computes latents of full samples; `token_index` selects those of this rank.
 LATENTS = Stream(
     tensors=("sample_index", "positions", "time_index"),
     segments="latents",
@@ -45,22 +45,22 @@ LATENTS = Stream(
 
 @dataclass(frozen=True)
 class CrossShape:
-    """Hold the sizes of a transformer with cross attention, from which its costs follow."""
+    """Hold the sizes of a transformer with cross attention, from which its costs are computed."""
 
     width: int  # heads x head size
     heads: int
     layers: int
-    block: int  # weights of one block by which a token is multiplied
-    latent_values: int  # of an input token
+    block: int  # number of weights in one block that are multiplied with each token
+    latent_values: int  # values in an input token
     out_values: int
     text_width: int
     time_features: int
-    image_width: int = 0  # of image embeddings; 0: none are read
-    image_embeds: int = 0  # of a sample
+    image_width: int = 0  # width of image embeddings; 0: the model reads none
+    image_embeds: int = 0  # number of image embeddings per sample
 
 
 class CrossConfig(DiffusersConfig):
-    """Base of configurations of families with cross attention."""
+    """Define the base of configurations of families with cross attention."""
 
     @property
     def shape(self) -> CrossShape:
@@ -71,12 +71,14 @@ class CrossConfig(DiffusersConfig):
 def cross_family(
     name: str, config: type[CrossConfig], presets: Mapping[str, Mapping[str, Any]], **parts: Any
 ) -> GenerationSpec:
-    """Return the specification of a family. `parts`: `build`, `plan`, `weights` and more of `generation_family`."""
+    """Return the specification of a family. `parts`: `build`, `plan`, `weights` and other arguments of
+    `generation_family`."""
     return generation_family(name, config, presets, work=_work, measures=batch_measures, example=_example, **parts)
 
 
 def cross_plan(shape: CrossShape, embed: float, **more: Any) -> ModelPlan:
-    """Return the parallel plan. `embed`: the cost of embeddings in weights. `more`: as of `generation_plan`."""
+    """Return the parallel plan. `embed`: number of weights in the embeddings. `more`: further arguments of
+    `generation_plan`."""
     head = shape.out_values * shape.width / shape.block
     units = {"embed": embed / shape.block, "blocks.{*}": 1.0, "head": head}
     return generation_plan(LATENTS, shape.width, shape.heads, units, **more)
@@ -87,21 +89,21 @@ def cross_plan(shape: CrossShape, embed: float, **more: Any) -> ModelPlan:
 
 @dataclass(frozen=True)
 class CrossLayout:
-    """Hold the inputs of all blocks that have no gradient."""
+    """Hold the inputs that all blocks share and that have no gradient."""
 
     angles: Angles
-    times: Tensor | None  # [T]: which entry of the modulation belongs to each token; see `time_index`
-    segments: Segments  # of the whole sequence
-    local: Segments  # of the tokens that this rank has
+    times: Tensor | None  # [T]: the entry of the modulation for each token; see `time_index`
+    segments: Segments  # bounds of samples in the full sequence
+    local: Segments  # bounds of samples among the tokens of this rank
     text: Segments
     image: Segments | None
 
 
 class CrossEmbeddings(nn.Module):
-    """Embed tokens and conditions: all that the blocks read and that has weights."""
+    """Compute the inputs of the blocks that have weights: embeddings of tokens, text, images and time."""
 
     def __init__(self, shape: CrossShape, image: nn.Module | None = None) -> None:
-        """`image`: embeds the embeddings of given images."""
+        """Create the layers. `image`: module that projects embeddings of given images."""
         super().__init__()
         self.patch = PatchEmbed(shape.latent_values, shape.width, bias=True)
         self.time = TimeEmbedding(shape.time_features, shape.width)
@@ -110,7 +112,8 @@ class CrossEmbeddings(nn.Module):
         self.image = image
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return embedded tokens, text and images, and time [S, 7, D]: the embedding, then the modulation of blocks."""
+        """Return embedded tokens, text and images, and time [S, 7, D]: the time embedding, then the modulation of
+        blocks."""
         x: Tensor = self.patch(batch["latents"])
         time = self.time(batch["timesteps"]).to(x.dtype)
         modulation = self.modulation(F.silu(time)).view(time.shape[0], 6, -1)
@@ -119,7 +122,7 @@ class CrossEmbeddings(nn.Module):
 
 
 class CrossHead(nn.Module):
-    """Predict the values of patches."""
+    """Predict the values of each token from its final state."""
 
     def __init__(self, shape: CrossShape, eps: float) -> None:
         super().__init__()
@@ -136,16 +139,17 @@ class CrossHead(nn.Module):
 class CrossTransformer(nn.Module, ABC):
     """Predict a velocity for each token.
 
-    Parts that are None are in another pipeline stage. `carry` holds the activation of the stage before: tokens, then
-    text, image embeddings and time, which are computed once and travel with the tokens.
+    Parts that are None are in another pipeline stage. `carry` is the output of the previous stage: tokens, then text,
+    image embeddings and time. Only the first stage computes these.
     """
 
-    narrow_init: ClassVar[Sequence[str]] = ()  # parts of the embeddings whose weights begin normal, with 0.02
+    narrow_init: ClassVar[Sequence[str]] = ()  # parts of `embed` that are initialized with a standard deviation of 0.02
 
     def __init__(
         self, shape: CrossShape, block: Callable[[], nn.Module], eps: float, image: nn.Module | None = None
     ) -> None:
-        """`block`: makes a block, called with tokens, text, image embeddings, modulation and layout."""
+        """Create embeddings, blocks and head. `block`: creates a block, which is called with tokens, text, image
+        embeddings, modulation and layout."""
         super().__init__()
         self.shape = shape
         self.embed: CrossEmbeddings | None = CrossEmbeddings(shape, image)
@@ -154,7 +158,7 @@ class CrossTransformer(nn.Module, ABC):
 
     @abstractmethod
     def angles(self, batch: Batch) -> Angles:
-        """Return the rotation of each token by its position."""
+        """Return the rotary angles of each token, by its position."""
 
     def forward(self, batch: Batch, carry: Tensor | None = None) -> Outputs | Tensor:
         if self.embed is not None:
@@ -185,7 +189,7 @@ class CrossTransformer(nn.Module, ABC):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill an unsharded parameter with initial weights: the prediction begins at zero."""
+        """Initialize an unsharded parameter. The first prediction is zero."""
         *path, kind = name.split(".")
         if kind in ("bias", "positions") or path[:2] == ["head", "proj"]:
             tensor.zero_()
@@ -204,7 +208,7 @@ class CrossTransformer(nn.Module, ABC):
 
 
 def batch_measures(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the measures of each sample of a batch on the host."""
+    """Return the measures of each sample of a batch, on the host."""
     names = {"tokens": "latents", "text": "text", "image_embeds": "image_embeds"}
     measures = {n: np.array(batch.segments[of].lengths) for n, of in names.items() if of in batch.segments}
     count = len(measures["tokens"])
@@ -232,7 +236,7 @@ def _work(config: CrossConfig, measures: Measures, training: Training) -> np.nda
 
 
 def _example(config: CrossConfig, tokens: int) -> Batch:
-    """Return a batch of one sample with `tokens` latent tokens, all zero."""
+    """Return a batch of one sample of zeros with `tokens` latent tokens."""
     shape = config.shape
     index = torch.zeros(tokens, dtype=torch.int64)
     tensors: dict[str, Tensor] = {

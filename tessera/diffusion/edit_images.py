@@ -1,7 +1,7 @@
-"""Show images to edit to a text encoder that reads them: their sizes, token ids and patches.
+"""Prepare images to edit for a text encoder that reads them: sizes, token ids and patches.
 
-Training, features and sampling share this. An image is resized as in the published pipeline and cut into patches, and
-fills that many tokens of the caption's template. Sizes and token counts follow from image headers.
+Training, features and sampling share this code. An image is resized as in the published pipeline and cut into patches,
+and takes as many tokens in the caption's template. Sizes and token counts follow from image headers.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from tessera.runtime.files import read_json_mapping
 from tessera.weights.layouts import CLASS_NAME, CONFIG_FILE, DiffusersFolder
 
 Size = tuple[int, int]  # width and height, in pixels
-SHOWN, SHOWN_GRIDS = "shown", "shown_grids"  # of a batch: patches as bytes [P, W], and their grids by image [N, 3]
-EMPTY_IDS = "empty_ids"  # of a batch: token ids of the empty caption, with the images of its sample
-SAVED_FILE = "edit_pipeline.json"  # of a run: the class of its pipeline, and the geometry of patches
-_GEOMETRY = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}  # defaults of the published class
+SHOWN, SHOWN_GRIDS = "shown", "shown_grids"  # batch tensors: patches, uint8 [P, W], and grids of images [N, 3]
+EMPTY_IDS = "empty_ids"  # batch tensor: token ids of the empty caption with the images of the sample
+SAVED_FILE = "edit_pipeline.json"  # file in run folders: class of the pipeline, and sizes of patches
+_GEOMETRY = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}  # defaults of Qwen2.5-VL
 
 
 @dataclass(frozen=True)
 class EditPipeline:
     """Describe how the text encoder of a published pipeline reads captions together with the images to edit."""
 
-    pipeline: str  # the class that model_index.json names
-    captions: Captions  # replaces those of the family
-    image: str = ""  # the word of the template that stands for an image
-    each: str = ""  # replaces {images} of the template, once per image, with its number for {}
-    # Pixels of an image for the text encoder, and for the VAE. None: the text encoder gets those of the VAE.
+    pipeline: str  # class name of the pipeline in model_index.json
+    captions: Captions  # used instead of the family's captions
+    image: str = ""  # the token of the template that stands for an image
+    each: str = ""  # text for each image, joined in place of {images} of the template; {} is its number
+    # Size of an image in pixels for the text encoder and for the VAE. None: the same size for both.
     shown_pixels: int | None = None
     pixels: int = 1 << 20
-    multiple: int = 32  # sides of resized images are multiples of it
-    processor: str = "processor"  # the component with the preprocessor of the text encoder
+    multiple: int = 32  # height and width of resized images are multiples of this
+    processor: str = "processor"  # folder name of the text encoder's image preprocessor
 
     def template(self, images: int, where: str | None = None) -> str:
-        """Return the template for this many images; raise if the pipeline does not read this many."""
+        """Return the template for `images` images; raise if the pipeline reads another number of images."""
         template = self.captions.template
         if self.each:
             numbered = (self.each.replace("{}", str(number + 1)) for number in range(images))
@@ -57,21 +57,22 @@ class EditPipeline:
         if images < 1 or template.count(self.image) != images:
             number = "one or more" if self.each else str(max(1, self.captions.template.count(self.image)))
             raise TesseraError(
-                f"{images or 'no'} images to edit: this model edits {number}",
+                f"{images or 'no'} images to edit were given; this model edits {number}",
                 where=where,
                 code="generation.wrong-edit-image-count",
             )
         return template
 
     def facts(self) -> dict[str, Any]:
-        """Return what features depend on, as JSON. Features of earlier releases have the same keys."""
+        """Return the settings that stored features depend on, as JSON. The keys are part of the format of feature
+        folders."""
         names = ("pipeline", "each", "shown_pixels", "pixels", "multiple", "processor")
         text = {"blank": "", "shown": None, **self.captions.facts(), "image": self.image}
         return {"text": text, **{name: getattr(self, name) for name in names}}
 
 
 def edit_of_folder(folder: Path | None, edits: Sequence[EditPipeline]) -> EditPipeline | None:
-    """Return how the pipeline of a folder reads images to edit; None: its text encoder reads none."""
+    """Return how the pipeline in a folder reads images to edit; None: its text encoder does not read images."""
     if folder is None or not edits:
         return None
     if DiffusersFolder.detect(folder):
@@ -82,19 +83,21 @@ def edit_of_folder(folder: Path | None, edits: Sequence[EditPipeline]) -> EditPi
 
 
 def reference_size(width: int, height: int, pixels: int, multiple: int) -> Size:
-    """Return the size with about `pixels` in an image's aspect ratio, whose sides are multiples of `multiple`."""
+    """Return the size with about `pixels` pixels that keeps the aspect ratio. Both sides are multiples of
+    `multiple`."""
     ratio = width / height
     wide = math.sqrt(pixels * ratio)
     size = round(wide / multiple) * multiple, round(wide / ratio / multiple) * multiple
     if not all(size):
         raise TesseraError(
-            f"an image to edit of {width}x{height} is too long and narrow", code="generation.edit-image-too-narrow"
+            f"an image to edit has {width}x{height} pixels, which is too narrow",
+            code="generation.edit-image-too-narrow",
         )
     return size
 
 
 def resized(image: Image.Image, size: Size) -> Image.Image:
-    """Return an image in this size, by the filter of the published pipelines."""
+    """Return an image resized with the filter of the published pipelines."""
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
@@ -107,8 +110,8 @@ class _Geometry:
 
 @dataclass(frozen=True)
 class EditImages:
-    """Resize images to edit and cut them into patches for a text encoder. `pixels`: of what the VAE encodes; None: as
-    in the published pipeline."""
+    """Resize images to edit and cut them into patches for a text encoder. `pixels`: size of images for the VAE; None:
+    as in the published pipeline."""
 
     edit: EditPipeline
     patches: Patches
@@ -116,11 +119,11 @@ class EditImages:
 
     @staticmethod
     def load(folder: Path, edit: EditPipeline, pixels: int | None = None) -> EditImages:
-        """Read the preprocessor of a diffusers folder."""
+        """Read the image preprocessor of a diffusers folder."""
         place, encoder = folder / edit.processor, folder / edit.captions.encoder
         if not any((place / name).is_file() for name in (IMAGE_FILE, BOTH_FILE)):
             raise TesseraError(
-                f"the text encoder of {edit.pipeline} reads the images to edit, and its preprocessor is missing",
+                f"the image preprocessor of the text encoder of {edit.pipeline} is missing",
                 where=str(place),
                 fix=f"copy {IMAGE_FILE} of the published folder there",
                 code="generation.missing-image-preprocessor",
@@ -134,7 +137,7 @@ class EditImages:
         return EditImages(edit, patches, pixels)
 
     def save(self, source: Path, folder: Path) -> None:
-        """Write the files that `load` reads from `source` to a folder without the rest of a pipeline."""
+        """Copy the files that `load` needs from the folder `source` to a folder without the rest of the pipeline."""
         place = folder / self.edit.processor
         copy_side_files(source / self.edit.processor, place)
         sizes = (self.patches.patch, self.patches.merge, self.patches.temporal)
@@ -142,20 +145,21 @@ class EditImages:
         (place / SAVED_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def size(self, width: int, height: int) -> Size:
-        """Return the size in which the VAE encodes an image."""
+        """Return the size to which an image is resized for the VAE."""
         return reference_size(width, height, self.pixels or self.edit.pixels, self.edit.multiple)
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """Return the grid of patches that the text encoder reads of an image of this size."""
+        """Return the grid of patches of an image for the text encoder. `width`, `height`: original size of the
+        image."""
         size = self._shown_size(width, height)
         return self.patches.grid(size[1], size[0])
 
     def tokens(self, width: int, height: int) -> int:
-        """Return the tokens of an image in the text encoder."""
+        """Return the number of tokens of an image in the text encoder."""
         return self.patches.tokens(self.grid(width, height))
 
     def cut(self, image: Image.Image) -> Tensor:
-        """Return the patches of an image, bytes [P, W]."""
+        """Return the patches of an image, uint8 [P, W]."""
         image_in_size = resized(image, self._shown_size(*image.size))
         return torch.from_numpy(self.patches.cut([image_in_size], self.grid(*image.size)))
 
@@ -165,7 +169,7 @@ class EditImages:
         return reference_size(width, height, self.edit.shown_pixels, self.edit.multiple)
 
     def blank(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return patches and grid of the smallest image, which is one token."""
+        """Return patches and grid of the smallest possible image, which takes one token."""
         side = self.patches.merge
         grid = torch.tensor([[1, side, side]], device=device)
         return torch.zeros(side**2, self.patches.width, dtype=torch.uint8, device=device), grid
@@ -175,13 +179,14 @@ class EditImages:
         return torch.from_numpy(np.ascontiguousarray(self.patches.affine))
 
     def embeddings(self, ids: int) -> int:
-        """Return the number of embeddings of a caption with images, of this many token ids."""
+        """Return the number of embeddings of a caption with images. `ids`: its number of token ids."""
         return max(0, ids - self.edit.captions.skip)
 
     def encode(
         self, encoder: TextEncoder, captions: Sequence[Tensor], patches: Tensor, grids: Tensor
     ) -> list[TextEmbedding]:
-        """Return the embeddings of captions, as token ids, with their images in the order of the captions."""
+        """Return the embeddings of captions, given as token ids. `patches`, `grids`: images of all captions, in their
+        order."""
         ids, mask = encoder.padded(captions, max(map(len, captions)))
         scale, offset = self._affine.to(patches.device).unbind()
         states, _ = encoder(
@@ -189,13 +194,13 @@ class EditImages:
             mask,
             pixel_values=(patches * scale + offset).to(encoder.dtype),
             image_grid_thw=grids,
-            # Without the kinds of tokens, transformers counts the positions of image tokens as those of text. The
-            # published models have learned positions along rows and columns.
+            # Without token types, transformers gives image tokens the positions of text. The published models were
+            # trained with positions by row and column.
             mm_token_type_ids=((ids == encoder.image_token) & (mask == 1)).int(),
-            logits_to_keep=1,  # no logits are read, and no cache of keys and values
+            logits_to_keep=1,  # logits are not used
             use_cache=False,
         )
-        assert states is not None, "the model reads the states of tokens"
+        assert states is not None, "encoders of this kind return the states of tokens"
         skip = self.edit.captions.skip
         pairs = zip(states, captions, strict=True)
         return [TextEmbedding(state[skip : len(caption)], None) for state, caption in pairs]
@@ -203,19 +208,20 @@ class EditImages:
 
 @dataclass(frozen=True)
 class EditReader:
-    """Turn a caption and the images to edit into token ids: every image is as many tokens as it has patches."""
+    """Turn a caption and the images to edit into token ids. Every image takes as many tokens as its merged patches."""
 
     images: EditImages
     tokenizer: CaptionTokenizer
 
     def ids(self, caption: str, sizes: Sequence[Size], *, may_be_empty: bool = False) -> list[int]:
-        """Return the ids of a caption with images of these sizes. They are not cut: no published pipeline cuts them."""
+        """Return the token ids of a caption with images of these sizes, not truncated, as in the published
+        pipelines."""
         edit = self.images.edit
         template, image = edit.template(len(sizes)), self.tokenizer.id_of(edit.image)
         ids = self.tokenizer.ids(caption, may_be_empty=may_be_empty, template=template)
         if ids.count(image) != len(sizes):  # type: ignore[arg-type]
             raise TesseraError(
-                f"{edit.captions.tokenizer} has no token {edit.image}, which stands for an image",
+                f"{edit.captions.tokenizer} has no token {edit.image}, the placeholder of images",
                 code="tokenizer.missing-image-token",
             )
         counts = iter([self.images.tokens(*size) for size in sizes])

@@ -1,7 +1,7 @@
-"""Encode captions, frames and given images with frozen encoders: for training, for features and for sampling.
+"""Encode captions, frames and given images with frozen encoders: for training, stored features and sampling.
 
 In training, `frames`, `references` and `text_ids` of a packed batch become `clean`, `text`, `pooled` and `condition`.
-Features hold the same tensors. Padding, and samples that could not be read, have zeros.
+Stored features are the same tensors. Padding and unreadable samples have zeros.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -30,9 +30,9 @@ from tessera.diffusion.given_images import Given, Grid, patchify
 from tessera.diffusion.pipeline_folder import PipelineFolder
 from tessera.errors import TesseraError
 
-# Adds noise to the pixels of a given image, by the number of its sample.
+# (number of a sample, pixels of its given image) -> pixels with noise
 DisturbSample = Callable[[int, Tensor], Tensor]
-_PROMPTS = 8  # of one call of a text encoder
+_PROMPTS = 8  # maximum number of prompts in one call of a text encoder
 _OTHER_FOLDER = {
     "where": "train.task_options.encoders.folder",
     "fix": "leave it out, or name the folder that model.path names",
@@ -42,22 +42,22 @@ Encoder = TypeVar("Encoder", bound=nn.Module)
 
 @dataclass(frozen=True)
 class SampleConditions:
-    """Hold the conditions of one sample that is to be generated."""
+    """Hold the conditions of one sample to generate: embeddings of text and images, and latents of given images."""
 
     text: Tensor  # [L, D]
     pooled: Tensor | None = None  # [Dp]
     image_embeds: Tensor | None = None  # [M, Di]
-    condition: Tensor | None = None  # [n, values]: channels beside the latents
-    first: Tensor | None = None  # [n, values]: tokens of given frames, in place of noise
-    references: tuple[tuple[Tensor, Grid], ...] = field(default_factory=tuple)  # tokens [n, values] of given images
+    condition: Tensor | None = None  # [n, values]: condition channels beside the latents
+    first: Tensor | None = None  # [n, values]: clean tokens of given frames, which replace noise
+    references: tuple[tuple[Tensor, Grid], ...] = ()  # tokens [n, values] and grid of each image to edit
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """Encode with the components of a pipeline. `parts`: the folder of tokenizers and preprocessors.
+    """Encode with the frozen components of a pipeline. `parts`: the folder of tokenizers and preprocessors.
 
-    `given_frames`: the frames of training videos that the model is given. `stores_empty`: add the empty caption of each
-    sample to its features. It differs between samples where a text encoder also reads their images or frames.
+    `given_frames`: the frames of training videos that the model gets as conditions. `stores_empty`: add the empty
+    caption of each sample to its features. It differs between samples if a text encoder also reads images or frames.
     """
 
     family: GenerationFamily
@@ -68,7 +68,7 @@ class Encoders:
 
     @cached_property
     def edit_images(self) -> EditImages | None:
-        """Return the reader of images to edit; None: the text encoder of this pipeline reads none."""
+        """Return the reader of images to edit; None: the text encoder of this pipeline does not read images."""
         edit = edit_of_folder(self.parts.folder, self.family.edits)
         return None if edit is None else EditImages.load(self.parts.folder, edit)
 
@@ -86,7 +86,8 @@ class Encoders:
     def encode_all(
         self, batches: Sequence[Batch], dropped: Sequence[Collection[int]], disturbed: Sequence[DisturbSample | None]
     ) -> list[Batch]:
-        """Return batches with features, each as `encode` returns it. Every encoder comes to the device once."""
+        """Return the batches with features, as `encode` does. Every offloaded encoder moves to the device once for all
+        batches."""
         encoded = self._with_text(batches, dropped)
         if self.family.image_embeds and self.given_frames != "none":
             with self._use(IMAGE_ENCODER, FrameEncoder) as frames:
@@ -129,13 +130,13 @@ class Encoders:
     def _with_image_embeds(self, batch: Batch, encoder: FrameEncoder) -> Batch:
         places = (0,) if self.given_frames == "first" else (0, -1)
         frames = [video[at] for video in _videos(batch) for at in places]
-        black = batch["frames"].new_zeros(1, 1, 3)  # of a batch without a readable sample: no embeddings, of this width
+        black = batch["frames"].new_zeros(1, 1, 3)  # encoded for its width, if no sample of the batch is readable
         embeds = encoder.encode(frames or [black])
         count = len(embeds[0])
         lengths = [len(places) * count if shape[0] else 0 for shape in batch.shapes["frames"]]
         if IMAGE_EMBEDS in batch.segments and list(batch.segments[IMAGE_EMBEDS].lengths) != lengths:
             raise TesseraError(
-                f"the image encoder makes {count} embeddings of a frame, and the batch has room for another number",
+                f"the image encoder makes {count} embeddings of a frame; the batch was packed for another number",
                 **_OTHER_FOLDER,
                 code="generation.image-embedding-mismatch",
             )
@@ -146,8 +147,9 @@ class Encoders:
     # ------------------------------------------------------------------------------------------ captions of batches
 
     def _with_text(self, batches: Sequence[Batch], dropped: Sequence[Collection[int]]) -> list[Batch]:
-        embeddings: list[list[list[TextEmbedding]]] = [[] for _ in batches]  # by batch, encoder and sample
-        empty: dict[int, tuple[list[Tensor], list[int]]] = {}  # by batch
+        embeddings: list[list[list[TextEmbedding]]] = [[] for _ in batches]  # indexed by batch, text encoder and sample
+        # Embeddings of the empty captions, and the number of their first row, by batch.
+        empty: dict[int, tuple[list[Tensor], list[int]]] = {}
         for number, reader in enumerate(self.family.captions):
             with self._use(reader.encoder, TextEncoder) as encoder:
                 for at, (batch, without) in enumerate(zip(batches, dropped, strict=True)):
@@ -175,17 +177,17 @@ class Encoders:
         captions = _rows(batch, self.family.id_names[number])
         if any(map(len, captions)) and (EMPTY_IDS in batch) != (self.edit_images is not None):
             raise TesseraError(
-                "the text encoder of the model's pipeline reads the images to edit, and that of the encoders' folder "
+                "the text encoder of the model's pipeline reads images to edit, but the one in the encoders' folder "
                 "does not"
                 if EMPTY_IDS in batch
-                else "the text encoder of the encoders' folder reads the images to edit, and the batch has none",
+                else "the text encoder in the encoders' folder reads images to edit, but the batch has none",
                 **_OTHER_FOLDER,
                 code="generation.edit-captions-mismatch",
             )
         return captions
 
     def _empty_ids(self, batch: Batch, number: int, captions: Sequence[Tensor]) -> list[Tensor]:
-        """Return the token ids of the empty caption of each sample."""
+        """Return the token ids of the empty caption for each sample."""
         if EMPTY_IDS in batch:
             return _rows(batch, EMPTY_IDS)
         ids = captions[0].new_tensor(self.tokenizers[number].empty())
@@ -194,9 +196,10 @@ class Encoders:
     def _encoded(
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor], dropped: Collection[int]
     ) -> list[TextEmbedding]:
-        """Return the embeddings of all captions. Dropped ones are empty captions, as long as the caption is."""
+        """Return the embeddings of all captions. For dropped samples, these are embeddings of the empty caption,
+        truncated or padded to the length of the caption."""
         ids, edit = list(captions), self.edit_images
-        own_empty = edit is not None or encoder.captions.reads_frames  # an empty caption for each sample
+        own_empty = edit is not None or encoder.captions.reads_frames  # the empty caption differs between samples
         if dropped and own_empty:
             empty = self._empty_ids(batch, number, captions)
             ids = [empty[at] if at in dropped else caption for at, caption in enumerate(captions)]
@@ -212,10 +215,11 @@ class Encoders:
     def _embedded(
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor], *, with_empty: bool = False
     ) -> tuple[list[TextEmbedding], TextEmbedding]:
-        """Return the embeddings of token ids with the images or frames of a batch; blank ones for samples without ids.
+        """Return the embeddings of token ids, with images or frames of the batch. Samples without ids get blank
+        embeddings.
 
-        One caption more is encoded: a sharded encoder is called on every rank, also on one that has only padding. Its
-        embedding comes second: `with_empty`, it is that of the empty caption.
+        One additional caption is encoded last: all ranks must call a sharded encoder, even those with only padding. Its
+        embedding is returned second. With `with_empty` it is the empty caption.
         """
         ids, device = [caption for caption in captions if len(caption)], captions[0].device
         if self.edit_images is not None:
@@ -238,8 +242,8 @@ class Encoders:
     def _own_empty(
         self, encoder: TextEncoder, number: int, batch: Batch, captions: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[int]]:
-        """Return the embeddings of each sample's empty caption from where they differ from those of its caption, and
-        the number of that row. Tokens only see those before them, so the beginning is the same."""
+        """Return the embeddings of each sample's empty caption, from the first row that differs from the sample's
+        caption, and the number of that row. Attention is causal, so rows before it are equal."""
         empty = self._empty_ids(batch, number, captions)
         embeddings, _ = self._embedded(encoder, number, batch, empty)
         if self.edit_images is not None:
@@ -252,7 +256,8 @@ class Encoders:
 
     @torch.no_grad()
     def empty_caption(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the features of the empty caption by all text encoders; nothing where each sample has its own."""
+        """Return the features of the empty caption, by all text encoders. Empty if the empty caption differs between
+        samples."""
         if self.edit_images is not None:
             return {}
         embeddings = []
@@ -272,8 +277,8 @@ class Encoders:
     def prompts(
         self, texts: Sequence[str], device: torch.device, frame: Image.Image | None = None, *, negative: bool = False
     ) -> list[TextEmbedding]:
-        """Return the embeddings of prompts by all text encoders. `frame`: the first one, for an encoder that reads it.
-        `negative`: whether these are negative prompts."""
+        """Return the embeddings of prompts by all text encoders. `frame`: the given first frame, for encoders that read
+        it. `negative`: whether these are negative prompts."""
         embeddings: list[list[TextEmbedding]] = [[] for _ in texts]
         for reader, tokenizer in zip(self.family.captions, self.tokenizers, strict=True):
             ids = [tokenizer.cut(tokenizer.ids(text, may_be_empty=True)) for text in texts]
@@ -293,8 +298,9 @@ class Encoders:
     def edit_prompts(
         self, texts: Sequence[str], images: Sequence[Image.Image], pixels: int, device: torch.device
     ) -> list[TextEmbedding]:
-        """Return the embeddings of prompts by a text encoder that reads the images to edit. `pixels`: of the images."""
-        assert self.edit_images is not None, "images for a model that edits none are refused"
+        """Return the embeddings of prompts by a text encoder that also reads the images to edit. `pixels`: size of the
+        images."""
+        assert self.edit_images is not None, "images for a model that does not edit were refused"
         edit = replace(self.edit_images, pixels=pixels)
         reader = EditReader(edit, CaptionTokenizer.load(self.parts.folder, edit.edit.captions))
         sizes = [image.size for image in images]
@@ -309,8 +315,8 @@ class Encoders:
 
     @torch.no_grad()
     def references(self, images: Sequence[Image.Image], pixels: int, device: torch.device) -> SampleConditions:
-        """Return images to edit as tokens. `pixels`: of an image when it is encoded."""
-        assert self.edit_images is not None, "images for a model that edits none are refused"
+        """Return images to edit as latent tokens. `pixels`: the size to which each image is resized."""
+        assert self.edit_images is not None, "images for a model that does not edit were refused"
         edit = replace(self.edit_images, pixels=pixels)
         with self._use(VAE, Autoencoder) as vae:
             sized = [resized(image, edit.size(*image.size)) for image in images]
@@ -321,8 +327,8 @@ class Encoders:
     def conditions(
         self, images: Sequence[Image.Image], last: Image.Image | None, size: Grid, device: torch.device
     ) -> SampleConditions:
-        """Return the conditions that a given first frame, and a last one, add to every sample. `size`: frames, height
-        and width of the video in pixels."""
+        """Return the conditions from a given first frame, and from a last frame, for every sample. `size`: frames,
+        height and width of the video in pixels."""
         family, nothing = self.family, SampleConditions(torch.empty(0))
         frames, height, width = size
         if not images:
@@ -353,8 +359,8 @@ class Encoders:
         return patchify(latents, self.family.patch), (frames, rows, columns)
 
     def _image_embeds(self, images: Sequence[Image.Image], device: torch.device) -> Tensor | None:
-        """Return the embeddings of given frames by the image encoder; None if the model reads none. Frames are prepared
-        by the folder's own image processor, as in diffusers."""
+        """Return the embeddings of given frames by the image encoder; None if the model reads none. The image processor
+        of the folder prepares the frames, as in diffusers."""
         if not self.family.image_embeds:
             return None
         with self._use(IMAGE_ENCODER, FrameEncoder) as encoder:
@@ -367,9 +373,11 @@ class Encoders:
 
 
 def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
-    """Return a batch of features in which some samples have the empty caption: its features where the batch has them
-    (`empty_text`, `empty_pooled`), otherwise zeros. Where each sample has its own empty caption, this begins as the
-    caption does, up to the row in `empty_starts`."""
+    """Return a batch of features in which the samples `dropped` have the empty caption.
+
+    Its embeddings are `empty_text` and `empty_pooled` of the batch, or zeros if the batch has none. If `empty_starts`
+    is in the batch, rows before it are those of the sample's own caption.
+    """
     changed = {}
     if EMPTY_STARTS in batch:
         texts, ends, starts = (_rows(batch, name) for name in ("text", EMPTY_TEXT, EMPTY_STARTS))
@@ -390,24 +398,24 @@ def without_captions(batch: Batch, dropped: Collection[int]) -> Batch:
 
 
 def _rows(batch: Batch, name: str) -> list[Tensor]:
-    """Return the rows of a packed tensor for each sample."""
+    """Return the rows of a packed tensor, split by sample."""
     return list(torch.split(batch[name], [*batch.segments[name].lengths]))
 
 
 def _with_rows(batch: Batch, name: str, parts: Sequence[Tensor]) -> Batch:
-    """Return the batch with a packed tensor and its segments."""
+    """Return the batch with an added packed tensor and its segments."""
     rows = torch.cat(list(parts)).to(batch["frames"].device)
     segments = Segments.of([len(part) for part in parts]).to(rows.device)
     return replace(batch.with_tensors(**{name: rows}), segments={**batch.segments, name: segments})
 
 
 def _videos(batch: Batch) -> list[Tensor]:
-    """Return the image or video, uint8 [F, H, W, 3], of each sample of a batch that has one."""
+    """Return the images and videos, uint8 [F, H, W, 3], of the readable samples of a batch."""
     return _split(batch["frames"], [shape for shape in batch.shapes["frames"] if shape[0]])
 
 
 def _split(pixels: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Return images and videos [F, H, W, 3] of packed pixels."""
+    """Return packed pixels as images and videos [F, H, W, 3]."""
     counts = [frames * height * width for frames, height, width in shapes]
     return [part.view(*shape, 3) for part, shape in zip(torch.split(pixels, counts), shapes, strict=True)]
 
@@ -415,14 +423,14 @@ def _split(pixels: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 def _joined_rows(
     tokens: Mapping[int, Sequence[Tensor]], lengths: Sequence[int], width: int, device: torch.device
 ) -> Tensor:
-    """Return the tokens of all segments as one tensor; zeros follow where a segment has fewer."""
+    """Return the tokens of all segments as one tensor, with zeros at the end of segments with fewer tokens."""
     rows = torch.zeros(sum(lengths), width, device=device)
     at = 0
     for number, length in enumerate(lengths):
         segment = torch.cat(list(tokens[number])) if number in tokens else rows[:0]
         if len(segment) > length:
             raise TesseraError(
-                f"a sample of {len(segment)} latent tokens in a segment of {length}",
+                f"the encoders made {len(segment)} latent tokens for a segment of {length}",
                 where="data.processor",
                 code="generation.segment-length-mismatch",
             )
@@ -432,7 +440,7 @@ def _joined_rows(
 
 
 def _common(caption: Tensor, other: Tensor) -> int:
-    """Return the number of token ids that two captions have in common at their beginning."""
+    """Return the length of the common prefix of two lists of token ids."""
     least = min(len(caption), len(other))
     differs = (caption[:least] != other[:least]).nonzero().flatten()
     return int(differs[0]) if len(differs) else least

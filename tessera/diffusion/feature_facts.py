@@ -1,4 +1,4 @@
-"""Compare features with a model: how it reads latents and captions, and the weights of its encoders."""
+"""Check that stored features fit a model: the format of latents and captions, and the weights of the encoders."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tessera.errors import TesseraError
 from tessera.weights.layouts import DiffusersFolder
 
 _KINDS = ("generation", "generation_preference")
-_BLOCK, _BLOCKS = 1 << 16, 128  # bytes, and how many of them are read of a file of weights
+_BLOCK, _BLOCKS = 1 << 16, 128  # bytes of a block, and number of blocks that are hashed of each file
 
 
 def form_facts(family: GenerationFamily, edit: EditPipeline | None = None) -> dict[str, Any]:
-    """Return how a family reads latents and captions, as JSON. `edit`: of a pipeline that edits images."""
+    """Return how a family reads latents and captions, as JSON. `edit`: for a pipeline that edits images."""
     return dict(json.loads(json.dumps(family.facts() | ({} if edit is None else {"edit": edit.facts()}))))
 
 
 def component_hashes(folder: Path | None, family: GenerationFamily) -> dict[str, str]:
-    """Return a hash of the weights of each encoder of a diffusers folder. Components without weights are left out."""
+    """Return a hash of the weights of each encoder in a diffusers folder. Components without weights are left out."""
     if folder is None or not DiffusersFolder.detect(folder):
         return {}
     layout = DiffusersFolder(folder)
@@ -37,8 +37,8 @@ def component_hashes(folder: Path | None, family: GenerationFamily) -> dict[str,
 
 
 def weights_hash(files: Sequence[Path]) -> str:
-    """Return a hash of files of weights: their sizes, their headers, and blocks spread over each of them. This takes
-    moments for a text encoder of 20 GB, and fine-tuning changes at least one of these blocks."""
+    """Return a hash of weight files: of their sizes, headers, and blocks spread over each file. This takes less than a
+    second for a text encoder of 20 GB. Fine-tuning changes at least one of the blocks."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size
@@ -61,17 +61,17 @@ def check_made_for(
     *,
     knows_pipeline: bool,
 ) -> None:
-    """Raise unless features, made from `facts`, are for this family with the encoders of its folder. `knows_pipeline`:
-    whether that folder tells which pipeline the model belongs to."""
+    """Raise unless stored features were made for this family, with the encoders in `folder`. `facts`: from
+    features.json. `knows_pipeline`: whether the folder identifies the pipeline of the model."""
     expected, stored = form_facts(family, edit), facts.get("form")
-    if not knows_pipeline and isinstance(stored, dict):  # a transformer alone is of any pipeline
+    if not knows_pipeline and isinstance(stored, dict):  # a folder with only the transformer does not name its pipeline
         expected |= {"edit": stored["edit"]} if "edit" in stored else {}
     if stored != expected:
         fields = stored if isinstance(stored, dict) else {}
         other = [name for name, value in expected.items() if fields.get(name) != value]
         raise TesseraError(
-            f"these features are not for this model: {', '.join(other)} differ ("
-            + "; ".join(f"{fields.get(name)} there, {expected[name]} here" for name in other)[:300]
+            f"these features were made for another model: {', '.join(other)} differ ("
+            + "; ".join(f"{fields.get(name)} in the features, {expected[name]} in the model" for name in other)[:300]
             + ")",
             where=where,
             fix="make features with a recipe of this model: tessera data features",
@@ -81,21 +81,22 @@ def check_made_for(
     for name, digest in component_hashes(folder, family).items():
         if (hashes.get(name) if isinstance(hashes, dict) else None) != digest:
             raise TesseraError(
-                f"these features were made with another {name} than the one in {folder}",
+                f"these features were made with other weights of {name} than those in {folder}",
                 where=where,
-                fix="make features with this one: tessera data features; or name the folder that they were made "
+                fix="make features with these weights: tessera data features; or name the folder that they were made "
                 "with as model.path",
                 code="data.features-of-another-encoder",
             )
 
 
 def reads_features(config: RunConfig) -> bool:
-    """Return whether all data sets of a run are features."""
+    """Return whether all data sets of a run are stored features."""
     sets = [*config.data.train, *(config.data.eval if config.train.eval_interval else [])]
     return bool(sets) and all((source.path / MANIFEST).is_file() for source in sets)
 
 
 def reads_media(config: RunConfig) -> bool:
-    """Return whether a run reads images or videos. A folder that is missing here may hold either."""
+    """Return whether a run reads images or videos. A missing data folder counts as features, since its content is
+    unknown."""
     sets = [source.path for source in config.data.train if not (source.path / MANIFEST).is_file()]
     return config.data.kind in _KINDS and any(path.suffix or path.exists() for path in sets)

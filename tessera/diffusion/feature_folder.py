@@ -1,7 +1,7 @@
-"""Folders of features: samples encoded by the encoders of a generation model, once for all runs.
+"""Read folders of features: latents and embeddings that the encoders of a generation model made once, for all runs.
 
-`features.json` is written when all shards are complete. It has the facts that the features depend on, and the number of
-samples of each shard; the metadata of a shard describes these.
+`features.json` is written when all shards are complete. It records the settings that the features depend on, and the
+number of samples in each shard. The metadata of a shard describes its samples.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from tessera.runtime.crc32 import crc32
 from tessera.runtime.files import check_regular, read_json_mapping
 
 log = logging.getLogger("tessera")
-ABOUT = "features"  # the only entry of a shard's metadata; several would be written in any order
-KEY = "key"  # in it: the hash of all that the shard depends on
-CHECKSUM = "crc32"  # of a sample, or of the tensors of a file that has none
+ABOUT = "features"  # the only key in a shard's metadata: safetensors writes several keys in random order
+KEY = "key"  # in the metadata: hash of the settings that the shard depends on
+CHECKSUM = "crc32"  # checksum of a sample, or of all tensors of `empty.safetensors`
 MANIFEST = "features.json"
-EMPTY = "empty.safetensors"  # the embeddings of the empty caption, which takes the place of dropped ones
-SAMPLES = "samples"  # in the metadata of a shard: its samples
-PROBLEMS = "problems"  # samples that were left out of the shard, with the reason
+EMPTY = "empty.safetensors"  # embeddings of the empty caption, for caption dropout
+SAMPLES = "samples"  # in the metadata: descriptions of the samples
+PROBLEMS = "problems"  # in the metadata: ids of unusable samples, and reasons
 VERSION = 1
-FEATURES = "features"  # the only key of a record
-KEPT = 50_000  # samples whose description is kept in memory, of less than a kilobyte each
+FEATURES = "features"  # the key of a record that holds a `StoredSample`
+KEPT = 50_000  # maximum number of sample descriptions in memory, under one kilobyte each
 
 
 @dataclass(frozen=True)
 class FeatureManifest:
     """Hold the content of `features.json`."""
 
-    key: str  # the hash of `facts`, which every shard repeats
-    facts: Mapping[str, Any]  # the model, the encoders, the options and the data that the features are made from
+    key: str  # hash of `facts`, also stored in every shard
+    facts: Mapping[str, Any]  # model, encoders, options and data from which the features were made
     shards: tuple[tuple[str, int, int], ...]  # name, bytes, samples
-    checksums: bool = True  # every sample has one
+    checksums: bool = True  # whether every sample has a checksum
 
     @staticmethod
     def read(folder: Path) -> FeatureManifest:
@@ -54,7 +54,7 @@ class FeatureManifest:
         data = read_json_mapping(path)
         if data.get("version") != VERSION:
             raise TesseraError(
-                f"features of version {data.get('version')!r}; this release reads {VERSION}",
+                f"the features have version {data.get('version')!r}; this release reads {VERSION}",
                 where=str(path),
                 fix="make them again: tessera data features",
                 code="data.features-version",
@@ -64,14 +64,14 @@ class FeatureManifest:
             manifest = FeatureManifest(str(data["key"]), dict(data["facts"]), shards, data.get("checksums") is True)
         except (KeyError, TypeError, ValueError) as error:
             raise TesseraError(
-                f"not readable as a list of features: {first_line(error)}",
+                f"the file does not list features: {first_line(error)}",
                 where=str(path),
                 code="data.unreadable-feature-list",
             ) from None
         for name, _, samples in manifest.shards:
             if Path(name).name != name or name in ("", ".", "..") or samples < 0:
                 raise TesseraError(
-                    f"names a file outside of its folder: {name!r}",
+                    f"the file lists a shard outside of its folder: {name!r}",
                     where=str(path),
                     code="data.features-outside-folder",
                 )
@@ -94,7 +94,7 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 
 def damaged(file: Path, reason: str) -> TesseraError:
-    """Return the error of a file of features that cannot be used."""
+    """Return the error for a damaged file of features."""
     return TesseraError(
         f"damaged features: {file.name} ({reason})",
         where=str(file.parent),
@@ -104,9 +104,9 @@ def damaged(file: Path, reason: str) -> TesseraError:
 
 
 def of_other_features(file: Path) -> TesseraError:
-    """Return the error of a file that does not belong to the other files of its folder."""
+    """Return the error for a file that does not belong to the other files of its folder."""
     return TesseraError(
-        f"{file.name} was made with another model, other options or other data than the rest",
+        f"{file.name} was made with another model, other options or other data than the other files",
         where=str(file.parent),
         fix="make the features again: tessera data features",
         code="data.features-of-another-make",
@@ -114,8 +114,8 @@ def of_other_features(file: Path) -> TesseraError:
 
 
 def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """Return the descriptions of the samples of a shard, and the samples that were left out. Raise if the shard is
-    damaged, or of another set of features."""
+    """Return the descriptions of the samples in a shard, and the unusable samples with reasons. Raise if the shard is
+    damaged, or does not belong to the features with this key."""
     check_regular(file)
     try:
         with safe_open(file, framework="pt") as shard:
@@ -131,7 +131,7 @@ def shard_content(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tupl
 
 
 def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
-    """Return `text` and `pooled` of the empty caption."""
+    """Return the embeddings `text` and `pooled` of the empty caption."""
     file = folder / EMPTY
     check_regular(file)
     try:
@@ -148,7 +148,7 @@ def empty_caption(folder: Path, key: str) -> dict[str, Tensor]:
 
 
 def shard_about(shard: Any) -> dict[str, Any]:
-    """Return the description in the metadata of an open shard. Raise ValueError if it has none."""
+    """Return the description in the metadata of an open shard. Raise ValueError if there is none."""
     about = json.loads((shard.metadata() or {}).get(ABOUT, "null"))
     if not isinstance(about, dict):
         raise ValueError("it has no description of its samples")
@@ -156,7 +156,7 @@ def shard_about(shard: Any) -> dict[str, Any]:
 
 
 def checksum(tensors: Mapping[str, Tensor], about: Any = None) -> int:
-    """Return a checksum of tensors, with their names, types and shapes, and of JSON that is stored about them."""
+    """Return a checksum of tensors with their names, types and shapes. `about`: JSON that the checksum also covers."""
     crc = crc32(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
@@ -167,15 +167,15 @@ def checksum(tensors: Mapping[str, Tensor], about: Any = None) -> int:
 
 @dataclass(frozen=True)
 class StoredSample(StoredTensors):
-    """Locate the tensors of one sample in a shard, with their shapes from its metadata."""
+    """Locate the tensors of one sample in a shard, with the shapes from its metadata."""
 
     file: Path
-    key: str  # that the shard must have
-    prefix: str  # of the names of its tensors
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of its tensors, by their names without the prefix
-    grids: tuple[tuple[int, int, int], ...]  # of the latents, in patches: the generated one, then images to edit
+    key: str  # the key in the metadata of the shard
+    prefix: str  # of the names of the sample's tensors in the shard
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # (name without prefix, shape) of each tensor
+    grids: tuple[tuple[int, int, int], ...]  # sizes of latents in patches: of the sample, then of images to edit
     id: str = ""
-    checksum: int | None = None  # None: of a release that wrote none
+    checksum: int | None = None  # None: written by a release without checksums
 
     @property
     def content(self) -> str:
@@ -189,7 +189,7 @@ class StoredSample(StoredTensors):
         try:
             check_regular(self.file)
             with safe_open(self.file, framework="pt") as shard:
-                # Not parsed: the description of all samples can be larger than this sample.
+                # A search in the text, without parsing: the descriptions of all samples can be larger than this sample.
                 if self.key not in (shard.metadata() or {}).get(ABOUT, ""):
                     raise of_other_features(self.file)
                 tensors = {name: shard.get_tensor(f"{self.prefix}{name}") for name, _ in self.shapes}
@@ -204,12 +204,12 @@ class StoredSample(StoredTensors):
 
 
 def sample_facts(id: str, grids: Any) -> list[Any]:
-    """Return the facts that the checksum of a sample covers beside its tensors."""
+    """Return the values that the checksum of a sample covers beside its tensors."""
     return [id, [list(grid) for grid in grids]]
 
 
 class FeatureFolder(Container):
-    """Read the samples of a folder of features by number."""
+    """Read samples of a folder of features by number."""
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.manifest = FeatureManifest.read(folder)
@@ -219,10 +219,14 @@ class FeatureFolder(Container):
             if actual != size:
                 raise damaged(folder / name, f"it has {actual} bytes, and {MANIFEST} lists {size}")
         if not self.manifest.checksums:
-            log.warning("%s has no checksums: damage of its features is not noticed. Made again, they have", folder)
+            log.warning(
+                "%s has no checksums, so damaged features are not detected; features that are made again "
+                "have checksums",
+                folder,
+            )
         self.starts = [0, *accumulate(count for _, _, count in self.manifest.shards)]
         count = self.starts[-1] if limit is None else min(limit, self.starts[-1])
-        self._read: dict[int, list[dict[str, Any]]] = {}  # descriptions of samples, by shard
+        self._read: dict[int, list[dict[str, Any]]] = {}  # cache: descriptions of samples, by shard
         super().__init__(folder.name, count, {"path": str(folder.resolve()), "features": self.manifest.key})
 
     def __getstate__(self) -> dict[str, Any]:

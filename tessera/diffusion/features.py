@@ -1,6 +1,6 @@
-"""Store features of samples: the latents and embeddings that frozen encoders make of a data set, for all later runs.
+"""Write folders of features: latents and embeddings of a data set, made once by frozen encoders for all later runs.
 
-A shard holds a fixed number of samples that follow each other, so its content is a pure function of the recipe. It is
+A shard contains a fixed number of consecutive samples, so that its content depends only on the recipe. A shard is
 renamed to its final name when it is complete, and complete shards are not written again.
 """
 
@@ -38,7 +38,7 @@ from tessera.diffusion.feature_folder import (
 from tessera.errors import TesseraError
 from tessera.runtime.files import read_json_mapping
 
-PLAN = "plan.json"  # the facts of an incomplete folder
+PLAN = "plan.json"  # settings of the features in an incomplete folder
 
 
 def shard_name(number: int) -> str:
@@ -47,14 +47,14 @@ def shard_name(number: int) -> str:
 
 @dataclass
 class Shard:
-    """Collect the features of samples, by the names that they have in a file."""
+    """Collect the features of samples, under their names in the file of the shard."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, encoders: Encoders, batch: Batch, length: int) -> None:
-        """Add the samples of a batch, of which each fills a row of `length` elements together with padding."""
+        """Add the samples of a batch. Every row of `length` elements contains one sample, then padding."""
         self.problems += batch.problems
         encoded = encoders.encode(batch, ())
         names = [name for name in encoded.tensors if name not in batch.tensors]
@@ -62,11 +62,11 @@ class Shard:
         parts = {name: torch.split(encoded[name].cpu(), _lengths(encoded, name, encoders)) for name in names}
         ids, at = iter(batch.sample_ids), 0
         for number, elements in enumerate(lengths):
-            if at % length == 0:  # the first segment of a row is its sample, what follows is padding
+            if at % length == 0:  # the first segment of a row is a sample, the rest is padding
                 id = next(ids)
                 if batch.shapes["frames"][number][0]:
                     features = {name: rows[number] for name, rows in parts.items()}
-                    if encoders.family.zeros_to:  # zeros are most of the text: they are added again by the reader
+                    if encoders.family.zeros_to:  # not stored: the processor pads with zeros again
                         features["text"] = features["text"][: _last_row(features["text"])]
                     self._append(id, _grids(batch, number), features)
             at += elements
@@ -85,7 +85,7 @@ class Shard:
 
 
 def _last_row(text: Tensor) -> int:
-    """Return the number of rows up to the last one that is not zero."""
+    """Return the number of rows up to the last row with a value other than zero."""
     rows = text.any(1).nonzero()
     return int(rows[-1]) + 1 if len(rows) else 0
 
@@ -110,8 +110,8 @@ def _grids(batch: Batch, number: int) -> list[list[int]]:
 
 
 def publish(file: Path, content: bytes) -> None:
-    """Write a file under a temporary name, and rename it when it is on the disk."""
-    # A process id is not unique: ranks on several machines may share it, and all of them write the plan.
+    """Write a file under a temporary name, flush it to the disk, and rename it."""
+    # Ranks on several machines may have the same process id, and all of them write the plan.
     beside = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         with beside.open("wb") as opened:
@@ -125,12 +125,12 @@ def publish(file: Path, content: bytes) -> None:
         if isinstance(error, FileNotFoundError) and file.is_file():
             return
         raise TesseraError(
-            f"features cannot be written: {error.strerror}", where=str(file), code="output.not-writable"
+            f"features cannot be written to this file: {error.strerror}", where=str(file), code="output.not-writable"
         ) from None
 
 
 def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the facts of the features, or raise if the folder has features of other facts."""
+    """Record the settings of the features in the folder. Raise if the folder has features with other settings."""
     facts = json.loads(json.dumps(facts))
     for name in (MANIFEST, PLAN):
         if (folder / name).is_file():
@@ -140,7 +140,7 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
             stored = stored if isinstance(stored, dict) else {}
             other = sorted(name for name in {*stored, *facts} if stored.get(name) != facts.get(name))
             raise TesseraError(
-                f"the folder has features that were made otherwise; what differs: {', '.join(other)}",
+                f"the folder has features that were made with other settings; different are: {', '.join(other)}",
                 where=str(folder),
                 fix="name another folder, or remove this one",
                 code="data.features-made-otherwise",
@@ -149,13 +149,15 @@ def keep_plan(folder: Path, facts: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TesseraError(
-            f"no features can be written here: {error.strerror}", where=str(folder), code="output.not-writable"
+            f"features cannot be written to this folder: {error.strerror}",
+            where=str(folder),
+            code="output.not-writable",
         ) from None
     publish(folder / PLAN, json.dumps({"facts": facts}, indent=1).encode())
 
 
 def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]] | None:
-    """Return samples and problems of a complete shard; None if it is to be written."""
+    """Return samples and problems of a complete shard; None if the shard must be written."""
     try:
         return shard_content(file, key) if file.is_file() else None
     except TesseraError:
@@ -163,7 +165,7 @@ def complete_shard(file: Path, key: str) -> tuple[list[dict[str, Any]], list[tup
 
 
 def finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
-    """Write the manifest when all shards are complete, and return the number of missing ones."""
+    """Write features.json if all shards are complete. Return the number of missing shards."""
     files = [folder / shard_name(number) for number in range(shards)]
     missing = sum(not file.is_file() for file in files)
     if missing or not (folder / EMPTY).is_file():
@@ -171,8 +173,9 @@ def finish(folder: Path, facts: Mapping[str, Any], shards: int) -> int:
     key = key_of(facts)
     samples = {file: shard_content(file, key)[0] for file in files}
     listed = tuple((file.name, file.stat().st_size, len(entries)) for file, entries in samples.items())
-    checksums = all(CHECKSUM in entry for entries in samples.values() for entry in entries)  # not in earlier releases
+    # Shards of earlier releases have no checksums.
+    checksums = all(CHECKSUM in entry for entries in samples.values() for entry in entries)
     publish(folder / MANIFEST, FeatureManifest(key, facts, listed, checksums).text().encode())
-    for leftover in (folder / PLAN, *folder.glob("*.part")):  # of killed processes
+    for leftover in (folder / PLAN, *folder.glob("*.part")):  # of processes that were killed
         leftover.unlink(missing_ok=True)
     return 0

@@ -17,31 +17,33 @@ from tessera.weights.layouts import CONFIG_FILE
 IMAGE_ENCODER = "image_encoder"
 SIGLIP = "SiglipVisionModel"
 IMAGE_ENCODERS = ("CLIPVisionModel", "CLIPVisionModelWithProjection", SIGLIP)
-_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # mean and deviation of images
+# Mean and standard deviation of pixels.
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
 class FrameForm:
-    """Describe how frames are prepared for a vision model, and which of its states are the embeddings.
+    """Describe the preprocessing of frames for a vision model, and which of its states are the embeddings.
 
-    SigLIP reads a frame that is stretched to a square; its output is the embeddings. CLIP reads the center of a frame;
-    the states before its last layer are the embeddings.
+    SigLIP: frames are stretched to a square, and its output is the embeddings. CLIP: frames are center-cropped, and the
+    states before the last layer are the embeddings.
     """
 
-    size: int  # of both sides, in pixels
+    size: int  # height and width in pixels
     mean: tuple[float, ...]
     std: tuple[float, ...]
     stretched: bool
 
 
 def image_processor_name(encoder: str) -> str:
-    """Return the component of a diffusers folder with the image processor for a class of vision models."""
+    """Return the folder name of the image processor in diffusers folders, for a class of vision models."""
     return "feature_extractor" if encoder == SIGLIP else "image_processor"
 
 
 def read_frame_form(folder: Path, encoder: str, config: Any) -> FrameForm:
-    """Read how frames are prepared for the vision model of a diffusers folder, of this class and configuration."""
+    """Read the preprocessing of frames from a diffusers folder. `encoder`, `config`: class and configuration of the
+    vision model."""
     file = folder / image_processor_name(encoder) / "preprocessor_config.json"
     settings = read_json_mapping(file) if file.is_file() else {}
     defaults = (_HALF, _HALF) if encoder == SIGLIP else _CLIP
@@ -54,11 +56,11 @@ def read_frame_form(folder: Path, encoder: str, config: Any) -> FrameForm:
 
 
 def frame_embeddings(folder: Path | None) -> int:
-    """Return the number of embeddings of a frame by the SigLIP model of a diffusers folder: one for each patch."""
+    """Return the number of embeddings of a frame by the SigLIP model of a diffusers folder, one for each patch."""
     file = None if folder is None else folder / IMAGE_ENCODER / CONFIG_FILE
     if file is None or not file.is_file():
         raise TesseraError(
-            "this model reads embeddings of the first frame, and its folder has no image encoder",
+            "this model needs embeddings of the first frame, and its folder has no image encoder",
             where="model.path" if file is None else str(file),
             fix="name the folder of a diffusers pipeline as model.path, or train on features (tessera data features)",
             code="generation.missing-image-encoder",
@@ -77,21 +79,21 @@ class FrameEncoder(nn.Module):
         self.form = form
 
     def encode(self, frames: Sequence[Tensor]) -> list[Tensor]:
-        """Return the embeddings [M, D] of frames: uint8 [H, W, 3], or prepared floats [3, H, W]."""
+        """Return the embeddings [M, D] of each frame. `frames`: uint8 [H, W, 3], or normalized floats [3, H, W]."""
         if not frames:
             return []
         ready = [frame if frame.is_floating_point() else prepared(frame, self.form) for frame in frames]
         return list(self(torch.stack(ready).to(next(self.encoder.parameters()).dtype)).unbind())
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return the embeddings [B, M, D] of prepared pixels [B, 3, H, W]."""
+        """Return the embeddings [B, M, D] of normalized pixels [B, 3, H, W]."""
         outputs = self.encoder(pixels, output_hidden_states=not self.form.stretched)
         states: Tensor = outputs.last_hidden_state if self.form.stretched else outputs.hidden_states[-2]
         return states
 
 
 def prepared(frame: Tensor, form: FrameForm) -> Tensor:
-    """Return a frame, uint8 [H, W, 3], resized, cropped around its center unless it is stretched, and normalized."""
+    """Return a frame, uint8 [H, W, 3], as a normalized square: stretched, or resized and center-cropped."""
     tall = wide = side = form.size
     if not form.stretched:
         height, width = frame.shape[:2]

@@ -1,6 +1,6 @@
-"""Describe how models read given images: as channels beside noisy latents, in place of them, or not at all.
+"""Describe how models read given images: as channels beside noisy latents, in place of noisy latents, or not at all.
 
-One object of a class here belongs to a family. Training and sampling ask it the same questions.
+A family holds an instance of one of these classes. Training and sampling both use it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor
 
 from tessera.diffusion.autoencoders import Autoencoder
 
-# Which frames of a video a recipe gives to the model: none, the first, or the first and the last.
+# The frames of a video that the model gets as a condition.
 Given = Literal["none", "first", "first_last"]
 Grid = tuple[int, int, int]  # frames, rows and columns, in tokens or in pixels
 Disturb = Callable[[Tensor], Tensor]  # adds noise to the pixels of a given image
 
 
 def patchify(latents: Tensor, patch: Grid) -> Tensor:
-    """Return latents [C, f, h, w] as tokens [n, C x patch], values in the order channel, frame, row, column."""
+    """Return latents [C, f, h, w] as tokens [n, C x patch]. Values of a token are ordered by channel, frame, row,
+    column."""
     channels, *sizes = latents.shape
     pairs = [number for size, side in zip(sizes, patch, strict=True) for number in (size // side, side)]
     return latents.reshape(channels, *pairs).permute(1, 3, 5, 0, 2, 4, 6).flatten(3).flatten(0, 2)
@@ -36,46 +37,46 @@ def from_tokens(tokens: Tensor, patch: Grid, grid: Grid) -> Tensor:
 
 @dataclass(frozen=True)
 class GivenImages:
-    """Describe a model that reads no given images. `required`: whether every sample needs one."""
+    """Describe a model without image conditions. `required`: whether every sample needs a given image."""
 
     reads_first: ClassVar[bool] = False
     reads_last: ClassVar[bool] = False
-    takes_noise: ClassVar[bool] = False  # whether noise on given images, and samples without theirs, can be trained
+    takes_noise: ClassVar[bool] = False  # whether training may add noise to given images or drop them
 
     required: bool = False
 
     @property
     def choices(self) -> tuple[Given, ...]:
-        """Return the values of `train.task_options.given` that this model can be trained with."""
+        """Return the values of `train.task_options.given` that this model supports."""
         last: tuple[Given, ...] = ("first_last",) if self.reads_last else ()
         first: tuple[Given, ...] = ("first", *last) if self.reads_first else ()
         return first if self.required else ("none", *first)
 
     def replaced_tokens(self, grid: Grid) -> int:
-        """Return the number of tokens at the beginning of a sample that are given in place of noise."""
+        """Return the number of tokens at the beginning of a sample that are given instead of noisy."""
         return 0
 
     def count(self, channels: int, time_stride: int) -> int:
-        """Return the number of channels beside the latents, which have `channels`. `time_stride`: of the VAE."""
+        """Return the number of condition channels beside `channels` latent channels. `time_stride`: of the VAE."""
         return 0
 
     def blank_channels(self, channels: int) -> int:
-        """Return the number of channels, all zero, beside the latents of a sample without an image."""
+        """Return the number of condition channels, all zero, of a sample without a given image."""
         return 0 if self.required else self.count(channels, 1)
 
     def channels(
         self, vae: Autoencoder, video: Tensor, shape: Sequence[int], frames: Given, disturb: Disturb | None = None
     ) -> Tensor | None:
-        """Return the channels [C, f, h, w] beside the noisy latents of a video; None: there are none.
+        """Return the condition channels [C, f, h, w] of a video; None: the model has none.
 
         `video`: uint8 [F, H, W, 3]. `shape`: of its latents. `frames`: which of its frames are given. `disturb`: adds
-        noise to the first frame, whose pixels are between -1 and 1.
+        noise to the pixels of the first frame, which are between -1 and 1.
         """
         return None
 
 
 class ReplacedFrames(GivenImages):
-    """Put the latents of the first frame in place of the noisy ones, with a time of zero."""
+    """Replace the noisy latents of the first frame by its clean latents, at time zero."""
 
     reads_first = True
 
@@ -85,7 +86,7 @@ class ReplacedFrames(GivenImages):
 
 
 class FirstFrameChannels(GivenImages):
-    """Add the latents of the first frame as channels; later frames have zeros."""
+    """Add the latents of the first frame as channels; these channels are zero for later frames."""
 
     reads_first = True
     takes_noise = True
@@ -108,7 +109,8 @@ class FirstFrameChannels(GivenImages):
 
 
 class MarkedFrameChannels(FirstFrameChannels):
-    """Add the latents of the first frame as channels, then a mask of latent frames: all zeros without an image."""
+    """Add the latents of the first frame and a mask of given latent frames as channels. Without an image, all are
+    zero."""
 
     takes_noise = False
 
@@ -120,7 +122,7 @@ class MarkedFrameChannels(FirstFrameChannels):
 
 
 class MaskedVideoChannels(GivenImages):
-    """Add a mask of given frames as channels, then the latents of a video that is grey but for the given frames."""
+    """Add a mask of given frames as channels, then the latents of a video that is grey except for the given frames."""
 
     reads_first = True
     reads_last = True
@@ -141,8 +143,8 @@ class MaskedVideoChannels(GivenImages):
 
     @staticmethod
     def _mask(time_stride: int, length: int, size: Sequence[int], frames: Given) -> Tensor:
-        """Return [time_stride, f, h, w] with 1 where a frame is given: a channel for each frame of a latent frame. The
-        first latent frame holds one frame, which fills all channels."""
+        """Return [time_stride, f, h, w], 1 for given frames. A latent frame encodes `time_stride` frames, each with a
+        channel. The first latent frame encodes one frame, so all its channels have the same value."""
         mask = torch.zeros(length + time_stride - 1)
         mask[:time_stride] = 1
         if frames == "first_last":

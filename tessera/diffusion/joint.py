@@ -23,7 +23,7 @@ from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer, Transf
 from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import ColumnsByHead
 
-# The task makes latents and text on the device, from whole samples; the indices have those of a rank.
+# The task computes latents and text of full samples; the index tensors select those of this rank.
 JOINT_STREAM = Stream(
     tensors=("sample_index", "positions"),
     segments="latents",
@@ -32,11 +32,11 @@ JOINT_STREAM = Stream(
     index="token_index",
 )
 EXAMPLE_TEXT = 512
-PATCH = 2  # rows and columns of latents in a token, where patches are made before the model
+PATCH = 2  # rows and columns of latents in a token, for models whose input is already patchified
 
 
 class JointConfig(DiffusersConfig, ABC):
-    """Base of configurations of families with text and latents in one sequence."""
+    """Define the base of configurations of families with text and latents in one sequence."""
 
     @property
     @abstractmethod
@@ -45,7 +45,7 @@ class JointConfig(DiffusersConfig, ABC):
 
     @staticmethod
     def check_rope(axes: Sequence[int], head_dim: int) -> None:
-        """Raise an error if the axes of positions do not rotate all of a head."""
+        """Raise if the sizes of the position axes are odd or do not add up to the size of a head."""
         if sum(axes) != head_dim or any(size < 0 or size % 2 for size in axes):
             raise ValueError(f"axes_dims_rope {list(axes)} must be even and add up to attention_head_dim {head_dim}")
 
@@ -58,8 +58,9 @@ def joint_family(
     original: Callable[[Any], WeightMap] | None = None,
     **parts: Any,
 ) -> GenerationSpec:
-    """Return the specification of a family. `weights`, `original`: names and shapes in diffusers folders and in the
-    original checkpoint. `parts`: those of `generation_family` that differ from a plain `JointTransformer`."""
+    """Return the specification of a family. `weights`, `original`: parameter names and shapes in diffusers folders and
+    in original checkpoints. `parts`: arguments of `generation_family` that differ from those of a plain
+    `JointTransformer`."""
     plain = {"build": _build, "plan": _plan, "work": _work, "measures": batch_measures, "example": joint_example}
     return generation_family(name, config, presets, weights=weights, original=original, **{**plain, **parts})
 
@@ -80,8 +81,8 @@ def _work(config: JointConfig, measures: Measures, training: Training) -> np.nda
 
 
 def joint_plan(shape: TransformerShape, stream: Stream = JOINT_STREAM, **more: Any) -> ModelPlan:
-    """Return how the transformer may be split over devices. `more`: as of `generation_plan`."""
-    hidden, layer = shape.block.hidden, 2 * _layer_weights(shape)  # of a double block
+    """Return the parallel plan of the transformer. `more`: further arguments of `generation_plan`."""
+    hidden, layer = shape.block.hidden, 2 * _layer_weights(shape)  # weights of a double block
     units = {"embed": (shape.latent_values + shape.text_width) * hidden / layer}
     units |= {"blocks.{*}": 1.0} if shape.double else {}
     units |= {"single_blocks.{*}": _layer_weights(shape) / layer} if shape.single else {}
@@ -93,7 +94,7 @@ def joint_plan(shape: TransformerShape, stream: Stream = JOINT_STREAM, **more: A
 
 # ---------------------------------------------------------------------------------------------- parameter names
 
-# Native names, and those in diffusers folders, of weights that are stored as they are.
+# Native names and names in diffusers folders, for weights with the same shape in both.
 DOUBLE_ATTENTION = (
     ("attn.latent.{h}.{kind}", "attn.to_{h}.{kind}"),
     ("attn.text.{h}.{kind}", "attn.add_{h}_proj.{kind}"),
@@ -140,7 +141,7 @@ def single_rules(shape: TransformerShape) -> list[Rule]:
 
 
 def idle_layers(shape: TransformerShape) -> tuple[str, ...]:
-    """Return the layers without effect: those that compute text behind the last attention to it."""
+    """Return the layers whose output is not used: those that compute text after its last attention."""
     idle = [number for number in range(shape.double) if shape.rest(number) == "kept"]
     return tuple(f"blocks.{n}.{name}" for n in idle for name in ("attn.text_out", "text_mlp.up", "text_mlp.down"))
 
@@ -173,7 +174,7 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
         + double.attention * (shape.double * attention + duals * 4 * size * latents**2)
         + single.weights * 2 * shape.single * (tokens * layer + conditions * 3 * size**2)
         + single.attention * shape.single * attention
-        # Latents, text and times have no gradient, so their first product is computed once less.
+        # Latents, text and times need no gradient, which saves one product in the backward pass.
         + first.first * 2 * size * (latents * shape.latent_values + text * shape.text_width + conditions * times)
         + first.weights * 2 * conditions * squares * size**2
         + last.weights * 2 * size * (latents * shape.out_values + conditions * 2 * size)
@@ -182,19 +183,20 @@ def joint_work(shape: TransformerShape, measures: Measures, training: Training) 
 
 
 def batch_measures(batch: Batch, conditions: Sequence[str] = ("text",)) -> dict[str, np.ndarray]:
-    """Return the measures of each sample of a batch. `conditions`: segments in the main sequence beside latents."""
+    """Return the measures of each sample of a batch. `conditions`: names of segments in the main sequence beside
+    latents."""
     lengths = np.array(batch.segments["latents"].lengths)
     text = sum(np.array(batch.segments[name].lengths) for name in conditions if name in batch.segments)
     return {"tokens": lengths, "text": np.asarray(text), "samples": np.ones_like(lengths)}
 
 
 def _layer_weights(shape: TransformerShape) -> int:
-    """Return the number of weights that an element is multiplied by in one block."""
+    """Return the number of weights in one block that are multiplied with each element."""
     return shape.block.hidden * (4 * shape.block.hidden + 2 * shape.block.intermediate)
 
 
 def joint_example(config: JointConfig, tokens: int) -> Batch:
-    """Return a batch of one sample with `tokens` tokens, all zero, of which text has a quarter at most."""
+    """Return a batch of one sample of zeros with `tokens` elements. At most a quarter of them is text."""
     shape = config.shape
     text = min(EXAMPLE_TEXT, tokens // 4)
     latents = tokens - text

@@ -1,7 +1,7 @@
-"""Draw the noise level of a sample, and compute what a model learns there.
+"""Draw the noise level of a sample, and compute the training target.
 
-A level mixes a clean sample with noise: noisy = clean_share * clean + noise_share * noise. Flow matching moves on the
-straight line between both; DDPM keeps the variance. Tables are those of diffusers' schedulers.
+A level mixes a clean sample with noise: noisy = clean_share * clean + noise_share * noise. Flow matching interpolates
+linearly; DDPM preserves the variance. The schedules are those of diffusers.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import Tensor
 
 from tessera.config.reader import Section
 
-TIMES = 1000  # the time of pure noise, as every model reads it
-# What the model predicts from noisy latents: the velocity from data to noise, the noise, or v.
+TIMES = 1000  # the time of pure noise in all models
+# The prediction of the model: the velocity from data to noise, the noise, or v.
 Objective = Literal["flow", "epsilon", "v"]
 
 
 class ShiftByTokens(Section):
-    """Move times towards noise by the size of a sample: large images need more noise to lose their content."""
+    """Shift times towards noise by the size of a sample: large images need more noise to hide their content."""
 
-    base_shift: float = Field(0.5, ge=-100, le=100, description="shift of a sample of `base_tokens`")
-    max_shift: float = Field(1.15, ge=-100, le=100, description="shift of a sample of `max_tokens`")
+    base_shift: float = Field(0.5, ge=-100, le=100, description="shift of a sample with `base_tokens` tokens")
+    max_shift: float = Field(1.15, ge=-100, le=100, description="shift of a sample with `max_tokens` tokens")
     base_tokens: int = Field(256, gt=0, le=10**9)
     max_tokens: int = Field(4096, gt=0, le=10**9)
-    law: Literal["exponential", "linear"] = Field("exponential", description="whether shifts are logarithms")
+    law: Literal["exponential", "linear"] = Field("exponential", description="exponential: shifts are logarithms")
 
     @model_validator(mode="after")
     def _two_sizes(self) -> ShiftByTokens:
         if self.base_tokens == self.max_tokens:
-            raise ValueError("base_tokens and max_tokens are the ends of a range and cannot be equal")
+            raise ValueError("base_tokens and max_tokens must be different")
         return self
 
     def shift(self, tokens: int) -> float:
-        """Return the shift of a sample of this many latent tokens."""
+        """Return the shift of a sample with `tokens` latent tokens."""
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         shift = self.base_shift + slope * (tokens - self.base_tokens)
         return math.exp(shift) if self.law == "exponential" else max(shift, 1e-6)
@@ -52,12 +52,12 @@ class Betas(Section):
     start: float = Field(0.00085, gt=0, lt=1)
     end: float = Field(0.012, gt=0, lt=1)
     snr_shift: float = Field(
-        1.0, gt=0, le=1e6, description="divides signal by noise: 3.0 and 1.0 in CogVideoX 2B and 5B"
+        1.0, gt=0, le=1e6, description="divides the signal-to-noise ratio: 3.0 in CogVideoX 2B, 1.0 in CogVideoX 5B"
     )
     zero_snr: bool = Field(False, description="the last step is pure noise")
 
     def signal_shares(self, steps: int) -> Tensor:
-        """Return the share of variance that is signal after each step, [steps] float64 (`alphas_cumprod`)."""
+        """Return the share of signal in the variance after each step, [steps] float64 (`alphas_cumprod`)."""
         power = 0.5 if self.schedule == "scaled_linear" else 1.0
         betas = torch.linspace(self.start**power, self.end**power, steps, dtype=torch.float64) ** (1 / power)
         shares = torch.cumprod(1 - betas, 0)
@@ -72,40 +72,42 @@ class TimeOptions(Section):
     """Declare how noise levels are drawn and weighted."""
 
     time: Literal["uniform", "logit_normal", "mode"] = Field(
-        "uniform", description="distribution of positions in the schedule, before the shift; 0 is pure noise"
+        "uniform", description="distribution of times before the shift"
     )
     logit_mean: float = Field(0.0, ge=-100, le=100)
     logit_std: float = Field(1.0, gt=0, le=100)
-    mode_scale: float = Field(1.29, ge=-1, le=1.75, description="of the distribution `mode`: 0 is uniform")
+    mode_scale: float = Field(1.29, ge=-1, le=1.75, description="parameter of the distribution `mode`; 0: uniform")
     steps: int | None = Field(
-        1000, gt=0, le=10**6, description="times are those of a schedule of so many steps; null: any time (flow alone)"
+        1000,
+        gt=0,
+        le=10**6,
+        description="number of steps of the schedule from which times are drawn; null: continuous times (flow only)",
     )
-    shift: float = Field(1.0, gt=0, le=1000, description="moves times towards noise (flow)")
-    shift_by_tokens: ShiftByTokens | None = Field(None, description="instead of `shift`, by the size of a sample")
+    shift: float = Field(1.0, gt=0, le=1000, description="shifts times towards noise (flow only)")
+    shift_by_tokens: ShiftByTokens | None = Field(None, description="shift by the size of a sample, instead of `shift`")
     boundaries: tuple[float, float] = Field(
         (0.0, 1.0),
-        description="the lowest and highest noise that is trained on, after the shift: [0.875, 1] and [0, 0.875] for "
+        description="lowest and highest noise level to train on, after the shift: [0.875, 1] and [0, 0.875] for "
         "the two experts of Wan 2.2 T2V, 0.9 for I2V",
     )
     weighting: Literal["none", "sigma_sqrt", "cosmap", "gaussian", "min_snr"] = Field(
         "none",
-        description="weight of a sample in the loss: sigma_sqrt, cosmap and gaussian with flow, min_snr with epsilon "
-        "and v",
+        description="weight of a sample in the loss: sigma_sqrt, cosmap, gaussian for flow, min_snr for epsilon and v",
     )
-    snr_gamma: float = Field(5.0, gt=0, le=1e6, description="of min_snr")
+    snr_gamma: float = Field(5.0, gt=0, le=1e6, description="maximum signal-to-noise ratio of min_snr")
     betas: Betas = Field(default_factory=Betas, description="the schedule of epsilon and v")
 
     @model_validator(mode="after")
     def _has_a_range(self) -> TimeOptions:
         low, high = self.boundaries
         if not 0 <= low < high <= 1:
-            raise ValueError(f"boundaries are two rising numbers from 0 to 1, not [{low}, {high}]")
+            raise ValueError(f"boundaries must be two increasing numbers from 0 to 1, not [{low}, {high}]")
         return self
 
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """Hold one level: the time that the model reads, the shares of sample and noise, and its weight in the loss."""
+    """Hold one noise level: time, shares of sample and noise, and weight in the loss."""
 
     time: float  # from 0 to 1000
     clean_share: float
@@ -114,18 +116,18 @@ class NoiseLevel:
 
 
 class NoiseLevels:
-    """Draw noise levels as the options say."""
+    """Draw noise levels by the options."""
 
     def __init__(self, options: TimeOptions, objective: Objective) -> None:
         self._options, self._objective = options, objective
         self._signal = [] if objective == "flow" else options.betas.signal_shares(options.steps or TIMES).tolist()
 
     def draw(self, chance: Random, tokens: int) -> NoiseLevel:
-        """Return a level for a sample of this many latent tokens."""
+        """Return a random level for a sample with `tokens` latent tokens."""
         return self.at(self._position(chance), tokens)
 
     def at(self, position: float, tokens: int) -> NoiseLevel:
-        """Return the level at a position of the trained part of the schedule, from 0 (most noise) to 1."""
+        """Return the level at a position of the trained range, from 0 (most noise) to 1."""
         return self._flow(position, tokens) if self._objective == "flow" else self._ddpm(position)
 
     def _position(self, chance: Random) -> float:
@@ -143,7 +145,7 @@ class NoiseLevels:
         shift = options.shift if by_tokens is None else by_tokens.shift(tokens)
         low, high = (end / (shift - (shift - 1) * end) for end in options.boundaries)
         u = (1 - high) + (high - low) * position
-        if options.steps is not None:  # the nearest levels of the schedule inside of the boundaries
+        if options.steps is not None:  # round to a level of the schedule within the boundaries
             first, last = math.ceil((1 - high) * options.steps - 1e-9), math.floor((1 - low) * options.steps + 1e-9)
             u = min(max(int(u * options.steps), first), max(first, min(last, options.steps - 1))) / options.steps
         base = 1 - u
@@ -179,7 +181,8 @@ def _bell(sigma: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
-    """Return the least weight of a schedule, and the mean of all weights above it, as trainers of Wan weigh levels."""
+    """Return the minimum of the weights over a schedule, and the mean of the weights above it, as in trainers of
+    Wan."""
     bases = [1 - number / steps for number in range(steps)]
     heights = [_bell(shift * base / (1 + (shift - 1) * base)) for base in bases]
     lowest = min(heights)
@@ -189,7 +192,7 @@ def _gaussian_scale(shift: float, steps: int) -> tuple[float, float]:
 def training_target(
     objective: Objective, clean: Tensor, noise: Tensor, clean_share: Tensor, noise_share: Tensor
 ) -> Tensor:
-    """Return what the model learns to predict."""
+    """Return the training target of the objective."""
     if objective == "flow":
         return noise - clean
     return noise if objective == "epsilon" else clean_share * noise - noise_share * clean

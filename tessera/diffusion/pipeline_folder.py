@@ -1,7 +1,7 @@
-"""Load the frozen components of a diffusers folder: VAE, text encoders, image encoder, tokenizers.
+"""Load the frozen components of a diffusers folder: VAE, text encoders and image encoder.
 
-Their classes are those of diffusers and transformers, or a family's own VAE. Only listed classes are imported: a file
-must not choose. Weights are read from safetensors files only.
+Their classes are those of diffusers and transformers, or a family's own VAE. Only listed classes are imported, whatever
+a file names. Weights are read from safetensors files only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tessera.weights.layouts import DiffusersFolder
 
 @dataclass(frozen=True)
 class PipelineFolder:
-    """Load components of a diffusers folder. `vaes`: the VAEs of the family, by class."""
+    """Load components of a diffusers folder. `vaes`: wrappers of VAEs that the family supports, by class name."""
 
     folder: Path
     vaes: Mapping[str, type[Autoencoder]] = field(default_factory=lambda: VAES)
@@ -35,23 +35,24 @@ class PipelineFolder:
     def layout(self) -> DiffusersFolder:
         if not DiffusersFolder.detect(self.folder):
             raise TesseraError(
-                f"no {DiffusersFolder.marker} in {self.folder}: VAE and text encoders are parts of a diffusers folder",
+                f"{self.folder} has no {DiffusersFolder.marker}, so it is not a diffusers folder with VAE "
+                "and text encoders",
                 where="train.task_options.encoders.folder",
-                fix="name the folder of a diffusers pipeline, or train on features that are written beforehand: "
+                fix="name the folder of a diffusers pipeline, or write features first and train on them: "
                 "tessera data features",
                 code="generation.not-a-pipeline-folder",
             )
         return DiffusersFolder(self.folder)
 
     def vae_form(self) -> VaeForm:
-        """Return the form of the VAE's latents."""
+        """Return strides and scaling of the VAE's latents."""
         return read_vae_form(self.vaes, self.layout.config(VAE), str(self.layout.component_folder(VAE)))
 
     def autoencoder(
         self, *, dtype: torch.dtype = torch.float32, tiling: bool = False, slicing: bool = False, meta: bool = False
     ) -> Autoencoder:
-        """Return the VAE on the host. `tiling`, `slicing`: encode large frames in overlapping tiles, and a batch one by
-        one, which takes less memory. `meta`: without weights, on the meta device."""
+        """Return the VAE on the host. `tiling`, `slicing`: save memory by overlapping tiles of frames, and by one video
+        at a time. `meta`: create the module on the meta device, without weights."""
         layout = self.layout
         wrapper = vae_class(self.vaes, layout.index[VAE][1], str(self.folder / layout.marker))
         with torch.device("meta"):
@@ -67,18 +68,18 @@ class PipelineFolder:
     def text_encoder(
         self, captions: Captions, *, dtype: torch.dtype = torch.float32, meta: bool = False
     ) -> TextEncoder:
-        """Return one of the text encoders, as `autoencoder` does."""
+        """Return a text encoder on the host, or on the meta device."""
         encoder = self._component(captions.encoder, "transformers", captions.encoder_classes, dtype, meta)
         pad = captions.pad if captions.pad is not None else self.layout.config(captions.encoder).get("pad_token_id")
         return captions.module(encoder, self.folder, pad if isinstance(pad, int) else 0)
 
     def frame_encoder(self, *, dtype: torch.dtype = torch.float32, meta: bool = False) -> FrameEncoder:
-        """Return the encoder of given frames, as `autoencoder` does."""
+        """Return the encoder of given frames on the host, or on the meta device."""
         encoder = self._component(IMAGE_ENCODER, "transformers", IMAGE_ENCODERS, dtype, meta)
         return FrameEncoder(encoder, read_frame_form(self.folder, type(encoder).__name__, encoder.config))
 
     def image_processor(self, name: str) -> Any:
-        """Return an image processor of the folder, made by transformers."""
+        """Return an image processor of transformers from the folder. `name`: of its component."""
         folder = self.layout.component_folder(name)
         try:
             from transformers import AutoImageProcessor
@@ -94,10 +95,10 @@ class PipelineFolder:
             ) from None
 
     def _filled(self, module: nn.Module, meta: bool) -> nn.Module:
-        """Return a family's own VAE with the weights of the folder."""
+        """Return a family's own VAE, filled with the weights of the folder."""
         if meta:
             return module
-        files = self.layout.weight_files(VAE)  # refuses pickles, and files outside of the folder
+        files = self.layout.weight_files(VAE)  # raises for pickles and for files outside of the folder
         try:
             tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
             dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
@@ -116,7 +117,7 @@ class PipelineFolder:
         folder, named = layout.component_folder(name), layout.index[name][1]
         if named not in allowed:
             raise TesseraError(
-                f"this family reads no {name} of the class {named!r}",
+                f"this family does not support the class {named!r} of {name}",
                 where=str(self.folder / layout.marker),
                 allowed=allowed,
                 nearest=nearest(named, allowed),
@@ -126,7 +127,7 @@ class PipelineFolder:
             component_class = getattr(_library(library), named)
         except (ImportError, AttributeError) as error:
             raise TesseraError(
-                f"{name} of {self.folder} is a {named} of {library}, which is not installed or too old: "
+                f"{name} of {self.folder} needs the class {named} of {library}, which is missing or too old: "
                 f"{first_line(error)}",
                 where=name,
                 fix="pip install tessera-mm[hf]",
@@ -135,14 +136,14 @@ class PipelineFolder:
         with foreign_values(str(folder)):
             if meta:
                 return _on_meta(component_class, library, folder, dtype)
-            layout.weight_files(name)  # refuses pickles, and files outside of the folder
+            layout.weight_files(name)  # raises for pickles and for files outside of the folder
             word = "torch_dtype" if library == "diffusers" else "dtype"
             try:
                 with without_bars(_library(library)):
                     module: nn.Module = component_class.from_pretrained(
                         folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **{word: dtype}
                     )
-            except (OSError, RuntimeError, SafetensorError) as error:  # truncated files, tensors of other shapes
+            except (OSError, RuntimeError, SafetensorError) as error:  # truncated files, tensors with wrong shapes
                 message = f"{library} cannot read the weights of {name}: {first_line(error)}"
                 raise TesseraError(
                     message,
@@ -154,7 +155,7 @@ class PipelineFolder:
 
 
 def _library(name: str) -> Any:
-    """Return diffusers or transformers; both are slow to import."""
+    """Import diffusers or transformers. The import is slow, so it happens only when needed."""
     if name == "diffusers":
         import diffusers
 
@@ -165,7 +166,7 @@ def _library(name: str) -> Any:
 
 
 def _on_meta(component_class: Any, library: str, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Return a component without weights, in the type in which `from_pretrained` reads it."""
+    """Return a component on the meta device, in the data type that `from_pretrained` would give it."""
     with torch.device("meta"):
         if library == "diffusers":
             module: nn.Module = component_class.from_config(component_class.load_config(folder))
@@ -174,4 +175,4 @@ def _on_meta(component_class: Any, library: str, folder: Path, dtype: torch.dtyp
                 folder, trust_remote_code=False, local_files_only=True
             )
             module = component_class(config)
-    return nn.Module.to(module, dtype)  # the method of diffusers' classes warns of every cast
+    return nn.Module.to(module, dtype)  # `to` of diffusers' classes logs a warning for every cast

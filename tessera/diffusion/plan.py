@@ -1,6 +1,7 @@
-"""Describe how generation transformers may be split over devices: by tensor-parallel styles and pipeline units.
+"""Declare how generation transformers are split over devices: tensor-parallel styles and pipeline units.
 
-Modules have the same names in all families, so one table of styles serves them. A pattern may match no parameter.
+All families use the same module names, so they share one table of styles. A pattern in the table may match no
+parameter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tessera.core.model_plan import ModelPlan, PipelineUnit, StageActivation, St
 from tessera.nn.stage_carry import CARRY
 
 BOTH = "{weight,bias}"
-_BLOCKS = ("blocks.{*}", "single_blocks.{*}", "embed.text.blocks.{*}")  # the last ones refine text
+_BLOCKS = ("blocks.{*}", "single_blocks.{*}", "embed.text.blocks.{*}")  # the last pattern: blocks of the text refiner
 _COLUMNS = (
     *("qkv.{q,k,v}", "attn.qkv.{q,k,v}", "attn.{latent,text}.{q,k,v}", "attn2.latent.{q,k,v}"),
     *("cross.q", "cross.{kv,image_kv}.{k,v}", "proj.{q,k,v,up}", "{mlp,latent_mlp,text_mlp}.up"),
@@ -24,9 +25,9 @@ _ROWS = (
 _MODULATIONS = "{modulation,latent_modulation,text_modulation,attn_modulation,mlp_modulation}"
 _EMBEDDINGS = (
     *("{latents,patch,modulation,text,text_norm,table}", "{time,pooled,guidance,text}.{up,down}"),
-    *("text.embed", "text.{time,pooled}.{up,down}"),  # of a refiner
+    *("text.embed", "text.{time,pooled}.{up,down}"),  # in the text refiner
 )
-# Modules whose columns belong to heads.
+# Modules whose output features are grouped by attention heads.
 _HEADS = (
     *("qkv", "attn.qkv", "attn.{latent,text}", "attn2.latent", "cross.kv", "cross.image_kv", "proj"),
     *("qkv.{q,k,v}", "attn.qkv.{q,k,v}", "attn.{latent,text}.{q,k,v}", "attn2.latent.{q,k,v}"),
@@ -69,10 +70,10 @@ def generation_plan(
     without_heads: Sequence[str] = (),
     **more: Any,
 ) -> ModelPlan:
-    """Return the plan of a transformer with embeddings, blocks and a head.
+    """Return the parallel plan of a transformer with embeddings, blocks and a head.
 
-    `stream`: the main sequence. `units`: cost of the embeddings, of one block of each kind and of the head, relative to
-    one block. `attention`: modules that compute attention. `styles`: beside `STYLES`, or in place of them.
+    `stream`: the main sequence. `units`: costs of the embeddings, of a block of each kind and of the head, relative to
+    one block. `attention`: modules that compute attention. `styles`: added to `STYLES`, or replacing entries.
     `without_heads`: modules of a block that are not split by heads. `more`: further fields of `ModelPlan`.
     """
     carry = StageActivation(CARRY, width)

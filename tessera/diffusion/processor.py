@@ -1,8 +1,9 @@
-"""Process samples of generation families: images and videos with captions, or features of them, as packed batches.
+"""Process samples of generation families, from images and videos with captions or from stored features, into packed
+batches.
 
 A sample is a caption, perhaps with images to edit, and the image or video to generate. Media are resized to cover their
-target size and cropped around their middle; sizes follow from headers. A row is packed by elements of the main
-sequence: latents, and in joint families the text before them.
+target size and center-cropped; target sizes follow from file headers. Rows are packed by elements of the main sequence:
+latents, and in joint families also text.
 """
 
 from __future__ import annotations
@@ -57,21 +58,22 @@ from tessera.weights.layouts import pipeline_folder
 class GenerationProcessor:
     """Turn captions and media into batches of a generation model."""
 
-    version: ClassVar[str] = "generation 2"  # raised when the same options give other batches than before
+    version: ClassVar[str] = "generation 2"  # increased when a release makes different batches from the same options
 
     family: GenerationFamily
     options: GenerationOptions
-    stride: tuple[int, int] | None  # of the VAE, along time and along space; None: unknown, which features do not need
-    tokenizers: tuple[CaptionTokenizer, ...]  # one for each text encoder; none where a folder has no tokenizers
-    folder: Path | None = None  # with the files of tokenizers and VAE
-    images_only: bool = False  # whether the VAE encodes no videos
-    edit: EditReader | None = None  # of a pipeline whose text encoder reads the images to edit: every sample has some
-    embeds: int | None = None  # of a given frame, elements of the main sequence; None: unknown, unless features have it
+    stride: tuple[int, int] | None  # frames and pixels per latent; None: unknown, which is enough for stored features
+    tokenizers: tuple[CaptionTokenizer, ...]  # one for each text encoder; empty if the folder has no tokenizers
+    folder: Path | None = None  # diffusers folder with tokenizers and VAE
+    images_only: bool = False  # whether the VAE encodes only images
+    edit: EditReader | None = None  # set for pipelines whose text encoder reads the images to edit
+    embeds: int | None = None  # number of embeddings of a given frame in the main sequence; None: unknown
 
     @classmethod
     def load(cls, family: GenerationFamily, folder: Path | None, **options: Any) -> Self:
-        """Return the processor of a diffusers folder. A folder of the transformer alone serves training on features."""
-        options.pop("train_on", None)  # of conversations
+        """Return the processor of a diffusers folder. A folder with only the transformer is enough for training on
+        features."""
+        options.pop("train_on", None)  # an option of conversations
         chosen = build(GenerationOptions, options, "data.processor")
         folder = None if folder is None else pipeline_folder(folder) or folder
         stride, images_only, edit, embeds = chosen.vae_stride, False, None, None
@@ -90,14 +92,14 @@ class GenerationProcessor:
             embeds = frame_embeddings(folder)
         processor = cls(family, chosen, stride, tokenizers, folder, images_only, edit, embeds)
         if stride is not None and chosen.height is not None and chosen.width is not None:
-            processor.fit(chosen.width, chosen.height)  # raises where these are no sizes of the model
+            processor.fit(chosen.width, chosen.height)  # raises if the model does not support this size
         return processor
 
     # ------------------------------------------------------------------------------------------ sizes
 
     @cached_property
     def sampling(self) -> VideoSampling:
-        """Return which frames of a video are taken: one, and those of full latent frames after it."""
+        """Return the rule by which frames are taken from a video: one frame, then full latent frames."""
         time = 1 if self.stride is None else self.stride[0]
         return VideoSampling(self.options.fps, 1, self.options.num_frames, multiple=time, rule="pace")
 
@@ -105,7 +107,7 @@ class GenerationProcessor:
     def _strides(self) -> tuple[int, int]:
         if self.stride is None:
             raise TesseraError(
-                "the pixels of one latent are unknown: the model's folder has no VAE",
+                "the pixels per latent are unknown, because the model's folder has no VAE",
                 where="model.path",
                 fix="name the folder of a diffusers pipeline; or set data.processor.vae_stride=[4,8]; or train on "
                 "features (tessera data features)",
@@ -120,7 +122,7 @@ class GenerationProcessor:
         return space * self.family.patch[1], space * self.family.patch[2]
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height that an image or frame of this size is resized and cropped to."""
+        """Return the width and height to which an image or frame of this size is resized and cropped."""
         tall, wide = self._unit
         options = self.options
         if options.height is not None and options.width is not None:
@@ -129,7 +131,7 @@ class GenerationProcessor:
                     max(1, round(side / unit)) * unit for side, unit in ((options.height, tall), (options.width, wide))
                 ]
                 raise TesseraError(
-                    f"{options.width}x{options.height} pixels are no whole patches of {wide}x{tall}",
+                    f"{options.width}x{options.height} pixels are not a multiple of the patch size {wide}x{tall}",
                     where="data.processor.height",
                     fix=f"height={near[0]} width={near[1]}",
                     code="generation.size-not-whole-patches",
@@ -139,8 +141,8 @@ class GenerationProcessor:
         size = int(width * scale + 1e-6) // wide * wide, int(height * scale + 1e-6) // tall * tall
         if 0 in size:
             raise TesseraError(
-                f"{width}x{height} pixels are less than one patch of {wide}x{tall}",
-                fix="leave such media out, or set data.processor.height and width, which enlarge it",
+                f"{width}x{height} pixels are smaller than one patch of {wide}x{tall}",
+                fix="remove this sample, or set data.processor.height and width, which enlarges media",
                 code="media.smaller-than-patch",
             )
         return size
@@ -151,18 +153,18 @@ class GenerationProcessor:
         return max(width, round(size.width * scale)), max(height, round(size.height * scale))
 
     def frames(self, taken: int) -> int:
-        """Return how many of the frames taken from a video are used: those that fill patches of latents."""
+        """Return how many of `taken` frames of a video are used: as many as fill patches of latents."""
         time, patch = self._strides[0], self.family.patch[0]
         latents = ((taken - 1) // time + 1) // patch * patch
         if latents == 0:
             raise TesseraError(
-                f"{taken} frames are less than one patch, which is of {patch} latent frames",
+                f"{taken} frames do not fill one patch of {patch} latent frames",
                 code="media.fewer-frames-than-patch",
             )
         return 1 + time * (latents - 1)
 
     def grid(self, size: MediaSize) -> Grid:
-        """Return frames, rows and columns of patches of an image or video."""
+        """Return the size of an image or video in patches: frames, rows and columns."""
         width, height = self.fit(size.width, size.height)
         tall, wide = self._unit
         latents = (self.frames(size.frames) - 1) // self._strides[0] + 1
@@ -179,23 +181,23 @@ class GenerationProcessor:
     # ------------------------------------------------------------------------------------------ one sample
 
     def tokenize(self, caption: str) -> tuple[list[list[int]], bool]:
-        """Return the ids of a caption for each text encoder, and whether the first had to be cut."""
+        """Return the token ids of a caption for each text encoder, and whether the caption was truncated."""
         if not self.tokenizers:
             names = ", ".join(reader.tokenizer for reader in self.family.captions)
             raise TesseraError(
-                f"captions cannot be read without {names}",
+                f"captions cannot be tokenized: {names} missing",
                 where="model.path or model.tokenizer",
                 fix="name the folder of a diffusers pipeline, which has its tokenizers",
                 code="generation.missing-tokenizer",
             )
         full = [tokenizer.ids(caption) for tokenizer in self.tokenizers]
         cut = [tokenizer.cut(ids) for tokenizer, ids in zip(self.tokenizers, full, strict=True)]
-        # Where several encoders read a caption, the one that reads most decides whether it is too long.
+        # The text encoder with the largest length decides whether a caption is too long.
         main = max(range(len(cut)), key=lambda number: self.family.captions[number].length)
         too_long = len(cut[main]) < len(full[main])
         if too_long and self.options.long_captions == "leave_out":
             raise TesseraError(
-                f"a caption of {len(full[main])} tokens; the model reads {len(cut[main])}",
+                f"the caption has {len(full[main])} tokens; the model reads at most {len(cut[main])}",
                 fix="shorten the caption, or set data.processor.long_captions=cut",
                 code="generation.caption-over-tokens",
             )
@@ -214,11 +216,12 @@ class GenerationProcessor:
         kind, size = request.wanted.kind, sizes[-1]
         if kind == "video" and self.images_only:
             raise TesseraError(
-                "a video: this model makes images, and its VAE encodes no videos", code="media.video-for-image-model"
+                "the sample is a video, and the VAE of this model encodes only images",
+                code="media.video-for-image-model",
             )
         if kind == "video" and self.frames(size.frames) < self.options.min_frames:
             raise TesseraError(
-                f"a video of {size.total} frames gives {self.frames(size.frames)}, fewer than min_frames "
+                f"{self.frames(size.frames)} frames are taken from a video of {size.total}, fewer than min_frames "
                 f"{self.options.min_frames}",
                 fix="lower data.processor.min_frames, or raise fps",
                 code="media.too-few-frames",
@@ -229,7 +232,7 @@ class GenerationProcessor:
         return {**counts, "images": len(request.references) + int(kind == "image"), "frames": frames}
 
     def _embeds(self) -> int:
-        """Return how many embeddings of a given frame are elements of the main sequence."""
+        """Return how many embeddings of a given frame are in the main sequence."""
         if not self.family.embeds_in_sequence:
             return 0
         return self.embeds if self.embeds is not None else frame_embeddings(self.folder)
@@ -246,22 +249,22 @@ class GenerationProcessor:
         }
 
     def _with_pairs(self, counts: Mapping[str, int], too_long: bool = False) -> dict[str, int]:
-        """Add what attention costs: pairs of elements, and of elements with text that is not among them."""
+        """Add counts for the cost of attention: pairs of elements, and pairs of elements with cross-attended text."""
         tokens, text = counts["tokens"], 0 if self.family.joint else counts["text"]
         return {**counts, "token_pairs": tokens**2, "text_pairs": tokens * text, "cut_captions": int(too_long)}
 
     def _grids(self, request: CaptionedSample, sizes: Sequence[MediaSize]) -> list[Grid]:
-        """Return the grid of what is made, and those of the images to edit."""
+        """Return the size in patches of the image or video to generate, and of each image to edit."""
         references = [sizes[index] for index in request.references]
         if references and not self.family.joint:
             raise TesseraError(
-                f"this model edits no images, and the sample has {len(references)} to edit",
+                f"this model does not edit images, and the sample has {len(references)} to edit",
                 code="generation.model-edits-no-images",
             )
         if references and self.family.edits and self.edit is None:
             names = ", ".join(edit.pipeline for edit in self.family.edits)
             raise TesseraError(
-                "the text encoder also reads the images to edit, and the model's folder is of another pipeline",
+                "the text encoder must read the images to edit, and the model's folder has another pipeline",
                 fix=f"name the folder of a {names} as model.path",
                 code="generation.not-an-edit-pipeline",
             )
@@ -270,7 +273,7 @@ class GenerationProcessor:
         return grids
 
     def _reference_size(self, size: MediaSize) -> tuple[int, int]:
-        """Return the width and height that an image to edit is resized to."""
+        """Return the width and height to which an image to edit is resized."""
         if self.edit is not None:
             return self.edit.images.size(size.width, size.height)
         if self.options.reference_pixels is None:
@@ -282,18 +285,19 @@ class GenerationProcessor:
         (width, height), (tall, wide) = self._reference_size(size), self._unit
         if height % tall or width % wide:
             raise TesseraError(
-                f"an image to edit of {width}x{height} pixels is no whole patches of {wide}x{tall}",
+                f"the size {width}x{height} of an image to edit is not a multiple of the patch size {wide}x{tall}",
                 code="generation.edit-image-not-whole-patches",
             )
         return 1, height // tall, width // wide
 
     def whole_media(self, sample: Sample) -> Sequence[int]:
-        """Return the numbers of images to edit that are resized from their full size."""
+        """Return the numbers of the images to edit that must be decoded at their full size."""
         sized = self.edit is not None or self.options.reference_pixels is not None
         return range(len(sample.media()) - 1) if sized else ()
 
     def _ids(self, request: CaptionedSample, sizes: Sequence[MediaSize]) -> tuple[list[list[int]], bool]:
-        """Return the ids of a caption for each text encoder, with images that it reads, and whether it was cut."""
+        """Return the token ids of a caption for each text encoder, including tokens of images to edit, and whether it
+        was truncated."""
         if self.edit is None:
             return self.tokenize(request.caption)
         return [self.edit.ids(request.caption, self._image_sizes(request, sizes))], False
@@ -303,7 +307,7 @@ class GenerationProcessor:
         return [(sizes[index].width, sizes[index].height) for index in request.references]
 
     def _text(self, ids: Sequence[Sequence[int]]) -> int:
-        """Return how many embeddings of text the model reads."""
+        """Return the number of text embeddings that the model reads. `ids`: token ids for each text encoder."""
         if self.edit is not None:
             return self.edit.images.embeddings(len(ids[0]))
         return self.family.text_length([len(numbers) for numbers in ids])
@@ -337,7 +341,7 @@ class GenerationProcessor:
         return torch.from_numpy(np.array(resized(to_rgb(media), self._reference_size(size)))).unsqueeze(0)
 
     def _frames(self, media: Any, kind: PartKind, size: MediaSize) -> Tensor:
-        """Return uint8 [F, H, W, 3], resized to cover the target and cropped around the middle."""
+        """Return frames, uint8 [F, H, W, 3], resized to cover the target size and center-cropped."""
         width, height = self.fit(size.width, size.height)
         cover = self.target(kind, size)
         images = [to_rgb(media)] if isinstance(media, Image.Image) else list(map(Image.fromarray, media))
@@ -356,8 +360,8 @@ class GenerationProcessor:
         latents, values = sum(math.prod(grid) for grid in stored.grids), self.family.patch_values
         if clean != (latents, values) or text is None:
             raise TesseraError(
-                f"features in {stored.file.name} have latents of {clean}, and the model reads {latents} tokens of "
-                f"{values} numbers: {self.family.channels} channels in patches of {self.family.patch}",
+                f"latents in {stored.file.name} have the shape {clean}, and the model reads {latents} tokens of "
+                f"{values} values: {self.family.channels} channels in patches of {self.family.patch}",
                 fix="make the features with the VAE of this model: tessera data features",
                 code="data.features-shape-mismatch",
             )
@@ -365,11 +369,11 @@ class GenerationProcessor:
         return {**self._sequence_counts(length, stored.grids, self._stored_embeds(stored)), "images": 0, "frames": 0}
 
     def _stored_embeds(self, stored: StoredSample) -> int:
-        """Return how many embeddings of a given frame are among features, as elements of the main sequence."""
+        """Return how many embeddings of a given frame are in the main sequence of a sample of stored features."""
         shape = stored.shape(IMAGE_EMBEDS) if self.family.embeds_in_sequence else (0,)
         if shape is None:
             raise TesseraError(
-                f"features in {stored.file.name} have no embeddings of the first frame, which this model reads",
+                f"{stored.file.name} has no embeddings of the first frame, which this model needs",
                 fix="make the features with train.task_options.given=first: tessera data features",
                 code="data.features-without-frame-embeddings",
             )
@@ -396,9 +400,10 @@ class GenerationProcessor:
         return self.pack(segments)
 
     def hole(self, id: str, length: int, like: Mapping[str, Tensor] | None = None) -> EncodedMedia:
-        """Return zeros in place of a sample that cannot be read: a batch may have nothing else.
+        """Return a sample of zeros in place of an unreadable sample.
 
-        `like`: features without elements, where samples are features; they have the widths and types of all others.
+        `like`: stored features without elements, which state the widths and types of tensors; a batch may contain only
+        unreadable samples.
         """
         counts = {"clean": length, "condition": length, "pooled": 1}
         empty = {} if like is None else like
@@ -406,13 +411,14 @@ class GenerationProcessor:
         return EncodedMedia(id, length, tensors=tensors)
 
     def pack(self, items: Sequence[EncodedMedia]) -> Batch:
-        """Return samples as one packed batch, a segment each."""
+        """Return samples as one packed batch with a segment each."""
         return pack(self.family, items)
 
     # ------------------------------------------------------------------------------------------ files
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizers and the configurations of VAE and image encoder as a diffusers folder has them."""
+        """Write the tokenizers and the configurations of VAE and image encoder, with the names of a diffusers
+        folder."""
         for tokenizer in self.tokenizers:
             name = tokenizer.captions.tokenizer
             if self.folder is not None and (self.folder / name).is_dir():

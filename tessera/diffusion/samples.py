@@ -1,4 +1,4 @@
-"""Declare the options of a generation model's samples, and read the parts of a sample."""
+"""Declare the options for reading samples of a generation model, and split a sample into its parts."""
 
 from __future__ import annotations
 
@@ -15,39 +15,44 @@ from tessera.errors import TesseraError
 
 
 class GenerationOptions(Section):
-    """Declare the keys of `data.processor` of a generation family."""
+    """Declare the keys of `data.processor` for generation families."""
 
-    height: int | None = Field(None, gt=0, le=2**16, description="of every image and frame; give width too")
-    width: int | None = Field(None, gt=0, le=2**16, description="of every image and frame; give height too")
+    height: int | None = Field(None, gt=0, le=2**16, description="of every image and frame, in pixels; needs width")
+    width: int | None = Field(None, gt=0, le=2**16, description="of every image and frame, in pixels; needs height")
     max_pixels: int = Field(
-        480 * 832, gt=0, le=10**9, description="larger images and frames are scaled down, in their own aspect ratio"
+        480 * 832, gt=0, le=10**9, description="larger images and frames are scaled down and keep their aspect ratio"
     )
-    num_frames: int = Field(81, gt=0, le=10**6, description="frames taken from a video at most, from its beginning")
-    min_frames: int = Field(1, gt=0, le=10**6, description="videos that give fewer frames are left out")
+    num_frames: int = Field(
+        81, gt=0, le=10**6, description="maximum number of frames taken from a video, from its beginning"
+    )
+    min_frames: int = Field(1, gt=0, le=10**6, description="videos with fewer frames are left out")
     fps: float = Field(
         0.0,
         ge=0,
         le=1000,
-        description="frames taken from each second of a video, so that motion keeps its speed; 0: every frame",
+        description="frames taken from each second of a video; 0: every frame, whatever the frame rate",
     )
     long_captions: Literal["cut", "leave_out"] = Field(
-        "cut", description="captions with more tokens than the model reads: cut as published pipelines do, or left out"
+        "cut",
+        description="whether captions that are too long are truncated, as in published pipelines, or left out "
+        "with their media",
     )
     reference_pixels: int | None = Field(
         None,
         gt=0,
         le=1 << 26,
-        description="images to edit are brought to about so many pixels, in their own aspect ratio; default: 1048576, "
-        "as in sampling, where the text encoder reads them, too, and as other images where it does not",
+        description="images to edit are resized to about this many pixels and keep their aspect ratio; "
+        "default: 1048576 "
+        "for pipelines whose text encoder reads these images, otherwise the size of other images",
     )
     vae_stride: tuple[int, int] | None = Field(
-        None, description="frames and pixels that one latent stands for, where no folder with a VAE tells it"
+        None, description="frames and pixels along a side that one latent encodes; needed without a VAE folder"
     )
 
     @model_validator(mode="after")
     def _both_sides(self) -> GenerationOptions:
         if (self.height is None) != (self.width is None):
-            raise ValueError("give height and width together; or max_pixels alone, which keeps the aspect ratio")
+            raise ValueError("set both height and width, or only max_pixels, which keeps the aspect ratio")
         if self.min_frames > self.num_frames:
             raise ValueError(f"min_frames {self.min_frames} is more than num_frames {self.num_frames}")
         return self
@@ -63,16 +68,16 @@ class CaptionedSample:
 
     @staticmethod
     def of(sample: Sample) -> CaptionedSample:
-        """Return the parts of a sample; raise if it is of another kind."""
+        """Return the parts of a sample; raise if the sample does not consist of a caption, images to edit and media."""
         if any(message.role == CHOSEN for message in sample.messages):
             raise TesseraError(
-                "a pair of images or videos: data.kind=generation_preference reads these",
+                "this sample is a pair of images or videos, which data.kind=generation_preference reads",
                 code="data.pair-needs-preference-kind",
             )
         media = sample.media()
         if any(part.kind != "image" for part in media[:-1]):
             raise TesseraError(
-                "images can be edited, and this sample has something else before what is to be made",
+                "only images can be edited, and this sample has other media before the image or video to generate",
                 code="data.not-an-edit-image",
             )
         texts = [part.value for message in sample.messages for part in message.parts if part.kind == "text"]
@@ -81,19 +86,19 @@ class CaptionedSample:
 
 @dataclass
 class EncodedMedia:
-    """Hold one sample of a generation model, not yet packed: an image or video that the model learns to make, and what
-    it is made from. A sample that could not be read has a length and nothing else.
+    """Hold one sample of a generation model before packing: an image or video to generate, and its conditions. A sample
+    that could not be read has only a length.
 
-    `tensors` has `text_ids` (also `text_ids_2`, `text_ids_3`) and `frames` uint8 [F, H, W, 3]; or what encoders made of
-    them: `clean` [patches, P], `text` [L, D] and the like.
+    `tensors` contains `text_ids` (also `text_ids_2`, `text_ids_3`) and `frames` uint8 [F, H, W, 3], or the outputs of
+    encoders: `clean` [patches, P], `text` [L, D] and others.
     """
 
     id: str
-    length: int  # elements of the main sequence
+    length: int  # in elements of the main sequence
     grid: tuple[int, int, int] = (0, 0, 0)  # of the latents, in patches: frames, rows, columns
-    text: int = 0  # text tokens in the main sequence; 0 where the model reads text by cross attention
+    text: int = 0  # number of text embeddings
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    reference_grids: tuple[tuple[int, int, int], ...] = ()  # of images to edit, whose latents follow
+    reference_grids: tuple[tuple[int, int, int], ...] = ()  # sizes of the images to edit, in patches
     counts: dict[str, int] = field(default_factory=dict)
-    references: tuple[Tensor, ...] = ()  # these images, uint8 [1, H, W, 3]; none where `clean` has their latents
-    embeds: int = 0  # embeddings of a given frame in the main sequence, which follow those of text
+    references: tuple[Tensor, ...] = ()  # images to edit, uint8 [1, H, W, 3]; empty if `clean` has their latents
+    embeds: int = 0  # number of embeddings of given frames in the main sequence, after the text

@@ -1,4 +1,4 @@
-"""Make the specification of a generation family from its parts."""
+"""Build the specification of a generation family."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def generation_family(
     original: Callable[[Any], WeightMap] | None = None,
     originals: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] | None = None,
 ) -> GenerationSpec:
-    """Return the specification of a family. `config`: a `DiffusersConfig`. `weights`, `original`: parameter names in
-    diffusers folders and in the original checkpoint. `measures`: those of a batch, for which `work` is computed."""
+    """Return the specification of a family. `config`: a `DiffusersConfig` class. `weights`, `original`: parameter names
+    in diffusers folders and in original checkpoints. `measures`: computes the measures of a batch that `work` needs."""
     forms = {"hf": weights} | ({} if original is None else {"original": original})
     return GenerationSpec(
         name=name,

@@ -1,7 +1,6 @@
 """Write features of a data set: encode every sample of a recipe once, for all later runs.
 
-Ranks take shards in turn and skip complete ones. So a run that is killed anywhere continues where it stopped, on any
-number of ranks.
+Ranks take shards in turn and skip complete shards. So a killed run continues where it stopped, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Features:
     folder: Path
     shards: int
     samples: int = 0
-    before: int = 0  # samples of shards that were there already
+    before: int = 0  # samples in shards of an earlier run
     missing: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
     bad_count: int = 0
@@ -121,7 +120,7 @@ def write_features(
     finally:
         reader.close()
     done.missing = finish(folder, facts, len(starts))
-    if not done.missing and ranks == 1:  # others may still read it
+    if not done.missing and ranks == 1:  # other ranks may still read the index
         shutil.rmtree(folder / INDEX, ignore_errors=True)
     done.seconds = time.monotonic() - began
     return done
@@ -137,32 +136,33 @@ def _rows(starts: range, number: int, rows: PackedRows) -> range:
 def _prepare(
     config: RunConfig, folder: Path, split: Literal["train", "eval"], device: torch.device
 ) -> tuple[Encoders, PackedRows, dict[str, Any]]:
-    """Return the encoders, one row for each sample in the order of the data, and the facts that features depend on."""
+    """Return the encoders, rows with one sample each in the order of the data, and the settings that features depend
+    on."""
     sets = config.data.train if split == "train" else config.data.eval
     if any(data.weight is not None for data in sets):
         raise TesseraError(
-            "sets with weights are drawn from in a run; features of all of them would be one set",
+            "data sets with weights cannot share a folder of features, since a run draws from each by its weight",
             where=f"data.{split}",
-            fix="write features of one set at a time, and give the folders their weights when you train",
+            fix="write a folder of features for each data set, and set the weights of the folders when you train",
             code="data.features-of-weighted-sets",
         )
     if any((data.path / MANIFEST).is_file() for data in sets):
         raise TesseraError(
-            "the data are features already",
+            "the data are already stored features",
             where=f"data.{split}",
-            fix="name the media files",
+            fix="name the files of images and videos",
             code="data.already-features",
         )
     options = {**config.train.task_options, "encoders": config.train.task_options.get("encoders") or {}}
     train = config.train.model_copy(update={"task_options": options})
-    # How the model will be sharded does not matter here, and each rank works for itself.
-    read = config.data.model_copy(update={"train": sets, "eval": sets})  # the other split may be features already
+    # The model itself is not used here, so its parallel layout is reset: each rank encodes alone.
+    read = config.data.model_copy(update={"train": sets, "eval": sets})  # the other split may be stored features
     config = config.model_copy(update={"parallel": ParallelSection(), "train": train, "data": read})
     setup = build_meta_model(config, 1)
     processor, task = build_processor(config, setup), setup.task
     if not isinstance(task, DiffusionTask) or not isinstance(processor, GenerationProcessor):
         raise TesseraError(
-            f"features are of models that generate images or videos, and {setup.spec.name} is none",
+            f"{setup.spec.name} does not generate images or videos, so it has no features to write",
             where="model",
             fix="name a recipe of such a family, such as wan",
             code="generation.not-a-generation-model",
@@ -176,10 +176,10 @@ def _prepare(
     components = {
         name: FrozenModule(frozen.component.loaded().to(device), device, "device")
         for name, frozen in setup.frozen.items()
-        if frozen.plan is None  # and not a second copy of the model
+        if frozen.plan is None  # skip a frozen copy of the model, which has a plan
     }
     place = chosen.folder or config.model.path
-    assert place is not None, "the task has read its encoders there"
+    assert place is not None, "the task loaded its encoders from there"
     place = pipeline_folder(place) or place
     edit = edit_of_folder(place, family.edits)
     facts = {
@@ -194,6 +194,6 @@ def _prepare(
         "data": rows.index.identity,
         "length": rows.length,
     }
-    each_empty = edit is not None or family.captions_read_frames  # every sample has an empty caption of its own
+    each_empty = edit is not None or family.captions_read_frames  # whether the empty caption differs between samples
     parts = PipelineFolder(place, family.vaes)
     return Encoders(family, components, parts, task.options.given, stores_empty=each_empty), rows, facts

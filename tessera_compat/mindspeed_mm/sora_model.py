@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from tessera.checkpoint.state import model_tensors, tied_names
 from tessera.config.run_config import ModelSection
+from tessera.core.batch import Batch
+from tessera.diffusion.given_images import patchify
+from tessera.diffusion.samples import EncodedMedia
 from tessera.errors import TesseraError
 from tessera.inference.weight_source import fill_from
 from tessera.models import resolve
@@ -93,6 +97,66 @@ class SoRAModel(GenerationModel):
             for n in range(len(frames))
         ]
         return [super().forward(self.batch_of_ids(frames, ids, drawn))]
+
+    def batch_of_ids(self, frames: Sequence[Tensor], ids: Sequence[Sequence[Sequence[int]]], seed: int = 0) -> Batch:
+        """Return a batch of frames, uint8 [F, H, W, 3], with token ids of their captions, one list for each text
+        encoder."""
+        return self.packed(
+            [self._item(n, video, numbers) for n, (video, numbers) in enumerate(zip(frames, ids, strict=True))], seed
+        )
+
+    def batch_of_features(
+        self, latents: Sequence[Tensor], text: Sequence[Tensor], pooled: Tensor | None = None, seed: int = 0
+    ) -> Batch:
+        """Return a batch of scaled latents [C, f, h, w], and embeddings [L, D] of captions."""
+        family, items = self.task.family, []
+        for number, (values, rows) in enumerate(zip(latents, text, strict=True)):
+            if values.dim() != 4 or values.shape[0] != family.channels:
+                raise TesseraError(
+                    f"latents have the shape {list(values.shape)}; the model reads [{family.channels}, frames, rows, "
+                    "columns]",
+                    where="SoRAModel",
+                    code="generation.latent-channels-mismatch",
+                )
+            self._check_patches(values.shape[1:])
+            tensors = {"clean": patchify(values, family.patch), "text": rows}
+            if pooled is not None:
+                tensors["pooled"] = pooled[number : number + 1]
+            items.append(self._encoded(number, tuple(values.shape[1:]), len(rows), tensors))
+        return self.packed(items, seed)
+
+    def _item(self, number: int, frames: Tensor, ids: Sequence[Sequence[int]]) -> EncodedMedia:
+        family, stride = self.task.family, self.processor.stride
+        if stride is None or len(ids) != len(family.captions):
+            raise TesseraError(
+                f"{len(ids)} lists of token ids were given for {len(family.captions)} text encoders"
+                if stride is not None
+                else "the size of latents is unknown, because no folder with a VAE was named",
+                where="SoRAModel",
+                code="generation.model-input-mismatch",
+            )
+        text = family.text_length([len(numbers) for numbers in ids])
+        tensors = {name: torch.tensor(numbers) for name, numbers in zip(family.id_names, ids, strict=True)}
+        time, space = stride
+        shape = ((len(frames) - 1) // time + 1, frames.shape[1] // space, frames.shape[2] // space)
+        return self._encoded(number, shape, text, {**tensors, "frames": frames})
+
+    def _encoded(self, number: int, shape: Sequence[int], text: int, tensors: dict[str, Tensor]) -> EncodedMedia:
+        family = self.task.family
+        self._check_patches(shape)
+        grid = tuple(size // step for size, step in zip(shape, family.patch, strict=True))
+        tokens = prod(grid) + (text if family.joint else 0)
+        return EncodedMedia(str(number), tokens, (grid[0], grid[1], grid[2]), text, tensors)
+
+    def _check_patches(self, shape: Sequence[int]) -> None:
+        patch = self.task.family.patch
+        if any(size % step or not size for size, step in zip(shape, patch, strict=True)):
+            raise TesseraError(
+                f"the size {tuple(shape)} of latents in frames, rows and columns is not a multiple of the "
+                f"patch {patch}",
+                where="SoRAModel",
+                code="generation.size-not-whole-patches",
+            )
 
 
 def _ids(row: Tensor, mask: Tensor | None) -> list[int]:

@@ -168,10 +168,10 @@ def test_rows_that_cannot_be_edits_are_left_out_with_the_reason(world: tuple[Pat
     packed = rows_of(processor_of(world[0] / "model"), data, length=400, max_bad_share=1.0)
     bad = bad_of(packed)
     assert set(bad) == {"none", "two", "broken", "narrow", "gone", "word"}
-    assert bad["none"] == "no images to edit: this model edits 1"
-    assert bad["two"] == "2 images to edit: this model edits 1"
-    assert "too long and narrow" in bad["narrow"]
-    assert "control word" in bad["word"]
+    assert bad["none"] == "no images to edit were given; this model edits 1"
+    assert bad["two"] == "2 images to edit were given; this model edits 1"
+    assert "too narrow" in bad["narrow"]
+    assert "special token" in bad["word"]
     read = packed.batch(range(len(packed)))
     assert [id for id, _ in read.problems] == ["torn"], "its header is whole: it is found when it is decoded"
     encoded = encoders_of(world[0] / "model").encode(read, ())

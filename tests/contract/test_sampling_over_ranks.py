@@ -107,5 +107,5 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
 def test_ranks_refuse_what_they_cannot_share(tmp_path: Path) -> None:
     write_wan(tmp_path)
     small, three = run_ranks(refused, 2, tmp_path)[0]
-    assert "samples of 1 tokens are too small" in small
+    assert "a batch of 1 tokens cannot be split" in small
     assert "cp 3" in three

@@ -65,7 +65,7 @@ _PAIRS = (
 
 
 def weights(config: CogVideoXConfig) -> WeightMap:
-    """Return the weight map. Patches of one frame are embedded by a convolution in folders."""
+    """Return the parameter names in diffusers folders. There, patches of one frame are embedded by a convolution."""
     size, rules = config.hidden_size, [Rule(native, foreign) for native, foreign in _PAIRS]
     if config.patch_size_t is None:
         patch = (config.in_channels, config.patch_size, config.patch_size)
@@ -79,7 +79,7 @@ def weights(config: CogVideoXConfig) -> WeightMap:
 
 
 def plan(config: CogVideoXConfig) -> ModelPlan:
-    """Return how the model may be split over devices."""
+    """Return the parallel plan."""
     size, values = config.hidden_size, config.patch_values
     block = 12 * size**2
     units = {
@@ -97,14 +97,14 @@ def plan(config: CogVideoXConfig) -> ModelPlan:
 
 
 def work(config: CogVideoXConfig, measures: Measures, training: Training) -> np.ndarray:
-    """Return the FLOPs of each sample; the offset, one entry for a whole batch, is not counted."""
+    """Return the FLOPs of each sample, without the offset embedding, which is computed once per batch."""
     blocks, first, last = (training.get(part, FULL) for part in ("blocks", "embed", "head"))
     tokens, text = (measures[name].astype(np.float64) for name in ("tokens", "text"))
     latents, size, time, values = tokens - text, config.hidden_size, config.time_embed_dim, config.patch_values
     total: np.ndarray = (
         blocks.weights * 2 * config.num_layers * 12 * size * (tokens * size + time)
         + blocks.attention * 4 * config.num_layers * size * tokens**2
-        # Latents, text and times have no gradient, so their first product is computed once less.
+        # Latents, text and times need no gradient, which saves one product in the backward pass.
         + first.first * 2 * size * (latents * config.in_channels * values + text * config.text_embed_dim + time)
         + first.weights * 2 * time**2
         + last.weights * 2 * size * (latents * config.out_channels * values + 2 * time)
@@ -113,14 +113,15 @@ def work(config: CogVideoXConfig, measures: Measures, training: Training) -> np.
 
 
 def example(config: CogVideoXConfig, tokens: int) -> Batch:
-    """Return a batch of one video; of a model with stored positions, of positions that it has."""
+    """Return a batch of one video. For a model with learned positions, all tokens have valid positions."""
     batch = joint_example(config, tokens)
     if not config.use_learned_positional_embeddings:
         return batch
     _, rows, columns = config.grid
     at = torch.arange(tokens) % (rows * columns)
     places = torch.stack([torch.zeros_like(at), at // columns, at % columns])
-    return replace(batch, shapes={}).with_tensors(positions=places)  # no shape: a whole video may have more tokens
+    # Without a shape, because a full video may have more tokens.
+    return replace(batch, shapes={}).with_tensors(positions=places)
 
 
 SPEC = joint_family(

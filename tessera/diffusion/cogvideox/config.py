@@ -1,4 +1,4 @@
-"""The configuration of CogVideoX, in the form of diffusers' CogVideoXTransformer3DModel."""
+"""The configuration of CogVideoX, with the fields of `CogVideoXTransformer3DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
 
-OFFSET = 2.0  # a constant that the published image-to-video models embed beside the time
+OFFSET = 2.0  # the constant `ofs`, which published image-to-video models embed beside the time
 
 
 class CogVideoXFamily(GenerationFamily):
-    """Draw noise as [frames, channels, rows, columns]."""
+    """Draw noise with frames as the first dimension, as in the published pipeline."""
 
     def draw_noise(self, shape: Grid, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
         frames, rows, columns = shape
@@ -44,7 +44,7 @@ class CogVideoXConfig(JointConfig):
     in_channels: int = Field(16, gt=0, le=10**6)
     out_channels: int = Field(16, gt=0, le=10**6)
     time_embed_dim: int = Field(512, gt=0, le=10**6)
-    ofs_embed_dim: int | None = Field(None, gt=0, le=10**6, description="width of the embedding of a constant offset")
+    ofs_embed_dim: int | None = Field(None, gt=0, le=10**6, description="width of the embedding of the constant `ofs`")
     text_embed_dim: int = Field(4096, gt=0, le=10**7)
     num_layers: int = Field(30, gt=0, le=10**4)
     sample_width: int = Field(90, gt=0, le=10**6)
@@ -73,18 +73,18 @@ class CogVideoXConfig(JointConfig):
 
     @property
     def patch_values(self) -> int:
-        """Return the number of latent values in a patch of one channel."""
+        """Return the number of values of one channel in a patch."""
         return (self.patch_size_t or 1) * self.patch_size**2
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Return the size of the videos a model was made for: frames, rows and columns in patches."""
+        """Return the video size for which the model was trained: frames, rows and columns in patches."""
         frames = (self.sample_frames - 1) // self.temporal_compression_ratio + 1
         return (frames, self.sample_height // self.patch_size, self.sample_width // self.patch_size)
 
     @property
     def learned_places(self) -> int:
-        """Return the number of stored positions: those of the longest text, then those of a video."""
+        """Return the number of learned positions: those of the longest text, then those of a video."""
         frames, rows, columns = self.grid
         return self.max_text_seq_length + frames * rows * columns
 
@@ -108,7 +108,7 @@ class CogVideoXConfig(JointConfig):
             patch=self.patch,
             joint=True,
             whole_text=True,
-            # The model attends to the states of padding, and the encoder reads padding as if it were text.
+            # The model attends to states of padding tokens; the encoder gets no attention mask.
             captions=(EncodedPaddingCaptions(length=self.max_text_seq_length, masked=False),),
             objective="v",
             images=FirstFrameChannels(required=True) if self.in_channels > self.out_channels else GivenImages(),
@@ -125,7 +125,7 @@ class CogVideoXConfig(JointConfig):
         frames, rows, columns = batch.shapes["latents"][0]
         rotation = None
         if self.use_rotary_positional_embeddings:
-            # As the pipeline of diffusers computes them, which alone tells the releases apart.
+            # The functions of diffusers' pipeline, which handle the differences between releases.
             from diffusers.models.embeddings import get_3d_rotary_pos_embed
             from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 

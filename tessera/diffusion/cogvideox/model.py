@@ -1,4 +1,4 @@
-"""CogVideoX: text and latents in one sequence, with the same weights for both and a modulation for each."""
+"""CogVideoX: text and latents in one sequence, with shared weights and separate modulations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera.ops.pointwise import Angles, axes_angles, rotate
 
 THETA = 10_000.0
 INITIAL_RANGE = 0.02
-Line = tuple[float, float]  # where the positions of an axis begin, and how far apart they are
+Line = tuple[float, float]  # first position on an axis, and distance between positions
 PLAIN: tuple[Line, Line] = ((0.0, 1.0), (0.0, 1.0))
 
 
@@ -28,7 +28,7 @@ def make_norm(config: CogVideoXConfig) -> nn.Module:
 
 
 class CogVideoXAttention(nn.Module):
-    """Attend over the text and latents of each sample; latents are rotated by their positions."""
+    """Attend over text and latents of each sample. Only latents have rotary positions."""
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__()
@@ -48,8 +48,8 @@ class CogVideoXAttention(nn.Module):
 
 
 class CogVideoXBlock(nn.Module):
-    """Compute one block. A modulation holds shift, scale and gate of latents, then those of text: an element takes
-    entry 2 x its sample, or the one behind it if it is text."""
+    """Compute one block. A modulation has two entries per sample: shift, scale and gate for latents at 2 x sample, and
+    for text at 2 x sample + 1."""
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class CogVideoXBlock(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """Look up a stored embedding for every place of a video of the size a model was made for, behind those of the
-    longest text. It is kept as it is: published code does not train it."""
+    """Add stored position embeddings: first those of the longest text, then those of a video of the trained size. They
+    are frozen, as in the published code."""
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__()
@@ -87,19 +87,19 @@ class LearnedPositions(nn.Module):
         return self.weight[self.config.max_text_seq_length + (frame * rows + row) * columns + column]
 
     def of_text(self, segments: Segments, count: int) -> Tensor:
-        """Return the embedding of text tokens, by their place in the text."""
+        """Return the position embeddings of text tokens, by their number in the text."""
         at = torch.arange(count, device=self.weight.device)
         sample = torch.searchsorted(segments.bounds[1:], at, right=True)
         return self.weight[(at - segments.bounds[:-1][sample]).clamp(max=self.config.max_text_seq_length - 1)]
 
 
 class CogVideoXEmbeddings(nn.Module):
-    """Embed text, latents and their places, and the time of each sample."""
+    """Embed text, latents, positions, and the time of each sample."""
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__()
         self.config, size, offset = config, config.hidden_size, config.ofs_embed_dim
-        # Folders have no bias of the patch embedding only where it is a convolution.
+        # Only the convolution of patches of one frame may lack a bias.
         bias = config.patch_bias or config.patch_size_t is not None
         self.latents = PatchEmbed(config.in_channels * config.patch_values, size, bias)
         self.text = nn.Linear(config.text_embed_dim, size)
@@ -108,11 +108,11 @@ class CogVideoXEmbeddings(nn.Module):
         self.offset = None if offset is None else TimeEmbedding(offset, offset)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the main sequence, and what modulations are computed from."""
+        """Return the main sequence, and the input of the modulations."""
         text_index, latent_index = batch["text_index"], batch["latent_index"]
         latents: Tensor = self.latents(batch["latents"])
         text, latents = self._placed(batch, self.text(batch["text"].to(latents.dtype)), latents)
-        sources = batch.get("text_index.sources")  # of a rank that has a part of the sequence
+        sources = batch.get("text_index.sources")  # set with context parallelism: the text tokens of this rank
         text = text if sources is None else text.index_select(0, sources)
         x = latents.new_zeros(batch["sample_index"].shape[0], latents.shape[1])
         time = self.time(batch["timesteps"])
@@ -121,7 +121,7 @@ class CogVideoXEmbeddings(nn.Module):
         return x.index_copy(0, text_index, text).index_copy(0, latent_index, latents), F.silu(time.to(x.dtype))
 
     def _placed(self, batch: Batch, text: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return text and latents with the embeddings of their places, where a model adds any."""
+        """Return text and latents with position embeddings added, if the model has them."""
         config, positions = self.config, batch["positions"].index_select(1, batch["latent_index"])
         if self.places is None:
             if not config.use_rotary_positional_embeddings:
@@ -130,7 +130,7 @@ class CogVideoXEmbeddings(nn.Module):
         for shape in batch.shapes.get("latents", ()):
             if tuple(shape) != config.grid:
                 raise TesseraError(
-                    f"a video of {' x '.join(map(str, shape))} patches; the stored positions of this model are of "
+                    f"a video has {' x '.join(map(str, shape))} patches, and this model has learned positions for "
                     f"{' x '.join(map(str, config.grid))}",
                     where="model.config.use_learned_positional_embeddings",
                     fix=f"give videos of {config.sample_frames} frames whose latents have {config.sample_height} rows "
@@ -142,7 +142,7 @@ class CogVideoXEmbeddings(nn.Module):
 
 
 class CogVideoXHead(nn.Module):
-    """Predict the values of patches."""
+    """Predict the values of each token from its final state."""
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__()
@@ -158,11 +158,10 @@ class CogVideoXHead(nn.Module):
 
 
 class CogVideoXModel(nn.Module):
-    """Predict v for each latent token. Batches are those of families whose text and latents are one sequence; the
-    positions of text tokens are not read.
+    """Predict v for each latent token. Text and latents are one sequence; positions of text tokens are not used.
 
-    Parts that are None are in another pipeline stage. `carry` holds the activation of the stage before: the main
-    sequence, then the times of samples, which are embedded once and travel with it.
+    Parts that are None are in another pipeline stage. `carry` is the output of the previous stage: the main sequence,
+    then the embedded times of samples, which only the first stage computes.
     """
 
     def __init__(self, config: CogVideoXConfig) -> None:
@@ -191,7 +190,8 @@ class CogVideoXModel(nn.Module):
         return {LATENTS: self.head(x.index_select(0, latent_index), time, latent_samples)}
 
     def _angles(self, batch: Batch, samples: Tensor) -> Angles:
-        """Return the rotation of every element; text is not rotated. `samples`: the sample of each latent token."""
+        """Return the rotary angles of every element. Text has angle zero. `samples`: the sample of each latent
+        token."""
         index, size = batch["latent_index"], self.config.attention_head_dim
         places = rope_positions(self.config, batch, batch["positions"].index_select(1, index), samples)
         angles = axes_angles(places, (size // 4, size // 8 * 3, size // 8 * 3), THETA)
@@ -201,7 +201,7 @@ class CogVideoXModel(nn.Module):
 
     @torch.no_grad()
     def initialize(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill an unsharded parameter with initial weights: modulations and prediction begin at zero."""
+        """Initialize an unsharded parameter. Modulations and the first prediction are zero."""
         *path, kind = name.split(".")
         if kind == "bias" or path[-1].endswith("modulation") or path[:2] == ["head", "proj"]:
             tensor.zero_()
@@ -213,7 +213,7 @@ class CogVideoXModel(nn.Module):
             tensor.normal_(0.0, INITIAL_RANGE, generator=generator)
 
     def _initial_places(self) -> Tensor:
-        """Return the sines of all places of a video, behind zeros for text."""
+        """Return the initial learned positions: zeros for text, then sines for all positions of a video."""
         text = torch.zeros(self.config.max_text_seq_length, self.config.hidden_size)
         axes = torch.meshgrid(*(torch.arange(size) for size in self.config.grid), indexing="ij")
         return torch.cat([text, sine_embedding(self.config, torch.stack([axis.flatten() for axis in axes]))])
@@ -223,7 +223,8 @@ class CogVideoXModel(nn.Module):
 
 
 def stretched(rows: int, columns: int, base_rows: int, base_columns: int) -> tuple[Line, Line]:
-    """Return the lines of rows and columns: the grid of a video, enlarged to fit into the base grid, in its middle."""
+    """Return first position and distance for rows and for columns, so that the grid of a video fits centered into the
+    base grid."""
     if rows / columns > base_rows / base_columns:
         height, width = base_rows, round(base_rows / rows * columns)
     else:
@@ -233,24 +234,25 @@ def stretched(rows: int, columns: int, base_rows: int, base_columns: int) -> tup
 
 
 def _line(start: int, stop: int, count: int) -> Line:
-    """Return the line on which the last of `count` positions is `stop` x (count - 1) / count."""
+    """Return first position and distance, so that the last of `count` positions is `stop` x (count - 1) / count."""
     return (float(start), (stop * (count - 1) / count - start) / (count - 1) if count > 1 else 0.0)
 
 
 def rope_positions(config: CogVideoXConfig, batch: Batch, positions: Tensor, samples: Tensor) -> Tensor:
-    """Return the positions [3, N] by which latent tokens are rotated, in fp32, from those in patches. `samples`:
-    the sample of each token. The shapes of samples are on the host."""
+    """Return the rotary positions [3, N] of latent tokens in float32. `positions`: in patches. `samples`: the sample of
+    each token."""
     wide = positions.float()
     lines = [stretched(rows, columns, *config.grid[1:]) for _, rows, columns in batch.shapes.get("latents", ())]
     if config.patch_size_t is not None or all(line == PLAIN for line in lines):
         return wide
-    lines += [PLAIN] * (batch["timesteps"].shape[0] - len(lines))  # of padding
+    lines += [PLAIN] * (batch["timesteps"].shape[0] - len(lines))  # entries for padding
     table = torch.tensor(lines, device=positions.device)[samples]  # [N, axis, 2]
     return torch.cat([wide[:1], wide[1:] * table[..., 1].T + table[..., 0].T])
 
 
 def sine_embedding(config: CogVideoXConfig, positions: Tensor) -> Tensor:
-    """Return the embedding [N, hidden] of positions [3, N]: a quarter is of the frame, the rest of column and row."""
+    """Return sine embeddings [N, hidden] of positions [3, N]: a quarter of the features for the frame, the rest for
+    column and row."""
     width, space = config.hidden_size, config.spatial_interpolation_scale
     frame, row, column = positions.float().unbind()
     parts = (

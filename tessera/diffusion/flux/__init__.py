@@ -1,4 +1,4 @@
-"""Flux.1: images from text, and from text and reference images, which are further tokens (Kontext)."""
+"""Flux.1: images from text, and from text and reference images, which are additional tokens (Kontext)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "pooled_projection_dim": 64,
         "axes_dims_rope": (8, 12, 12),
     },
-    "dev": {"guidance_embeds": True},  # also Kontext
+    "dev": {"guidance_embeds": True},  # also the shape of Kontext
     "schnell": {},
     "fill": {"guidance_embeds": True, "in_channels": 384, "out_channels": 64},
-    "control": {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},  # depth and edges
+    "control": {"guidance_embeds": True, "in_channels": 128, "out_channels": 64},  # conditions on depth or edges
 }
 _NAMES = (
     ("embed.latents.{kind}", "x_embedder.{kind}"),
@@ -35,12 +35,12 @@ _NAMES = (
 
 
 def weights(config: FluxConfig) -> WeightMap:
-    """Return the names of diffusers folders."""
+    """Return the parameter names in diffusers folders."""
     rules = (*plain_rules(_NAMES), *double_rules(), *single_rules(config.shape))
     return WeightMap(rules, idle=idle_layers(config.shape))
 
 
-# Native names, and those in the original checkpoint.
+# Native names and names in the original checkpoint.
 _ORIGINAL = (
     ("embed.latents.{kind}", "img_in.{kind}"),
     ("embed.text.{kind}", "txt_in.{kind}"),
@@ -76,7 +76,7 @@ _ORIGINAL = (
 
 
 def original(config: FluxConfig) -> WeightMap:
-    """Return the names and shapes of the original checkpoint: queries, keys and values are one layer."""
+    """Return the parameter names and shapes in original checkpoints, where queries, keys and values are one layer."""
     block = config.shape.block
     rows = (block.hidden,) * 3 + (block.intermediate,)
     rules = (

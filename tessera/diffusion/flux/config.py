@@ -1,4 +1,4 @@
-"""The configuration of Flux, whose fields are those of `FluxTransformer2DModel` of diffusers."""
+"""The configuration of Flux, with the fields of `FluxTransformer2DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from tessera.nn.joint_transformer import TransformerShape
 
 
 class FluxFamily(EvenLevels, NoiseInModelType, GenerationFamily):
-    """Sample at even noise levels, from noise in the type of the model."""
+    """Sample at evenly spaced noise levels, from noise in the data type of the model."""
 
 
 class FluxConfig(JointConfig):
     class_name: ClassVar[str] = "FluxTransformer2DModel"
-    # Patches of latents are made before the model: one token has `in_channels` numbers.
+    # The input is already patchified: a token has `in_channels` values.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"patch_size": (1,)}
 
-    in_channels: int = Field(64, gt=0, le=10**6, description="numbers in a token, with those of a condition")
+    in_channels: int = Field(
+        64, gt=0, le=10**6, description="number of values in an input token, with condition channels"
+    )
     out_channels: int | None = Field(None, gt=0, le=10**6, description="default: in_channels")
-    num_layers: int = Field(19, ge=0, le=10**4, description="blocks with weights for text and for latents")
-    num_single_layers: int = Field(38, ge=0, le=10**4, description="blocks with the same weights for both")
+    num_layers: int = Field(19, ge=0, le=10**4, description="blocks with separate weights for text and latents")
+    num_single_layers: int = Field(38, ge=0, le=10**4, description="blocks with shared weights for text and latents")
     attention_head_dim: int = Field(128, gt=0, le=10**6)
     num_attention_heads: int = Field(24, gt=0, le=10**6)
     joint_attention_dim: int = Field(4096, gt=0, le=10**8, description="width of text embeddings")
     pooled_projection_dim: int = Field(768, gt=0, le=10**8, description="width of the pooled text embedding")
-    guidance_embeds: bool = Field(False, description="the scale of guidance is an input")
+    guidance_embeds: bool = Field(False, description="whether the guidance scale is an input")
     axes_dims_rope: tuple[int, int, int] = (16, 56, 56)
 
     @model_validator(mode="after")
     def _fits(self) -> FluxConfig:
         self.check_rope(self.axes_dims_rope, self.attention_head_dim)
         if self.in_channels % PATCH**2 or (self.out_channels or 0) % PATCH**2:
-            raise ValueError(f"in_channels and out_channels are multiples of {PATCH**2}, the places in a patch")
+            raise ValueError(f"in_channels and out_channels must be multiples of {PATCH**2}, the size of a patch")
         if not self.num_layers + self.num_single_layers:
-            raise ValueError("num_layers and num_single_layers are both 0")
+            raise ValueError("num_layers and num_single_layers must not both be 0")
         return self
 
     @property

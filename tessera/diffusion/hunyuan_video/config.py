@@ -1,4 +1,4 @@
-"""The configuration of HunyuanVideo, in the form of diffusers' HunyuanVideoTransformer3DModel."""
+"""The configuration of HunyuanVideo, with the fields of `HunyuanVideoTransformer3DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import GUIDANCE_UNIT, TransformerShape
 
-# The template of captions; the embeddings of the part before the caption are left out.
+# The template of captions. Embeddings of the part before the caption are dropped.
 TEMPLATE = (
     "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following aspects: "
     "1. The main content and theme of the video."
@@ -39,11 +39,11 @@ IMAGE_TEMPLATE = (
 
 
 class HunyuanVideoFamily(EvenLevels, GenerationFamily):
-    """Sample at even noise levels."""
+    """Sample at evenly spaced noise levels."""
 
 
 class FromImageFamily(HunyuanVideoFamily):
-    """Mix a small share of the latents of a given image into the noise of every frame."""
+    """Mix a small share of the given image's latents into the noise of every frame."""
 
     image_share: ClassVar[float] = 0.001
 
@@ -54,14 +54,14 @@ class FromImageFamily(HunyuanVideoFamily):
 
 
 class ConcatenatedImageFamily(FromImageFamily):
-    """Leave out the first frames of a video, which repeat the given image."""
+    """Drop the first frames of a generated video, which repeat the given image."""
 
     def trim(self, video: Tensor) -> Tensor:
         return video[4:]
 
 
 class HunyuanConfig(JointConfig):
-    """Hold what both generations of HunyuanVideo configure."""
+    """Define the fields that HunyuanVideo and HunyuanVideo 1.5 share."""
 
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"qk_norm": ("rms_norm",)}
 
@@ -93,11 +93,11 @@ class HunyuanConfig(JointConfig):
 
     @property
     def patch_values(self) -> int:
-        """Return the number of latent values in a patch of one channel."""
+        """Return the number of values of one channel in a patch."""
         return self.patch_size_t * self.patch_size**2
 
     def transformer(self, single: int) -> TransformerShape:
-        """Return the sizes of the transformer. `single`: the number of blocks with one set of weights."""
+        """Return the sizes of the transformer. `single`: number of blocks with shared weights for text and latents."""
         size, heads = self.hidden_size, self.num_attention_heads
         return TransformerShape(
             block=JointShape(size, heads, self.intermediate_size, attention=self.attention),
@@ -112,11 +112,11 @@ class HunyuanConfig(JointConfig):
     def _axes_fill_a_head(self) -> HunyuanConfig:
         axes, size = list(self.rope_axes_dim), self.attention_head_dim
         if sum(axes) != size or any(axis < 0 or axis % 2 for axis in axes):
-            raise ValueError(f"rope_axes_dim {axes} are even numbers that add up to attention_head_dim {size}")
+            raise ValueError(f"rope_axes_dim {axes} must be even and add up to attention_head_dim {size}")
         if self.intermediate_size % self.num_attention_heads:
             raise ValueError(
-                f"mlp_ratio {self.mlp_ratio} gives {self.intermediate_size} features, which {self.num_attention_heads} "
-                "heads cannot share"
+                f"mlp_ratio {self.mlp_ratio} gives {self.intermediate_size} features, not a multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
             )
         return self
 
@@ -124,11 +124,11 @@ class HunyuanConfig(JointConfig):
 class HunyuanVideoConfig(HunyuanConfig):
     class_name: ClassVar[str] = "HunyuanVideoTransformer3DModel"
 
-    num_single_layers: int = Field(40, ge=0, le=10**4, description="blocks with the same weights for text and latents")
+    num_single_layers: int = Field(40, ge=0, le=10**4, description="blocks with shared weights for text and latents")
     guidance_embeds: bool = True
     pooled_projection_dim: int = Field(768, gt=0, le=10**7)
     image_condition_type: Literal["latent_concat", "token_replace"] | None = Field(
-        None, description="how a first frame is given: as further channels, or in place of the first frame's latents"
+        None, description="how a given first frame is read: as channels, or instead of its noisy latents"
     )
 
     @property

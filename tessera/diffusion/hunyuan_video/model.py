@@ -1,4 +1,4 @@
-"""HunyuanVideo: refined text and latents in one sequence, through blocks with weights for each, then for both."""
+"""HunyuanVideo: refined text and latents in one sequence, in blocks with separate and then with shared weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def make_refiner(config: HunyuanConfig) -> TokenRefiner:
 
 
 def make_layout(config: HunyuanConfig, batch: Batch) -> JointLayout:
-    """Return the layout of a batch. Text is at position 0 and is not rotated."""
+    """Return the layout of a batch. Text is at position 0 and has no rotary positions."""
     angles = axes_angles(batch["positions"], config.rope_axes_dim, config.rope_theta)
     return joint_layout(batch, angles, rotate_text=False)
 
 
 def rank_part(embedded: Tensor, batch: Batch, index: str) -> Tensor:
-    """Return the embeddings of this rank, where ranks share a sequence and each computes all embeddings."""
+    """Return the embeddings of this rank. With context parallelism, every rank computes all embeddings."""
     sources = batch.get(f"{index}.sources")
     return embedded if sources is None else embedded.index_select(0, sources)
 
 
 class HunyuanVideoEmbeddings(nn.Module):
-    """Embed latents, text, and the conditions of a sample: its time, its pooled caption, the scale of guidance."""
+    """Embed latents, text, and the conditions of a sample: time, pooled caption and guidance scale."""
 
     def __init__(self, config: HunyuanVideoConfig) -> None:
         super().__init__()
@@ -49,7 +49,8 @@ class HunyuanVideoEmbeddings(nn.Module):
         self.replaces = config.shape.reference_time
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return latents, text, and the conditions of samples; where first frames are given, also those of time 0."""
+        """Return latents, text, and the conditions of samples. For models with given first frames, conditions at time 0
+        follow."""
         latents, times = self.latents(batch["latents"]), batch["timesteps"]
         text = self.text(batch["text"].to(latents.dtype), times, batch.segments["text"])
         pooled = self.pooled(batch["pooled"].to(latents.dtype))
@@ -62,9 +63,8 @@ class HunyuanVideoEmbeddings(nn.Module):
 
 
 class HunyuanVideoModel(JointTransformer):
-    """Predict a velocity for each latent token. Batches are those of families whose text and latents are one sequence,
-    with `pooled` [S, W] and, for a model distilled from guidance, `guidance` [S]. Where first frames are given in place
-    of their noisy latents, these have a condition of their own: that of time 0."""
+    """Predict a velocity for each latent token. Text and latents are one sequence. Batches also have `pooled` [S, W]
+    and, for guidance-distilled models, `guidance` [S]. Given first frames have the condition of time 0."""
 
     def __init__(self, config: HunyuanVideoConfig) -> None:
         super().__init__(config.shape, HunyuanVideoEmbeddings(config))
@@ -84,5 +84,5 @@ class HunyuanVideoModel(JointTransformer):
         return replace(layout, latent_samples=layout.latent_samples + self._time_offsets(batch))
 
     def _time_offsets(self, batch: Batch) -> Tensor:
-        """Return how much further the condition of a latent is: a first frame has that of time 0."""
+        """Return the offset of each latent's condition: latents of the first frame use the conditions at time 0."""
         return (batch["positions"][0, batch["latent_index"]] == 0) * batch["timesteps"].shape[0]

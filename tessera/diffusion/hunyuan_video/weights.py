@@ -1,4 +1,4 @@
-"""Parameter names of HunyuanVideo in diffusers folders and in the original checkpoints, and its costs."""
+"""Parameter names of HunyuanVideo in diffusers folders and in original checkpoints, and its costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHARED = (
     ("embed.text.pooled.down.{kind}", "context_embedder.time_text_embed.text_embedder.linear_2.{kind}"),
     ("head.proj.{kind}", "proj_out.{kind}"),
 )
-# Native names, and those in the original checkpoint.
+# Native names and names in the original checkpoint.
 _ORIGINAL = (
     ("embed.latents.bias", "img_in.proj.bias"),
     ("embed.time.up.{kind}", "time_in.mlp.0.{kind}"),
@@ -80,7 +80,8 @@ _ORIGINAL = (
 
 
 def shared_rules(config: HunyuanConfig) -> list[Rule]:
-    """Return the rules of what both generations have. Folders embed patches by a convolution."""
+    """Return the rules that HunyuanVideo and HunyuanVideo 1.5 share. In files, patches are embedded by a
+    convolution."""
     native, foreign = _BLOCK
     return [
         _patches(config, "x_embedder.proj.weight"),
@@ -95,7 +96,7 @@ def weights(config: HunyuanVideoConfig) -> WeightMap:
 
 
 def original(config: HunyuanVideoConfig) -> WeightMap:
-    """Return the names and shapes of the original checkpoint: queries, keys and values are one layer."""
+    """Return the parameter names and shapes in original checkpoints, where queries, keys and values are one layer."""
     block = config.shape.block
     rows = (block.hidden,) * 3 + (block.intermediate,)
     refiner = "txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv"
@@ -123,7 +124,7 @@ def _patches(config: HunyuanConfig, foreign: str) -> Rule:
 
 
 def work(config: HunyuanConfig, measures: Measures, training: Training) -> np.ndarray:
-    """Return the FLOPs of each sample, with those of the refiner, which only text enters."""
+    """Return the FLOPs of each sample, including the text refiner."""
     passes, size, width = training.get("embed", FULL), config.hidden_size, config.text_embed_dim
     text, layers = measures.get("refined", measures["text"]).astype(np.float64), config.num_refiner_layers
     refiner: np.ndarray = (

@@ -1,4 +1,4 @@
-"""The configuration of HunyuanVideo 1.5, in the form of diffusers' HunyuanVideo15Transformer3DModel."""
+"""The configuration of HunyuanVideo 1.5, with the fields of `HunyuanVideo15Transformer3DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera.diffusion.given_images import MarkedFrameChannels
 from tessera.diffusion.hunyuan_video.config import HunyuanConfig, HunyuanVideoFamily
 from tessera.nn.joint_transformer import TransformerShape
 
-# The template of captions; the embeddings of the part before the caption are left out. The spaces are part of it.
+# The template of captions, with its spaces. Embeddings of the part before the caption are dropped.
 _ASPECTS = (
     "You are a helpful assistant. Describe the video by detailing the following aspects:",
     "1. The main content and theme of the video.",
@@ -34,10 +34,10 @@ TEMPLATE = (
 
 
 class HunyuanVideo15Family(HunyuanVideoFamily):
-    """Crop a given image to the shape of the video."""
+    """Crop a given image to the aspect ratio of the video."""
 
     def fit_image(self, image: Image.Image, height: int, width: int) -> Image.Image:
-        if image.width * height > image.height * width:  # wider than the video
+        if image.width * height > image.height * width:  # the image is wider than the video
             size = image.width * height // image.height, height
         else:
             size = width, image.height * width // image.width
@@ -57,7 +57,7 @@ class HunyuanVideo15Config(HunyuanConfig):
     text_embed_dim: int = Field(3584, gt=0, le=10**7)
     text_embed_2_dim: int = Field(1472, gt=0, le=10**7)
     image_embed_dim: int = Field(1152, gt=0, le=10**7)
-    target_size: int = Field(640, gt=0, le=10**6, description="pixels of the side that videos are made for")
+    target_size: int = Field(640, gt=0, le=10**6, description="side length in pixels for which the model was trained")
     task_type: str = "i2v"
 
     @property
@@ -72,8 +72,8 @@ class HunyuanVideo15Config(HunyuanConfig):
             patch=self.patch,
             joint=True,
             whole_text=True,
-            # Words in quotes have embeddings of a second encoder, `text_2`: a batch without them is a caption without
-            # such words.
+            # The published pipeline also encodes quoted words with a second encoder (`text_2`). Batches without
+            # `text_2` are treated as captions without quoted words.
             captions=(Captions(length=1000, template=TEMPLATE, blank=" ", skip=108, layer=-3),),
             images=MarkedFrameChannels(required=from_image),
             image_embeds=from_image,
@@ -87,7 +87,7 @@ class HunyuanVideo15Config(HunyuanConfig):
             "timestep": batch["timesteps"],
             "encoder_hidden_states": text,
             "encoder_attention_mask": torch.ones(text.shape[:2]),
-            # No words in quotes, and no image: masked, and features of zeros.
+            # Neither quoted words (masked) nor an image (features of zeros).
             "encoder_hidden_states_2": text.new_zeros(1, 1, self.text_embed_2_dim),
             "encoder_attention_mask_2": torch.zeros(1, 1),
             "image_embeds": text.new_zeros(1, 1, self.image_embed_dim),

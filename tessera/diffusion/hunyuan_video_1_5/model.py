@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5: captions by two encoders and features of a given image, in one sequence with latents."""
+"""HunyuanVideo 1.5: embeddings of two text encoders and of a given image, in one sequence with latents."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tessera.nn.joint_transformer import TIME_FEATURES, JointTransformer
 from tessera.nn.layers import LayerNorm
 from tessera.nn.vit import PatchEmbed
 
-# Packed tensors that are conditions of a sample, in the order of their kinds; `<name>_index` holds their places.
+# Packed batch tensors of conditions. `<name>_index` contains their positions in the main sequence.
 CONDITIONS = ("text", "text_2", "image_embeds")
 GLYPHS_INNER = 2048
 _EPS = 1e-5
 
 
 class GlyphProjection(nn.Module):
-    """Embed the states of the second encoder: of words that appear in a video."""
+    """Project the states of the second text encoder, which reads words that appear in the video."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class GlyphProjection(nn.Module):
 
 
 class SiglipProjection(nn.Module):
-    """Embed the features of a given image."""
+    """Project the embeddings of a given image."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SiglipProjection(nn.Module):
 
 
 class HunyuanVideo15Embeddings(nn.Module):
-    """Embed latents, the three kinds of conditions, and the time of each sample."""
+    """Embed latents, three kinds of conditions, and the time of each sample."""
 
     def __init__(self, config: HunyuanVideo15Config) -> None:
         super().__init__()
@@ -63,9 +63,9 @@ class HunyuanVideo15Embeddings(nn.Module):
         self.time = TimeEmbedding(TIME_FEATURES, size)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return latents, all conditions one kind after another, and what modulations are computed from."""
+        """Return latents, all conditions joined, and the input of the modulations."""
         latents, times = self.latents(batch["latents"]), batch["timesteps"]
-        # An input that a batch lacks is computed as one without elements, so that its weights have a gradient of zero.
+        # A missing input is replaced by an empty tensor, so that its weights still get a gradient of zero.
         blank = [latents.new_zeros(0, width) for width in self.widths]
         inputs = [batch[name].to(x.dtype) if name in batch else x for name, x in zip(CONDITIONS, blank, strict=True)]
         embedded = [
@@ -81,11 +81,11 @@ class HunyuanVideo15Embeddings(nn.Module):
 
 
 class HunyuanVideo15Model(JointTransformer):
-    """Predict a velocity for each latent token.
+    """Predict a velocity for each latent token. Text and latents are one sequence.
 
-    Batches are those of families whose text and latents are one sequence. Besides `text` there may be `text_2`, of an
-    encoder of single characters, and `image_embeds`; each is packed with segments of its name, and its elements are in
-    the main sequence at the indices `text_index`, `text_2_index` and `image_embeds_index`.
+    Besides `text` a batch may have `text_2`, from a character-level encoder, and `image_embeds`. Each is packed with
+    segments of its name. `text_index`, `text_2_index` and `image_embeds_index` are their positions in the main
+    sequence.
     """
 
     def __init__(self, config: HunyuanVideo15Config) -> None:

@@ -1,4 +1,4 @@
-"""Images and videos with captions, which a model learns to make: read from media files, or from features of them."""
+"""Read images and videos with captions for a generation model, from media files or from stored features."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COUNTS = ("samples", "tokens", "latents", "text", "trained", "images", "frames")
 
 
 def generation_processor_of(request: RowRequest) -> GenerationProcessor:
-    """Return the processor of a request; raise if it is not that of a generation family."""
+    """Return the processor of a request; raise if it does not belong to a generation family."""
     if not isinstance(request.processor, GenerationProcessor):
         raise TesseraError(
-            f"{type(request.processor).__name__} does not serve images and videos with captions",
+            f"{type(request.processor).__name__} does not read images and videos with captions",
             where=f"data.kind={request.section.kind}",
             fix="use a family that generates images or videos, such as wan; or data.kind=chat",
             code="data.kind-needs-generation-model",
@@ -35,12 +35,12 @@ def generation_processor_of(request: RowRequest) -> GenerationProcessor:
 
 
 def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSource:
-    """Return the rows of media files with captions, or of features."""
+    """Return the rows of media files with captions, or of stored features."""
     section = request.section
     for key, plain in (("truncate", "never"), ("train_on", ["assistant"]), ("mask_history", False)):
         if getattr(section, key) != plain:
             raise TesseraError(
-                f"{key} is about turns of a conversation, and has no effect on captions",
+                f"{key} applies to turns of conversations and has no effect on captions",
                 where=f"data.{key}",
                 fix=f"leave data.{key} out",
                 code="data.key-of-conversations",
@@ -53,7 +53,7 @@ def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSo
         raise TesseraError(
             "features and media files cannot be mixed in one run",
             where=f"data.{request.split}",
-            fix=f"make features of the others too, or leave {features[0]} out",
+            fix=f"make features of the other data sets, or remove {features[0]}",
             code="data.features-mixed-with-media",
         )
     request = replace(request, section=with_format(section, "generation"))
@@ -65,7 +65,7 @@ def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSo
     cut = int(np.sum(rows.index.column("cut_captions")))
     if cut:
         log.warning(
-            "%d of %d captions have more tokens than the model reads and are cut; to leave such samples out: "
+            "%d of %d captions have more tokens than the model reads and are truncated; to leave such samples out: "
             "data.processor.long_captions=leave_out",
             *(cut, len(rows.index)),
         )
@@ -73,13 +73,13 @@ def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSo
 
 
 def _without_elements(rows: PackedRows) -> dict[str, Tensor]:
-    """Return features without elements, which have the widths and types of all others."""
+    """Return the features of a sample without elements; all samples have the same widths and types."""
     for number in range(len(rows.index)):
         try:
             stored = rows.index.read(number)[0].media()[-1].value
             assert isinstance(stored, StoredSample)
             return {name: tensor[:0].clone() for name, tensor in stored.load().items()}
-        except (TesseraError, RecordError):  # a damaged sample costs itself, also where it is the first
+        except (TesseraError, RecordError):  # a damaged first sample must not stop the run: try the next
             if number + 1 == len(rows.index):
                 raise
     raise AssertionError("an index has samples")

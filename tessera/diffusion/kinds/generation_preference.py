@@ -1,7 +1,7 @@
-"""Pairs of images or videos for one caption, a better and a worse one, for `train.task=diffusion_dpo`.
+"""Read pairs of images or videos for one caption, a better and a worse one, for `train.task=diffusion_dpo`.
 
-A pair is one sample: two segments of one size in one row, the better one first. Both have the same caption and the same
-images to edit.
+A pair is one sample: two segments of the same size in one row, the better one first. Both have the same caption and the
+same images to edit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tessera.errors import TesseraError
 
 @dataclass
 class EncodedMediaPair(EncodedMedia):
-    """Hold both samples of a pair, not yet packed."""
+    """Hold both samples of a pair before packing."""
 
     answers: tuple[EncodedMedia, ...] = ()
 
@@ -72,33 +72,33 @@ class MediaPairProcessor(GenerationProcessor):
 
     def check_features(self, facts: Mapping[str, Any], where: str) -> None:
         raise TesseraError(
-            "features hold single samples, not pairs",
+            "stored features are single samples, not pairs",
             where=where,
-            fix="name the images and videos",
+            fix="name the files of images and videos",
             code="data.features-are-not-pairs",
         )
 
 
 def _apart(sample: Sample) -> tuple[Sample, Sample]:
-    """Return the sample with the better image or video, and with the worse one."""
+    """Return the sample with the better image or video, and the sample with the worse one."""
     *question, better, worse = sample.messages
     if (better.role, worse.role) != (CHOSEN, REJECTED):
         raise TesseraError(
-            f"no pair: a record names two images or videos, {CHOSEN!r} and {REJECTED!r}", code="data.not-a-pair"
+            f"a record must name two images or videos, as {CHOSEN!r} and {REJECTED!r}", code="data.not-a-pair"
         )
     first, second = (Sample(sample.id, (*question, Message("assistant", one.parts))) for one in (better, worse))
     return first, second
 
 
 def _of_one(both: Sequence[Any], side: int) -> list[Any]:
-    """Return the media of one side of a pair, from the images to edit, the better and the worse one."""
+    """Return the media of one side of a pair. `both`: images to edit, then the better and the worse media."""
     return [*both[:-2], both[-2 + side]]
 
 
 def _check_alike(first: Any, second: Any) -> None:
     if first != second:
         raise TesseraError(
-            "the two of a pair differ in size, and are compared with one noise",
+            "the two images or videos of a pair have different sizes",
             fix="make pairs of one size, or set data.processor.height and width",
             code="data.pair-sizes-differ",
         )

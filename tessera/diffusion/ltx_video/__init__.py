@@ -1,4 +1,4 @@
-"""LTX-Video: videos from strongly compressed latents, with or without given frames."""
+"""LTX-Video: videos from highly compressed latents, with or without given frames."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PAIRS = (
     ("head.modulation.table", "scale_shift_table"),
     ("head.proj.{kind}", "proj_out.{kind}"),
 )
-# How names in the original checkpoint differ from these.
+# Replacements that turn names of diffusers folders into those of the original checkpoint.
 _ORIGINAL = (("proj_in.", "patchify_proj."), ("time_embed.", "adaln_single."), (".norm_{x}.", ".{x}_norm."))
 
 
@@ -64,8 +64,8 @@ def _theirs(name: str) -> str:
 
 
 def plan(config: LTXVideoConfig) -> ModelPlan:
-    """Return how the model may be split over devices. Every head is rotated by angles of its own, so ranks do not split
-    the heads of attention among latents."""
+    """Return the parallel plan. Each head has its own rotary angles, so tensor parallelism does not split
+    self-attention."""
     shape, attention = config.shape, ("qkv.{q,k,v}." + BOTH, "{q_norm,k_norm}." + BOTH, "out.weight")
     return cross_plan(
         shape,

@@ -1,4 +1,4 @@
-"""The configuration of LTX-Video, in the form of diffusers' LTXVideoTransformer3DModel."""
+"""The configuration of LTX-Video, with the fields of `LTXVideoTransformer3DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIME_FEATURES = 256
 
 
 class LTXVideoFamily(EvenLevels, GenerationFamily):
-    """Sample at even noise levels."""
+    """Sample at evenly spaced noise levels."""
 
 
 class LTXVideoConfig(CrossConfig):
@@ -40,7 +40,7 @@ class LTXVideoConfig(CrossConfig):
         "condition",
     )
 
-    in_channels: int = Field(128, gt=0, le=10**6, description="values of a patch: channels x frames x height x width")
+    in_channels: int = Field(128, gt=0, le=10**6, description="number of values in a token: channels x patch size")
     out_channels: int | None = Field(128, gt=0, le=10**6)
     patch_size: int = Field(1, gt=0, le=1024)
     patch_size_t: int = Field(1, gt=0, le=1024)
@@ -51,14 +51,15 @@ class LTXVideoConfig(CrossConfig):
     norm_eps: float = Field(1e-6, gt=0)
     caption_channels: int = Field(4096, gt=0, le=10**7)
     vae_compression: tuple[int, int, int] = Field(
-        (8, 32, 32), description="frames, rows and columns of pixels that make one of latents; positions count pixels"
+        (8, 32, 32), description="frames, rows and columns of pixels per latent; positions are in pixels"
     )
-    frame_rate: float = Field(25.0, gt=0, description="of samples whose batch does not say theirs")
+    frame_rate: float = Field(25.0, gt=0, description="frames per second of samples without their own frame rate")
     coordinates: Literal["latents", "frames"] = Field(
-        "latents", description="of time: of latents (0.9.0 and 0.9.1), or of the first frame in each (from 0.9.5 on)"
+        "latents",
+        description="unit of time positions: latent frames (0.9.0, 0.9.1), or frames of the video (from 0.9.5 on)",
     )
     condition: Literal["none", "replace"] = Field(
-        "none", description="whether given frames take the place of their noisy latents, with a time of zero"
+        "none", description="replace: given frames replace their noisy latents, at time zero"
     )
 
     @property
@@ -72,7 +73,7 @@ class LTXVideoConfig(CrossConfig):
 
     @property
     def predicted(self) -> int:
-        """Return the number of values predicted for a patch."""
+        """Return the number of values in a predicted token."""
         return self.out_channels or self.in_channels
 
     @property
@@ -93,7 +94,7 @@ class LTXVideoConfig(CrossConfig):
         return LTXVideoFamily(
             channels=self.predicted // prod(self.patch),
             patch=self.patch,
-            # The encoder reads padding as if it were text; the model reads the embeddings of text only.
+            # The text encoder gets no attention mask for padding; the model reads only embeddings of the caption.
             captions=(PaddedInputCaptions(length=256 if newer else 128, masked=False),),
             images=ReplacedFrames() if replaces else GivenImages(),
             token_times=replaces,
@@ -125,7 +126,7 @@ class LTXVideoConfig(CrossConfig):
     def _widths_agree(self) -> LTXVideoConfig:
         if self.cross_attention_dim != self.hidden_size:
             raise ValueError(
-                f"cross_attention_dim {self.cross_attention_dim} must be the width of the captions' projection, "
+                f"cross_attention_dim {self.cross_attention_dim} must be the width of the model, "
                 f"num_attention_heads x attention_head_dim = {self.hidden_size}"
             )
         return self

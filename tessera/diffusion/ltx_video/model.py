@@ -1,4 +1,4 @@
-"""LTX-Video: latents that attend to each other and to a caption, with rotations over all heads together."""
+"""LTX-Video: latents attend to each other and to a caption, with rotary positions over all heads together."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tessera.diffusion.ltx_video.config import LTXVideoConfig
 from tessera.nn.dit import CrossAttention, FeedForward, Modulation, PackedSelfAttention, by_head, gated_sum
 from tessera.ops.pointwise import Angles, rotate
 
-BASE = (20.0, 2048.0, 2048.0)  # seconds, and rows and columns of pixels, over which a rotation makes half a turn
+BASE = (20.0, 2048.0, 2048.0)  # seconds, rows and columns of pixels for half a turn at the lowest frequency
 THETA = 10_000.0
-_EPS = 1e-6  # of the last norm
+_EPS = 1e-6  # of the norm before the prediction
 
 
 class LTXVideoAttention(PackedSelfAttention):
-    """Attend inside each sample. Positions rotate a token's features as if all heads were one, so every head has
-    frequencies of its own."""
+    """Attend inside each sample. Rotary positions treat all heads as one vector, so each head has its own
+    frequencies."""
 
     def forward(self, x: Tensor, angles: Angles, segments: Segments) -> Tensor:
         q, k, v = self.qkv(x)
@@ -34,7 +34,7 @@ class LTXVideoAttention(PackedSelfAttention):
 
 
 class LTXVideoBlock(nn.Module):
-    """Compute one block: attention among latents, attention to the caption, MLP. Norms have no weights."""
+    """Compute self-attention, cross attention to the caption, and an MLP. Norms have no weights."""
 
     def __init__(self, config: LTXVideoConfig) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class LTXVideoModel(CrossTransformer):
         self.config = config
 
     def angles(self, batch: Batch) -> Angles:
-        """Return the rotation of every token, [T, hidden / 2]: products in fp32 in the published order, because the
-        highest frequencies turn so often that another order gives another angle."""
+        """Return the rotary angles of every token, [T, hidden / 2], in float32 and in the order of operations of the
+        published code: rounding would change angles of the highest frequencies."""
         config = self.config
         frames, rows, columns = batch["positions"].float().unbind()
         steps = config.vae_compression

@@ -1,11 +1,11 @@
-"""Train image and video generation: predict what takes noise out of latents, at noise levels of all strengths.
+"""Train image and video generation: predict the velocity, the noise or v of noisy latents, at random noise levels.
 
-The loss is a sum of squared errors over the trained latents, divided once by their number in the global batch: any
-split of the batch gives the same gradient. Noise, level and dropped captions of a sample follow from the seed of its
-row and its place there, so that they do not depend on the layout. They are drawn on the host for whole samples; ranks
-that share a sequence take their part.
+The loss is the sum of squared errors over the trained latents, divided by their number in the global batch, so that any
+split of the batch gives the same gradient. Noise, level and caption dropout of a sample depend only on the seed of its
+row and its number in the row, and not on the layout. They are drawn on the host for full samples; with context
+parallelism each rank selects its part.
 
-Latents and embeddings come with the batch as features, or from frozen encoders (`encoders`).
+Latents and embeddings are stored features, or come from frozen encoders (`encoders`).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from tessera.runtime.rng import generator
 from tessera.weights.layouts import pipeline_folder
 
 log = logging.getLogger("tessera")
-LATENTS = "latents"  # the count: numbers in the latents that are trained on
+LATENTS = "latents"  # name of the count: values in the trained latents
 LOSS = "diffusion_loss"
-BANDS = ("low", "middle", "high")  # thirds of the times, by noise
+BANDS = ("low", "middle", "high")  # metrics are reported for three ranges of noise levels
 
 
 class DiffusionTask(Task):
-    """Train a generation model by flow matching, or to predict noise or v. Options: `DiffusionOptions`."""
+    """Train a generation model to predict the velocity (flow matching), the noise or v. Options: `DiffusionOptions`."""
 
     reads = (PREDICTION,)
     section: ClassVar[type[DiffusionOptions]] = DiffusionOptions
@@ -60,10 +60,10 @@ class DiffusionTask(Task):
     def __init__(self, **options: Any) -> None:
         self.options = build(self.section, options, "train.task_options")
         self._family: GenerationFamily | None = None
-        self._index = ""  # the tensor with the elements of the main sequence that a rank has
+        self._index = ""  # name of the tensor that selects this rank's elements of the main sequence
         self._objective: Objective = self.options.objective or "flow"
         self._levels = NoiseLevels(self.options, self._objective)
-        self._online = self.options.encoders is not None  # otherwise all data are features
+        self._online = self.options.encoders is not None  # whether encoders run in every step
         self._previews = False
         self._parts: PipelineFolder | None = None
         self._encoders: Encoders | None = None
@@ -72,7 +72,7 @@ class DiffusionTask(Task):
 
     @property
     def family(self) -> GenerationFamily:
-        assert self._family is not None, "the task is bound to a family before it is used"
+        assert self._family is not None, "`bind` is called first"
         return self._family
 
     def bind(self, spec: ModelSpec, config: Any) -> None:
@@ -89,7 +89,7 @@ class DiffusionTask(Task):
         flow, weighting = self._objective == "flow", self.options.weighting
         if weighting != "none" and flow != (weighting != "min_snr"):
             raise TesseraError(
-                f"{weighting} weighs no levels of the objective {self._objective}",
+                f"the weighting {weighting} is not defined for the objective {self._objective}",
                 where="train.task_options.weighting",
                 allowed=["none", "sigma_sqrt", "cosmap", "gaussian"] if flow else ["none", "min_snr"],
                 code="generation.weighting-without-levels",
@@ -99,9 +99,10 @@ class DiffusionTask(Task):
             for key, changed in {**moved, "steps": self.options.steps is None}.items():
                 if changed:
                     raise TesseraError(
-                        f"the objective {self._objective} has the levels of `betas`, which {key} does not change",
+                        f"{key} has no effect on the objective {self._objective}, whose noise levels follow from "
+                        "`betas`",
                         where=f"train.task_options.{key}",
-                        fix="leave it out; betas.snr_shift moves these levels towards noise",
+                        fix=f"remove {key}; betas.snr_shift shifts these levels towards noise",
                         code="generation.levels-fixed-by-betas",
                     )
 
@@ -109,9 +110,9 @@ class DiffusionTask(Task):
         images, frames = self.family.images, self.options.given
         if frames not in images.choices:
             raise TesseraError(
-                "this model continues given images"
+                "this model needs a given image for every sample"
                 if frames == "none"
-                else "this model reads no such frames of a video",
+                else f"this model does not support given={frames}",
                 where="train.task_options.given",
                 allowed=list(images.choices),
                 fix="train.task_options.given=first" if frames == "none" else None,
@@ -121,25 +122,25 @@ class DiffusionTask(Task):
         for key, chosen in noise.items():
             if chosen and not images.takes_noise:
                 raise TesseraError(
-                    "this model does not read a given image as channels alone",
+                    f"{key} needs a model whose only image condition is channels",
                     where=f"train.task_options.{key}",
-                    fix=f"leave {key} out: it is for models such as CogVideoX I2V",
+                    fix=f"remove {key}, which is for models such as CogVideoX I2V",
                     code="generation.image-dropout-unsupported",
                 )
 
     def _check_features(self) -> None:
-        """Raise if the options need pixels, which features do not have."""
+        """Raise if the options need pixels, which stored features do not have."""
         if self.options.given_noise is not None:
             raise TesseraError(
-                "features hold given images as they were encoded, without noise",
+                "stored features contain given images that were encoded without noise",
                 where="train.task_options.given_noise",
-                fix="train on the videos themselves and encode in every step (train.task_options.encoders={}), or "
-                "leave given_noise out",
+                fix="train on videos and encode them in every step (train.task_options.encoders={}), or "
+                "remove given_noise",
                 code="generation.given-noise-with-features",
             )
 
     def _choose_encoders(self, config: RunConfig) -> EncoderOptions | None:
-        """Return the encoders of the recipe; if it names none, for media those of the model's folder."""
+        """Return the encoder options of the recipe. Without any, media data use the encoders in the model's folder."""
         folder = None if config.model.path is None else pipeline_folder(config.model.path)
         chosen = "encoders" in self.options.model_fields_set
         if not chosen and folder is not None and (folder / VAE).is_dir() and reads_media(config):
@@ -161,7 +162,7 @@ class DiffusionTask(Task):
             raise TesseraError(
                 "online encoding needs a VAE and text encoders",
                 where="train.task_options.encoders.folder",
-                fix="name a diffusers folder that has them, here or as model.path",
+                fix="name a diffusers folder with these components, here or as model.path",
                 code="generation.missing-encoders",
             )
         vae, text = chosen.vae, chosen.text
@@ -177,15 +178,15 @@ class DiffusionTask(Task):
 
     def setup(self, components: Mapping[str, FrozenModule], world: World) -> None:
         if self.options.encoders is not None and not self._online:
-            later = "; previews read them to sample" if self._previews else ""
-            log.info("the data are features: VAE and text encoders are not loaded to train%s", later)
-        if self._online and self._parts is not None and components:  # a later pipeline stage has none
+            later = "; previews load them to sample" if self._previews else ""
+            log.info("the data are stored features: training does not load VAE and text encoders%s", later)
+        if self._online and self._parts is not None and components:  # only the first pipeline stage has components
             self._encoders = Encoders(self.family, components, self._parts, self.options.given)
 
     # ------------------------------------------------------------------------------------------ counts
 
     def prepare(self, batch: Batch) -> Batch:
-        """Draw the noise: for a long video this takes the host as long as some percent of a step."""
+        """Draw the noise ahead of the step: for long videos this takes a few percent of a step on the host."""
         return batch.with_tensors(noise=self._noise(batch))
 
     def counts(self, batch: Batch) -> Counts:
@@ -198,7 +199,7 @@ class DiffusionTask(Task):
         return counts
 
     def _samples(self, batch: Batch) -> list[SampleSegment]:
-        """Return the segments of the main sequence: rows of one length follow each other."""
+        """Return the segments of the main sequence. All rows have the same length."""
         lengths, latents = batch.segments["latents"].lengths, latent_lengths(batch, self.family)
         row = max(1, sum(lengths) // max(1, len(batch.seeds)))
         samples, at, counts = [], 0, [0] * len(batch.seeds)
@@ -224,7 +225,7 @@ class DiffusionTask(Task):
         return {number for number, value in enumerate(drawn) if value < share}
 
     def _disturb(self, batch: Batch) -> DisturbSample | None:
-        """Return the function that adds noise to given images: the same for a sample, wherever it is encoded."""
+        """Return the function that adds noise to given images; None: no noise. The noise depends only on the sample."""
         options, samples = self.options.given_noise, self._samples(batch)
         if options is None:
             return None
@@ -238,19 +239,19 @@ class DiffusionTask(Task):
         return disturb
 
     def _image_shares(self, batch: Batch) -> list[float]:
-        """Return 1 for samples with their given image, and 0 for those that are trained without it."""
+        """Return 1 for each sample that keeps its given image, and 0 for each sample that loses it."""
         share = self.options.given_dropout
         return [float(sample.chance("given image").random() >= share) for sample in self._samples(batch)]
 
     # ------------------------------------------------------------------------------------------ parts of a sequence
 
     def _part(self, batch: Batch, values: Tensor) -> Tensor:
-        """Return the rows of this rank from those of all latent tokens."""
+        """Return the rows of `values` for the latent tokens of this rank. `values`: for all latent tokens."""
         index = batch.get(Stream.sources("latent_index") if self.family.joint else self._index)
         return values if index is None else values.index_select(0, index)
 
     def _still(self, batch: Batch) -> Tensor:
-        """Return which of all latent tokens are of frames that are given in place of noise."""
+        """Return a mask of all latent tokens, True for those of given frames, which are not noisy."""
         lengths = latent_lengths(batch, self.family)
         still = torch.zeros(sum(lengths), dtype=torch.bool)
         if self.options.given != "none":
@@ -261,17 +262,17 @@ class DiffusionTask(Task):
         return still.to(batch["sample_index"].device, non_blocking=True)
 
     def _trained(self, batch: Batch) -> Tensor:
-        """Return which of this rank's latent tokens are trained on."""
+        """Return a mask of this rank's latent tokens, True for those in the loss."""
         still = self._still(batch)
         noisy = ~self._part(batch, still)
-        if "trained" not in batch:  # of a family's example
+        if "trained" not in batch:  # the example batch of a family
             return noisy
-        if Stream.sources("trained") in batch:  # already positions among the tokens of this rank
+        if Stream.sources("trained") in batch:  # the tensor already contains positions among this rank's tokens
             return torch.zeros_like(noisy).index_fill(0, batch["trained"], True) & noisy
         return self._part(batch, torch.zeros_like(still).index_fill(0, batch["trained"], True)) & noisy
 
     def _level_of_latents(self, batch: Batch, values: Sequence[float]) -> Tensor:
-        """Return one value for each of this rank's latent tokens, given one for each sample."""
+        """Return the value of each latent token of this rank. `values`: one for each sample."""
         by_sample = devices.send(values, torch.float32, batch["sample_index"].device)
         return by_sample.index_select(0, self._sample_of_latents(batch))
 
@@ -288,7 +289,7 @@ class DiffusionTask(Task):
     def encode(self, batches: Sequence[Batch]) -> list[Batch]:
         if self._encoders is None or any("clean" in batch for batch in batches):
             return list(batches)
-        # Pixels do not stay on the device.
+        # Free the pixels and token ids on the device.
         read = {"frames", "references", SHOWN, EMPTY_IDS, *self.family.id_names}
         return [
             replace(batch, tensors={name: tensor for name, tensor in batch.tensors.items() if name not in read})
@@ -299,13 +300,13 @@ class DiffusionTask(Task):
 
     def inputs(self, batch: Batch) -> Batch:
         family = self.family
-        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # not encoded from media
+        if "clean" not in batch or not any(map(any, batch.shapes.get("frames", ()))):  # not encoded in this step
             batch = self._features(batch, self._dropped(batch))
         if family.image_embeds and IMAGE_EMBEDS not in batch:
             raise TesseraError(
-                "this model reads embeddings of given frames, and the batch has none",
+                "this model needs embeddings of given frames, and the batch has none",
                 where="data.train",
-                fix="write features again with the folder of this model, which has an image_encoder",
+                fix="write the features again, with the image_encoder in the folder of this model",
                 code="data.features-without-frame-embeddings",
             )
         device, levels = batch["clean"].device, self._drawn(batch)
@@ -326,7 +327,7 @@ class DiffusionTask(Task):
             "noise_band": self._level_of_latents(batch, [_band(level) for level in levels]),
         }
         times = [level.time for level in levels]
-        if family.token_times and self.options.given != "none":  # given frames have the last entry, a time of zero
+        if family.token_times and self.options.given != "none":  # the last time, zero, is for given frames
             still = self._part(batch, self._still(batch))
             tensors["time_index"] = torch.where(still, len(times), batch["sample_index"])
             times.append(0.0)
@@ -339,7 +340,7 @@ class DiffusionTask(Task):
         return batch.with_tensors(**tensors)
 
     def _with_condition(self, batch: Batch, noisy: Tensor) -> Tensor:
-        """Return noisy latents with the channels of given images."""
+        """Return noisy latents, with condition channels of given images."""
         if "condition" not in batch:
             blank = self.family.images.blank_channels(self.family.channels)
             return F.pad(noisy, (0, noisy.shape[1] // self.family.channels * blank)) if blank else noisy
@@ -350,12 +351,12 @@ class DiffusionTask(Task):
 
     def _features(self, batch: Batch, dropped: set[int]) -> Batch:
         family = self.family
-        if "clean" not in batch and "latents" in batch:  # a family's example has the inputs of the model
+        if "clean" not in batch and "latents" in batch:  # an example batch has the inputs of the model
             clean, images = batch["latents"].tensor_split([family.patch_values], 1)
             batch = batch.with_tensors(clean=clean, **({"condition": images} if images.shape[1] else {}))
         if "clean" not in batch:
             raise TesseraError(
-                "the batch has images or videos, and no latents of them",
+                "the batch has images or videos instead of latents",
                 where="train.task_options.encoders",
                 fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the VAE and text "
                 "encoders of a diffusers folder; `tessera data features` writes latents once",
@@ -364,16 +365,16 @@ class DiffusionTask(Task):
         values = batch["clean"].shape[1]
         if values != family.patch_values:
             raise TesseraError(
-                f"tokens of {values} numbers in the data; the model reads {family.patch_values}: {family.channels} "
+                f"latent tokens have {values} values; the model reads {family.patch_values}: {family.channels} "
                 f"channels in patches of {family.patch}",
                 where="data.train",
-                fix="write features with the VAE that belongs to this model",
+                fix="write the features with the VAE of this model",
                 code="generation.latent-channels-mismatch",
             )
         return without_captions(batch, dropped) if dropped else batch
 
     def _noise(self, batch: Batch) -> Tensor:
-        """Return noise for all latent tokens of all samples: a sample's noise depends on no other."""
+        """Return noise for the latent tokens of all samples. The noise of a sample does not depend on other samples."""
         return torch.cat([sample.noise(self.family.patch_values) for sample in self._samples(batch)])
 
     # ------------------------------------------------------------------------------------------ losses
@@ -391,14 +392,14 @@ class DiffusionTask(Task):
 
 
 def _encoder(make: Callable[..., nn.Module], residence: Residence) -> Component:
-    """Describe a frozen encoder, which only the first pipeline stage holds."""
+    """Return the component of a frozen encoder, which only the first pipeline stage loads."""
     return Component(
         lambda _: make(meta=True), trained=False, load=lambda _: make(), residence=residence, stage="first"
     )
 
 
 def _band(level: NoiseLevel) -> int:
-    """Return the number of the third of all times that contains a level."""
+    """Return the number of the range of noise levels that contains a level; see `BANDS`."""
     return min(int(level.time * len(BANDS) / TIMES), len(BANDS) - 1)
 
 

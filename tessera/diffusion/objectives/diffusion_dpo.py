@@ -1,13 +1,14 @@
-"""Train generation by direct preference: the error on the better of two samples should shrink more than on the worse,
-compared with a reference.
+"""Train generation by direct preference optimization (DPO) on pairs of samples, a better and a worse one.
 
-Both of a pair get one noise level and one noise. The reference is the model as it was: without its adapters, or a
-frozen second copy of it.
+The error on the better sample should decrease more than the error on the worse sample, relative to a reference model.
+Both samples of a pair get the same noise level and the same noise. The reference is the initial model: the trained
+model without its adapters, or a frozen copy.
 
     loss of a pair = -log s(m),   s: the logistic function
-    m = -beta / 2 ((error(better) - error(worse)) - (the same of the reference)),   error: mean over a sample's latents
+    m = -beta / 2 ((error(better) - error(worse)) - (same difference of the reference)),   error: mean over latents
 
-Losses add up over pairs and are divided once, by the pairs of the global batch: any split gives the same gradient.
+The loss is the sum over pairs, divided by the number of pairs in the global batch, so that any split of the batch gives
+the same gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
 from tessera.tasks import REFERENCE_MODEL
 
-PAIRS = "pairs"  # the count
+PAIRS = "pairs"  # name of the count: pairs in the batch
 REFERENCE_ERRORS = "reference_errors"
 _PAIR = "pair_of_sample"
 
@@ -42,12 +43,12 @@ _PAIR = "pair_of_sample"
 class DiffusionDpoOptions(DiffusionOptions):
     """Declare `train.task_options` of `DiffusionDpoTask`."""
 
-    beta: float = Field(2500.0, gt=0, le=1e9, description="how far the model may move from the reference: less is more")
-    beta_by_time: bool = Field(False, description="multiply beta by the time of a pair's noise level, 0 to 1000")
+    beta: float = Field(2500.0, gt=0, le=1e9, description="a smaller beta allows larger changes from the reference")
+    beta_by_time: bool = Field(False, description="multiply beta by the time (0 to 1000) of the pair's noise level")
 
 
 class PriorModel(Reference):
-    """Turn adapters off: the reference is the model as it was before it was adapted."""
+    """Use the trained model with adapters disabled as the reference."""
 
     def active(self, module: nn.Module) -> AbstractContextManager[None]:
         return without_adapters(module)
@@ -57,7 +58,7 @@ class PriorModel(Reference):
 
 
 class DiffusionDpoTask(DiffusionTask):
-    """Compare the errors on two samples with those of a reference. Options: `DiffusionDpoOptions`."""
+    """Compare the errors on two samples with the errors of a reference model. Options: `DiffusionDpoOptions`."""
 
     section = DiffusionDpoOptions
     options: DiffusionDpoOptions
@@ -70,21 +71,22 @@ class DiffusionDpoTask(DiffusionTask):
     def check(self, config: RunConfig, module: nn.Module) -> None:
         if config.model.lora is not None and config.model.lora.modules_to_save:
             raise TesseraError(
-                "diffusion_dpo compares with the model without its adapters, which model.lora.modules_to_save changes",
+                "the reference of diffusion_dpo is the model without adapters, and "
+                "model.lora.modules_to_save would change it",
                 where="model.lora.modules_to_save",
-                fix="leave it out",
+                fix="remove model.lora.modules_to_save",
                 code="adapter.modules-to-save-with-reference",
             )
         if config.parallel.cp > 1:
             raise TesseraError(
-                "diffusion_dpo compares errors of whole samples, and with parallel.cp ranks share them",
+                "diffusion_dpo needs the error of a full sample on one rank, and parallel.cp splits samples over ranks",
                 where="parallel.cp",
                 allowed=[1],
                 code="layout.pairs-with-cp",
             )
         if self._choose_encoders(config) is None:
             raise TesseraError(
-                "pairs are read as images and videos, not as features",
+                "diffusion_dpo needs images or videos and encoders; stored features are not supported",
                 where="train.task_options.encoders",
                 fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the parts of a "
                 "diffusers folder",
@@ -106,12 +108,12 @@ class DiffusionDpoTask(DiffusionTask):
 
     @staticmethod
     def _pairs(batch: Batch) -> list[tuple[int, int]]:
-        """Return the segments of each pair: those that could be read, two by two."""
+        """Return the segment numbers of each pair. Readable segments follow each other as better and worse."""
         if PAIRS not in batch.counts:
             raise TesseraError(
                 "the batch has no pairs",
                 where="data.kind",
-                fix="data.kind=generation_preference reads them",
+                fix="set data.kind=generation_preference",
                 code="generation.batch-without-pairs",
             )
         readable = [number for number, shape in enumerate(batch.shapes["frames"]) if shape[0]]
@@ -145,7 +147,7 @@ class DiffusionDpoTask(DiffusionTask):
 
 
 def sample_errors(outputs: Outputs, batch: Batch) -> Tensor:
-    """Return the mean squared error on each sample of the pairs, better and worse in turn: [2 x pairs], in fp32."""
+    """Return the mean squared error on each sample in float32, [2 x pairs]: better and worse samples alternate."""
     error = (tensor(outputs, LATENTS).to(torch.float32) - batch["target"]).square().mean(1)
     index, samples = batch["sample_of_latents"], len(batch.segments["latents"].lengths)
     summed = error.new_zeros(2, samples).index_add(

@@ -1,4 +1,4 @@
-"""Qwen-Image: images from text, and from text and reference images, which are further tokens (Edit)."""
+"""Qwen-Image: images from text, and from text and reference images, which are additional tokens (Edit)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "joint_attention_dim": 64,
         "axes_dims_rope": (8, 12, 12),
     },
-    "20b": {},  # also Edit and Edit-2509
+    "20b": {},  # also the shape of Edit and Edit-2509
     "edit-2511-20b": {"zero_cond_t": True},
 }
 _NAMES = (
@@ -41,9 +41,9 @@ _BLOCKS = (
 
 
 def weights(config: QwenImageConfig) -> WeightMap:
-    """Return the names of diffusers folders."""
+    """Return the parameter names in diffusers folders."""
     return WeightMap((*plain_rules(_NAMES), *double_rules(_BLOCKS)), idle=idle_layers(config.shape))
 
 
-# The original checkpoint is a diffusers folder, with the same names.
+# The original checkpoint is a diffusers folder, so both formats have the same names.
 SPEC = joint_family("qwen_image", QwenImageConfig, PRESETS, weights, weights)

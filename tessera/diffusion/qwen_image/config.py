@@ -1,4 +1,4 @@
-"""The configuration of Qwen-Image, whose fields are those of `QwenImageTransformer2DModel` of diffusers."""
+"""The configuration of Qwen-Image, with the fields of `QwenImageTransformer2DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tessera.diffusion.joint import JointConfig
 from tessera.nn.joint_attention import JointShape
 from tessera.nn.joint_transformer import TransformerShape
 
-# The template of captions; the embeddings of the part before the caption are left out.
+# The template of captions. Embeddings of the part before the caption are dropped.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 34
-# The template with images to edit, which the text encoder also reads.
+# The template with images to edit, which the text encoder reads.
 _EDIT_TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
@@ -34,7 +34,7 @@ _EDIT_TEMPLATE = (
 _EDIT_TEMPLATE_TOKENS = 64
 _IMAGE = "<|image_pad|>"
 _SHOWN = f"<|vision_start|>{_IMAGE}<|vision_end|>"
-# Edit reads one image, in the size that the VAE gets; Edit-2509 and Edit-2511 read any number, smaller and numbered.
+# Edit reads one image, in the size for the VAE. Edit-2509 and Edit-2511 read several smaller, numbered images.
 EDIT = EditPipeline(
     "QwenImageEditPipeline",
     Captions(length=1024, template=_EDIT_TEMPLATE.replace("{images}", _SHOWN), skip=_EDIT_TEMPLATE_TOKENS),
@@ -50,7 +50,8 @@ EDIT_PLUS = EditPipeline(
 
 
 class QwenImageFamily(EvenLevels, NoiseInModelType, GenerationFamily):
-    """Count rows and columns from the middle of an image; text is on the diagonal behind the largest image."""
+    """Count rows and columns from the center of an image; text positions continue diagonally after the largest
+    image."""
 
     @property
     def edits(self) -> tuple[EditPipeline, ...]:
@@ -65,7 +66,7 @@ class QwenImageFamily(EvenLevels, NoiseInModelType, GenerationFamily):
         return torch.cat(parts, dim=1)
 
     def guide(self, with_prompt: Tensor, without: Tensor, scale: float) -> Tensor:
-        """Keep the norm of each token as it is with the prompt."""
+        """Rescale the guided prediction of each token to the norm of the prediction with the prompt."""
         guided = super().guide(with_prompt, without, scale)
         scaled: Tensor = guided * (with_prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
         return scaled
@@ -80,18 +81,18 @@ class QwenImageConfig(JointConfig):
     }
 
     patch_size: int = Field(2, gt=0, le=10**4)
-    in_channels: int = Field(64, gt=0, le=10**6, description="numbers in a token")
-    out_channels: int | None = Field(16, gt=0, le=10**6, description="channels of the prediction")
+    in_channels: int = Field(64, gt=0, le=10**6, description="number of values in an input token")
+    out_channels: int | None = Field(16, gt=0, le=10**6, description="latent channels of the prediction")
     num_layers: int = Field(60, gt=0, le=10**4)
     attention_head_dim: int = Field(128, gt=0, le=10**6)
     num_attention_heads: int = Field(24, gt=0, le=10**6)
     joint_attention_dim: int = Field(3584, gt=0, le=10**8, description="width of text embeddings")
     axes_dims_rope: tuple[int, int, int] = (16, 56, 56)
-    zero_cond_t: bool = Field(False, description="latents of reference images have the time 0")
+    zero_cond_t: bool = Field(False, description="whether latents of reference images have time 0")
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
-        # Published files have the width of a pooled embedding, which the model does not read.
+        # Published files contain the width of a pooled embedding that the model does not have.
         return super().from_hf({name: value for name, value in data.items() if name != "pooled_projection_dim"})
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""Turn noise into latents: at every step the model predicts, with and without the prompt, and a solver moves on.
+"""Denoise latents: in every step the model predicts with and without the prompt, and a solver updates the latents.
 
-Latents are tokens, [tokens, values of a patch]: solvers work element by element, in any order of the values.
+Latents are tokens [tokens, values of a patch]. Solvers work elementwise, so the order of values does not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALONE = PassRanks()
 
 @dataclass(frozen=True)
 class Expert:
-    """Hold a model, its guidance scale, and the time (1000 is noise) down to which it is used."""
+    """Hold a model, its guidance scale, and the lowest time (1000 is noise) at which it is used."""
 
     model: Callable[[Batch], Any]
     scale: float
@@ -39,21 +39,22 @@ class Expert:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold the inputs of the model at every step, packed for one forward pass, without noisy latents and times.
+    """Hold the constant inputs of one forward pass, packed: without noisy latents and times.
 
-    `batch["latents"]` has the tokens of given images (references, first frames), and zeros for `generated` ones.
-    Where the batch has a `time_index`, given frames have the last time, which is zero.
+    `batch["latents"]` contains tokens of given images (references, first frames), and zeros at `generated`. If the
+    batch has a `time_index`, given frames refer to the last time, which is zero.
     """
 
     batch: Batch
-    generated: Tensor  # [G] int64, of the tokens in `batch["latents"]`
-    condition: Tensor | None = None  # [N, values]: channels beside the latents
+    generated: Tensor  # [G] int64: indices of the tokens to generate in `batch["latents"]`
+    condition: Tensor | None = None  # [N, values]: condition channels beside the latents
 
 
 def packed(
     samples: Sequence[SampleConditions], family: GenerationFamily, grid: Grid, scale: float, dtype: torch.dtype
 ) -> Inputs:
-    """Return one forward pass of samples whose latents are `grid` tokens. `scale`: of embedded guidance."""
+    """Return the inputs of one forward pass. `grid`: size of the latents in tokens. `scale`: embedded guidance
+    scale."""
     latents: list[Tensor] = []
     items, generated, count = [], [], math.prod(grid)
     for sample in samples:
@@ -79,9 +80,9 @@ def packed(
     if family.guidance_input:
         batch = batch.with_tensors(guidance=torch.full((len(samples),), scale, dtype=torch.float32, device=device))
     index = torch.cat(generated).to(device)
-    # Models without times of tokens set the time of a first frame to zero themselves.
+    # Models without per-token times set the time of given frames to zero themselves.
     if family.token_times and any(sample.first is not None for sample in samples):
-        assert not family.joint, "elements of the main sequence are latent tokens"
+        assert not family.joint, "the main sequence contains only latent tokens"
         noisy = torch.zeros(len(batch["latents"]), dtype=torch.bool, device=device).index_fill(0, index, True)
         batch = batch.with_tensors(time_index=torch.where(noisy, batch["sample_index"], len(samples)))
     channels = [sample.condition.to(dtype) for sample in samples if sample.condition is not None]
@@ -102,12 +103,12 @@ def denoise(
 ) -> list[Tensor]:
     """Return the latents of each sample, [tokens, values].
 
-    `experts`: from the one for most noise to the one for least. `passes`: with the prompt, and for guidance without it.
-    `guide`: combines predictions with and without the prompt by a scale. `dynamic`: the scale grows from 1. `ranks`:
-    those that compute the passes. `on_step(n, steps)` is called after each step.
+    `experts`: ordered from most to least noise. `passes`: the inputs with the prompt, and for guidance those without
+    it. `guide`: combines both predictions by a scale. `dynamic`: increase the scale from 1. `ranks`: the ranks that
+    share the passes. `on_step`: called with the number of finished steps and of all steps.
     """
     latents = list(noise)
-    times = solvers[0].timesteps  # samples of one batch have one size, and so one schedule
+    times = solvers[0].timesteps  # all samples of a batch have the same size and schedule
     for number, time in enumerate(times.tolist()):
         expert = next(expert for expert in experts if time >= expert.since)
         flat = torch.cat(latents)
@@ -125,12 +126,12 @@ def denoise(
 
 
 def dynamic_scale(scale: float, timestep: float, steps: int) -> float:
-    """Return a guidance scale that grows from 1 as noise decreases, by the cosine law of CogVideoX."""
+    """Return a guidance scale that grows from 1 as noise decreases, by the cosine schedule of CogVideoX."""
     return 1 + scale * (1 - math.cos(math.pi * ((steps - timestep) / steps) ** 5.0)) / 2
 
 
 def _predict(model: Callable[[Batch], Any], inputs: Inputs, flat: Tensor, time: float) -> Tensor:
-    """Return the prediction for the generated tokens of a pass."""
+    """Return the predictions for the tokens to generate."""
     batch, index = inputs.batch, inputs.generated
     tokens = batch["latents"].index_copy(0, index, flat.to(batch["latents"].dtype))
     if inputs.condition is not None:
@@ -145,6 +146,6 @@ def _check_numbers(latents: Sequence[Tensor], number: int) -> None:
     if not all(bool(tokens.isfinite().all()) for tokens in latents):
         raise TesseraError(
             f"the latents are not finite after step {number + 1}",
-            fix="the weights are damaged or the training diverged; float16 is too small for some models: try bfloat16",
+            fix="use bfloat16 instead of float16; otherwise the weights are damaged, or their training diverged",
             code="generation.latents-not-finite",
         )

@@ -1,4 +1,4 @@
-"""Write generated images and videos, and beside them a JSON file with the model, the settings and a hash of pixels."""
+"""Write generated images and videos, and a JSON file with the model, the settings and a hash of the pixels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tessera.errors import TesseraError, first_line, nearest
 from tessera.runtime.files import replace_file
 
 SUFFIXES = (".png", ".gif", ".mp4")
-FPS = 16.0  # of a request without a frame rate
-_VERSION = 1  # of the metadata file
+FPS = 16.0  # default frame rate
+_VERSION = 1  # version of the metadata format
 _LIBRARIES = ("tessera-mm", "torch", "diffusers", "transformers")
 
 
@@ -36,28 +36,28 @@ class Generated:
 
     @property
     def digest(self) -> str:
-        """Return a hash of the pixels, which does not depend on how a file stores them."""
+        """Return a hash of the pixels, independent of the file format."""
         shape = ",".join(map(str, self.frames.shape)).encode()
         return hashlib.blake2b(shape + np.ascontiguousarray(self.frames).tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Record:
-    """Hold what a metadata file records beside its samples: the model and the resolved request."""
+    """Hold the model and the settings for the metadata file."""
 
     model: Path
-    parts: Path  # the diffusers folder of VAE and text encoders
+    parts: Path  # diffusers folder with VAE and text encoders
     dtype: str
     request: Request
-    adapters: Mapping[Path, float] = field(default_factory=dict)  # merged into the model, with their strengths
-    adapters_2: Mapping[Path, float] = field(default_factory=dict)  # into its second expert
+    adapters: Mapping[Path, float] = field(default_factory=dict)  # adapters merged into the model, and their strengths
+    adapters_2: Mapping[Path, float] = field(default_factory=dict)  # adapters merged into the second expert
 
 
 def check_out(out: Path, frames: int) -> None:
-    """Raise if files of this name cannot hold the samples; called before anything is computed."""
+    """Raise if the file `out` cannot store a sample with this many frames. Call it before sampling."""
     if out.suffix.lower() not in SUFFIXES:
         raise TesseraError(
-            f"{out.name} does not end in a known format",
+            f"{out.name} has no supported suffix",
             where="--out",
             allowed=SUFFIXES,
             nearest=nearest(out.suffix.lower(), SUFFIXES),
@@ -65,9 +65,9 @@ def check_out(out: Path, frames: int) -> None:
         )
     if out.suffix.lower() == ".png" and frames > 1:
         raise TesseraError(
-            f"a PNG holds one image, not {frames} frames",
+            f"a PNG file contains one image, not {frames} frames",
             where="--out",
-            fix="name a .mp4 or .gif file, or --frames 1",
+            fix="name a .mp4 or .gif file, or set --frames 1",
             code="output.png-holds-one-image",
         )
     if out.suffix.lower() == ".mp4":
@@ -82,7 +82,7 @@ def check_out(out: Path, frames: int) -> None:
 
 
 def sample_paths(out: Path, count: int) -> list[Path]:
-    """Return where each sample goes: `out` itself, or numbered files beside it."""
+    """Return the path of each sample: `out` itself, or numbered files beside it."""
     if count == 1:
         return [out]
     digits = len(str(count - 1))
@@ -94,7 +94,8 @@ def metadata_path(out: Path) -> Path:
 
 
 def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts: Mapping[str, str]) -> Path:
-    """Write every sample and then the metadata file, whose path is returned. `facts`: further entries of it."""
+    """Write all samples, then the metadata file. Return the path of the metadata file. `facts`: further entries of
+    `made_with`."""
     paths = sample_paths(out, len(samples))
     described = {
         "version": _VERSION,
@@ -126,7 +127,7 @@ def write_samples(out: Path, record: Record, samples: Sequence[Generated], facts
 
 
 def encoded(frames: np.ndarray, suffix: str, fps: float) -> bytes:
-    """Return frames [F, H, W, 3] as the bytes of a file."""
+    """Return frames [F, H, W, 3] as the content of a file."""
     images = [Image.fromarray(frame) for frame in frames]
     held = io.BytesIO()
     if suffix == ".png":
@@ -144,7 +145,7 @@ def _write_mp4(held: io.BytesIO, frames: np.ndarray, fps: float) -> None:
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
         raise TesseraError(
-            f"an MP4 needs even sizes, this video is {width}x{height}",
+            f"MP4 needs even height and width, and this video has {width}x{height} pixels",
             where="--out",
             fix="name a .gif file",
             code="output.mp4-odd-size",
@@ -164,7 +165,7 @@ def _av() -> Any:
         import av
     except ImportError:
         raise TesseraError(
-            "MP4 files are written with PyAV, which is not installed",
+            "PyAV, which writes MP4 files, is not installed",
             where="--out",
             fix="pip install tessera-mm[video]; or name a .gif file",
             code="environment.pyav-missing",

@@ -1,7 +1,7 @@
-"""Sample with a generation model on several ranks: each has a part of its weights, layers or tokens.
+"""Sample with a generation model that is split over several ranks, by weights, layers or tokens.
 
-All ranks call the model together, with the same full batch, and get the full prediction: callers need not know the
-number of ranks. Ranks that would read other rows in training compute the passes of guidance in turn.
+All ranks call the model with the same full batch and get the full prediction, so callers do not depend on the number of
+ranks. Data-parallel ranks share the passes of guidance.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ Pass = TypeVar("Pass")
 
 @dataclass(frozen=True)
 class PassRanks:
-    """Hold the ranks that compute the passes of a step in turn: with the prompt, and without it."""
+    """Hold the group of data-parallel ranks that share the passes of a step: with and without the prompt."""
 
     group: dist.ProcessGroup | None = None
     position: int = 0
 
     def predict(self, passes: Sequence[Pass], model: Callable[[Pass], Tensor]) -> list[Tensor]:
-        """Return the prediction of every pass; this rank computes one of them, where others compute the rest."""
+        """Return the predictions of all passes. With enough ranks, each rank computes one pass and gathers the
+        others."""
         if self.group is None or len(passes) == 1:
             return [model(inputs) for inputs in passes]
         ranks, count = self.group.size(), len(passes)
@@ -48,7 +49,7 @@ class PassRanks:
 
 @dataclass
 class SharedTokens:
-    """Hold the largest number of latent tokens of a rank, and the order of all tokens when they are gathered."""
+    """Hold the largest number of latent tokens on a rank, and the order of the gathered tokens."""
 
     longest: int
     order: Tensor
@@ -56,7 +57,7 @@ class SharedTokens:
 
 @dataclass
 class ModelOverRanks:
-    """Call a model that is split by a plan like an unsharded one."""
+    """Call a model that is split over ranks like an unsharded model."""
 
     module: nn.Module
     family: GenerationFamily
@@ -84,17 +85,17 @@ class ModelOverRanks:
         padded = latents.new_zeros(shared.longest, latents.shape[1])
         padded[: len(latents)] = latents
         group = self.mesh.group(CONTEXT)
-        assert group is not None, "several ranks share the sequence"
+        assert group is not None, "context parallelism has a process group"
         return {LATENTS: gathered(padded, group).index_select(0, shared.order)}
 
     def _sharded(self, batch: Batch, sharding: BatchSharding) -> Batch:
-        """Return this rank's part of a batch, as the task makes it in training."""
+        """Return this rank's part of a batch, as in training."""
         length, least = sharding.main.elements(batch), sharding.split.minimum
         if length < least:
             raise TesseraError(
-                f"samples of {length} tokens are too small for the ranks that share them: {least} at least",
+                f"a batch of {length} tokens cannot be split over the ranks: at least {least} are needed",
                 where="parallel.cp",
-                fix="make larger samples, more of them in a batch, or lower parallel.cp",
+                fix="sample larger images or videos, increase the batch, or lower parallel.cp",
                 code="layout.sample-too-small-for-cp",
             )
         part = shard_batch(batch, sharding, self.mesh.position(CONTEXT), {}).to(self.device)

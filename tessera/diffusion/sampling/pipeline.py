@@ -1,4 +1,4 @@
-"""Generate images and videos: prompts become embeddings, noise becomes latents, latents become frames."""
+"""Generate images and videos: encode prompts, denoise latents, and decode frames."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from tessera.diffusion.sampling.request import Request
 from tessera.diffusion.sampling.solver import Solver, make_solver, scheduler_config, with_shift, with_solver
 from tessera.errors import TesseraError
 
-OnStep = Callable[[int, int, int, int], None]  # samples that are finished, samples of all, step, steps
+# Called with: finished samples, all samples, finished steps of the current sample, all steps.
+OnStep = Callable[[int, int, int, int], None]
 ImageSource = str | Path | Image.Image
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Hold the encoded conditions of a request, which can be sampled from again and again."""
+    """Hold the encoded conditions of a request, for repeated sampling."""
 
     prompts: Mapping[str, SampleConditions]
     negative: SampleConditions | None  # None: sample without a negative prompt
-    images: SampleConditions  # conditions of given images, for every sample
+    images: SampleConditions  # conditions from given images, shared by all samples
 
 
 class Pipeline:
@@ -56,8 +57,9 @@ class Pipeline:
         dtype: torch.dtype,
         ranks: PassRanks = ALONE,
     ) -> None:
-        """Make the pipeline. `experts`: models, each with the time (of 1000) from which on it is used, falling.
-        `ranks`: those that compute the passes of guidance in turn; all of them call the methods here together."""
+        """Create the pipeline. `experts`: models, each with the lowest time (of 1000) at which it is used, in
+        descending order. `ranks`: data-parallel ranks that share the passes of guidance; they must all call the same
+        methods."""
         self.family = family
         self.parts = PipelineFolder(folder, family.vaes)
         self.vae_form: VaeForm = self.parts.vae_form()
@@ -84,19 +86,20 @@ class Pipeline:
         return self.run(self.resolved(request), images, last_image, on_step)
 
     def resolved(self, request: Request) -> Request:
-        """Return the request with the family's defaults for what it leaves open; raise if the model cannot make it."""
+        """Return the request with the family's defaults for unset fields; raise if the model does not support the
+        request."""
         space, patch = self.vae_form.space_stride, self.family.patch
         defaults = {name: value for name, value in vars(self.family.sampling).items() if getattr(request, name) is None}
         full = request.model_copy(update=defaults)
         if full.guidance_2 is not None and len(self._experts) == 1:
             raise TesseraError(
-                "this model has one expert, which --guidance is for",
+                "this model has only one expert, whose guidance is --guidance",
                 where="--guidance-2",
                 code="generation.model-has-one-expert",
             )
         if full.true_guidance is not None and not self.family.guidance_input:
             raise TesseraError(
-                "this model has no embedded guidance, so --guidance is its true guidance",
+                "this model has no embedded guidance; --guidance sets its classifier-free guidance",
                 where="--true-guidance",
                 fix="use --guidance",
                 code="generation.no-embedded-guidance",
@@ -106,13 +109,16 @@ class Pipeline:
         _check_multiple("width", width, space * patch[2], 0)
         time, joined = self.vae_form.time_stride, patch[0]
         _check_multiple("frames", frames, time, 1)
-        if full.images or full.last_image is not None:  # the latents of given images fill whole patches
+        if full.images or full.last_image is not None:  # latents with given images must fill complete patches
             _check_multiple("frames", frames, time * joined, 1 + time * (joined - 1))
         if self.vae_form.images_only and frames != 1:
             raise TesseraError(
-                "this model makes images", where="--frames", allowed=[1], code="generation.image-model-makes-no-video"
+                "this model generates only images",
+                where="--frames",
+                allowed=[1],
+                code="generation.image-model-makes-no-video",
             )
-        self._solvers(full, [0])  # raises where the folder's scheduler and the request do not fit
+        self._solvers(full, [0])  # raises if the scheduler does not support the request
         return full
 
     def run(
@@ -122,7 +128,7 @@ class Pipeline:
         last_image: ImageSource | None = None,
         on_step: OnStep | None = None,
     ) -> list[Generated]:
-        """Return the samples of a resolved request, in its order."""
+        """Return the samples of a resolved request, in the order of its prompts."""
         return self.sample(request, self.prepare(request, images, last_image), on_step)
 
     @torch.no_grad()
@@ -132,7 +138,8 @@ class Pipeline:
         images: Sequence[ImageSource] = (),
         last_image: ImageSource | None = None,
     ) -> Prepared:
-        """Encode prompts and images of a resolved request. `images`: in place of those of the request."""
+        """Encode prompts and images of a resolved request. `images`, `last_image`: used instead of those of the
+        request."""
         last = last_image if last_image is not None else request.last_image
         opened = [_opened(image) for image in images or request.images]
         ending = None if last is None else _opened(last)
@@ -147,7 +154,7 @@ class Pipeline:
         texts = list(dict.fromkeys(request.prompts))
         if negative is None:
             return Prepared(self._prompts(texts, opened, request), None, conditions)
-        if self.family.captions_read_frames:  # a negative prompt is read with a black image
+        if self.family.captions_read_frames:  # the text encoder reads a negative prompt with a black image
             _, height, width = _size(request)
             black = [Image.new("RGB", (width, height))]
             described = self._prompts(texts, opened, request)
@@ -157,7 +164,7 @@ class Pipeline:
 
     @torch.no_grad()
     def sample(self, request: Request, prepared: Prepared, on_step: OnStep | None = None) -> list[Generated]:
-        """Return the samples of a resolved request, in its order."""
+        """Return the samples of a resolved request, in the order of its prompts."""
         samples: list[Generated] = []
         every = list(enumerate(request.texts, request.seed))
         for at in range(0, len(every), request.batch):
@@ -169,15 +176,15 @@ class Pipeline:
         return samples
 
     def release_encoders(self) -> None:
-        """Free the memory of text and image encoders; they are read again for the next prompt."""
+        """Free the memory of text and image encoders. The next call of `prepare` loads them again."""
         for name in [name for name in self._components if name != VAE]:
             del self._components[name]
 
     # ------------------------------------------------------------------------------------------ conditions
 
     def _load(self, request: Request) -> None:
-        """Read all components, so that a broken one is refused before the first step. A VAE with other options is read
-        again: not every class can turn tiles off."""
+        """Load all components before sampling, so that damaged files are reported early. With other options the VAE is
+        loaded again, because some classes cannot disable tiling."""
         options = (request.vae_tiling, request.vae_slicing)
         if VAE not in self._components or self._vae_options != options:
             vae = self.parts.autoencoder(tiling=options[0], slicing=options[1])
@@ -197,28 +204,28 @@ class Pipeline:
         reads, edit = self.family.images, self._encoders.edit_images
         if reads.required and not images:
             raise TesseraError(
-                "this model makes videos from an image",
+                "this model needs a given first frame",
                 where="--image",
                 fix="give the first frame with --image FILE",
                 code="generation.missing-first-frame",
             )
         if reads.reads_first and len(images) > 1:
             raise TesseraError(
-                f"{len(images)} images: a video has one first frame",
+                f"{len(images)} images were given; this model takes one first frame",
                 where="--image",
                 code="generation.more-than-one-first-frame",
             )
         if images and not reads.reads_first:
             if edit is None:
                 raise TesseraError(
-                    "this model makes images or videos from text alone",
+                    "this model takes no images, only text",
                     where="--image",
                     code="generation.model-reads-no-image",
                 )
-            edit.edit.template(len(images), "--image")  # raises where the model edits another number of images
+            edit.edit.template(len(images), "--image")  # raises if the model edits another number of images
         if last is not None and not reads.reads_last:
             raise TesseraError(
-                "this model is not given a last frame",
+                "this model takes no last frame",
                 where="--last-image",
                 code="generation.model-reads-no-last-frame",
             )
@@ -226,7 +233,7 @@ class Pipeline:
     def _prompts(
         self, texts: Sequence[str], images: Sequence[Image.Image], request: Request, *, negative: bool = False
     ) -> dict[str, SampleConditions]:
-        """Return the embeddings of prompts, by prompt."""
+        """Return the conditions of each prompt."""
         if images and self._encoders.edit_images is not None:
             embeddings = self._encoders.edit_prompts(texts, images, request.reference_pixels, self.device)
         else:
@@ -237,7 +244,7 @@ class Pipeline:
     # ------------------------------------------------------------------------------------------ sampling
 
     def _scales(self, request: Request) -> tuple[float, float]:
-        """Return the scales of guidance by a negative prompt, for each of two experts."""
+        """Return the scales of classifier-free guidance for the first and the second expert."""
         assert request.guidance is not None, "the request is resolved"
         if self.family.guidance_input:
             scale = request.true_guidance or 1.0
@@ -245,13 +252,13 @@ class Pipeline:
         return request.guidance, request.guidance if request.guidance_2 is None else request.guidance_2
 
     def _grid(self, request: Request) -> Grid:
-        """Return how many patches are sampled: where frames do not fill the last one, more than are decoded."""
+        """Return the size of the sampled latents in patches, rounded up to complete patches."""
         shape = self.vae_form.latent_shape(*_size(request))
         frames, rows, columns = (-(-size // step) for size, step in zip(shape, self.family.patch, strict=True))
         return frames, rows, columns
 
     def _noise(self, request: Request, seed: int) -> Tensor:
-        """Return the noise of a sample as tokens, drawn from a generator of its own."""
+        """Return the initial noise of a sample as tokens. It depends only on the seed."""
         patch, generator = self.family.patch, torch.Generator("cpu").manual_seed(seed)
         frames, rows, columns = (count * step for count, step in zip(self._grid(request), patch, strict=True))
         return patchify(self.family.draw_noise((frames, rows, columns), generator, self.dtype), patch).to(self.device)
@@ -282,7 +289,7 @@ class Pipeline:
         prepared: Prepared,
         on_step: Callable[[int, int], None] | None,
     ) -> list[Tensor]:
-        """Return the latents [C, F, H, W] of one batch of samples, each a seed and a prompt."""
+        """Return the latents [C, F, H, W] of a batch of samples. `samples`: seed and prompt of each."""
         grid, family, common = self._grid(request), self.family, prepared.images
         described = [_joined(prepared.prompts[prompt], common) for _, prompt in samples]
         guided = [described]
@@ -291,7 +298,7 @@ class Pipeline:
         assert request.guidance is not None, "the request is resolved"
         first = 0 if common.first is None else len(common.first)
         image = common.first if common.first is not None else common.condition
-        if image is not None:  # the latents of the first frame; a mask, if there is one, follows them
+        if image is not None:  # only the latents of the first frame, without mask channels
             image = image[: grid[1] * grid[2], : family.patch_values]
         noise = [family.mix_noise(self._noise(request, seed), image, grid[0])[first:] for seed, _ in samples]
         scales = self._scales(request)
@@ -307,7 +314,8 @@ class Pipeline:
         )
         if common.first is not None:
             latents = [torch.cat([common.first.to(tokens), tokens]) for tokens in latents]
-        frames = self.vae_form.latent_shape(*_size(request))[0]  # the last ones, as in diffusers
+        # A partial patch of frames is dropped at the beginning, as in diffusers.
+        frames = self.vae_form.latent_shape(*_size(request))[0]
         return [from_tokens(tokens, family.patch, grid)[:, -frames:] for tokens in latents]
 
     def _decoded(self, latents: Sequence[Tensor], request: Request) -> list[Tensor]:
@@ -324,7 +332,7 @@ def _size(request: Request) -> tuple[int, int, int]:
 
 
 def _opened(image: ImageSource) -> Image.Image:
-    """Return an image in RGB and upright."""
+    """Return an image in RGB, rotated upright."""
     return to_rgb(image) if isinstance(image, Image.Image) else read_image(Path(image), Limits())
 
 
@@ -342,7 +350,7 @@ def _check_multiple(name: str, value: int, step: int, rest: int) -> None:
         below = max(rest, value - (value - rest) % step)
         near = [str(number) for number in (below, below + step) if number > 0]
         raise TesseraError(
-            f"{name} is {value}",
+            f"{name} {value} is not supported by the strides of the model",
             where=f"--{name}",
             allowed=[f"multiples of {step}" + (f" and {rest} more" if rest else "")],
             fix=f"--{name} {' or '.join(near)}",

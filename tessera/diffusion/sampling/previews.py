@@ -1,4 +1,4 @@
-"""Sample with a generation model while it is trained, with fixed prompts and seeds, to compare its steps."""
+"""Sample during the training of a generation model, with fixed prompts and seeds, to compare steps."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ RECORD = "previews.jsonl"
 
 
 class Previews(Callback):
-    """Sample every `train.generate_every` steps, on every rank: ranks that share weights compute together.
+    """Sample every `train.generate_every` steps, on all ranks together.
 
-    Prompts are encoded once, at the start; then text encoders are freed. The first rank writes the files.
+    Prompts are encoded once, at the start. Then the text encoders are freed. The main rank writes the files.
     """
 
     def __init__(self, config: RunConfig, folder: Path | None, model: ModelOverRanks) -> None:
-        """Check the options. `folder`: the diffusers folder with VAE and text encoders. `model`: the trained model as
-        all ranks call it."""
+        """Check the options. `folder`: diffusers folder with VAE and text encoders. `model`: the trained model,
+        callable on all ranks."""
         if folder is None:
             raise TesseraError(
-                "no VAE and no text encoders to sample with",
+                "previews need a VAE and text encoders, and no folder with them is named",
                 where="train.preview.folder",
                 fix="name the folder of a diffusers pipeline, or set train.generate_every=0",
                 code="generation.previews-without-encoders",
@@ -47,7 +47,7 @@ class Previews(Callback):
         self._prepared: Prepared | None = None
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        self.on_rewind(trainer)  # a resumed run makes those of later steps again
+        self.on_rewind(trainer)  # a resumed run writes the records of later steps again
         model, device = self._model, trainer.world.device
         experts = [(model, 0.0)]
         self._pipeline = Pipeline(experts, model.family, self._folder, device, torch.float32, model.passes)
@@ -66,7 +66,7 @@ class Previews(Callback):
             truncate_after(trainer.config.folder / RECORD, trainer.step)
 
     def sample(self, trainer: TrainerHandle) -> None:
-        """Sample now, and write the files of this step."""
+        """Sample now, and write the files of the current step."""
         assert self._pipeline is not None, "the run has started"
         assert self._request is not None, "the run has started"
         assert self._prepared is not None, "the run has started"
@@ -93,7 +93,7 @@ class Previews(Callback):
 def _section(config: RunConfig) -> PreviewSection:
     if config.train.preview is None:
         raise TesseraError(
-            "the recipe has no prompts to sample during training",
+            "train.generate_every is set, but train.preview has no prompts",
             where="train.preview",
             fix='set train.preview.prompts: ["a red kite"], or train.generate_every=0',
             code="recipe.previews-without-prompts",

@@ -9,12 +9,13 @@ from tessera.diffusion.sampling.pipeline import OnStep
 
 
 def progress() -> OnStep:
-    """Return a function that prints a line after each step, with the time of the step."""
+    """Return a callback that prints a line after each step, with the time per step."""
     last: list[float] = []
 
     def show(finished: int, samples: int, step: int, steps: int) -> None:
         now = time.monotonic()
-        rate = f", {now - last[-1]:.2f} s a step" if last and step > 1 else ""  # before the first, things were loaded
+        # The time of the first step includes loading.
+        rate = f", {now - last[-1]:.2f} s a step" if last and step > 1 else ""
         last[:] = [now]
         end = "\r" if sys.stderr.isatty() and step < steps else "\n"
         first = f"sample {finished + 1} of {samples}, " if samples > 1 else ""

@@ -1,7 +1,7 @@
-"""Solve the equation that turns noise into latents, step by step.
+"""Turn noise into latents step by step, with the schedulers of diffusers.
 
-A folder's `scheduler/scheduler_config.json` names the solver, a scheduler class of diffusers. Every sample has a solver
-of its own: noise levels may depend on its size, and multistep solvers remember earlier steps.
+`scheduler/scheduler_config.json` of a folder names the scheduler class. Every sample has its own solver, because noise
+levels may depend on the sample's size, and multistep solvers keep earlier steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tessera.runtime.files import read_json_mapping
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
 EULER = "FlowMatchEulerDiscreteScheduler"
 _COGVIDEOX_DPM = "CogVideoXDPMScheduler"
-# Only these classes are imported: a file must not choose.
+# A folder may name only these classes; others are never imported.
 _LIBRARY = (
     EULER,
     "UniPCMultistepScheduler",
@@ -35,13 +35,13 @@ _MOST_STEPS = 10_000
 
 
 class Solver:
-    """Take the steps of one sample with a scheduler of diffusers. It is used once."""
+    """Denoise one sample with a scheduler of diffusers. A solver is used once."""
 
     def __init__(self, scheduler: Any, generator: torch.Generator | None = None) -> None:
-        """`generator`: for schedulers that add noise in between."""
+        """Hold a scheduler. `generator`: for schedulers that add noise in every step."""
         self._scheduler = scheduler
         self._generator = generator
-        self._clean: Tensor | None = None  # of the step before, for CogVideoX's solver
+        self._clean: Tensor | None = None  # predicted clean latents of the previous step, for `CogVideoXDPMScheduler`
 
     @property
     def timesteps(self) -> Tensor:
@@ -49,7 +49,7 @@ class Solver:
         return self._scheduler.timesteps.float()  # type: ignore[no-any-return]
 
     def step(self, number: int, prediction: Tensor, latents: Tensor) -> Tensor:
-        """Return the latents after step `number`, given the prediction from those before it."""
+        """Return the latents after step `number`. `prediction`: of the model, for `latents`."""
         times = self._scheduler.timesteps
         if type(self._scheduler).__name__ != _COGVIDEOX_DPM:
             stepped = self._scheduler.step(prediction, times[number], latents, return_dict=False)
@@ -62,7 +62,7 @@ class Solver:
 
 
 def scheduler_config(folder: Path) -> dict[str, Any] | None:
-    """Return the scheduler's configuration of a diffusers folder; None if it has none."""
+    """Return the scheduler configuration of a diffusers folder; None if there is none."""
     path = folder / SCHEDULER_FILE
     return read_json_mapping(path, 1 << 20) if path.is_file() else None
 
@@ -75,26 +75,29 @@ def make_solver(
     sigmas: np.ndarray | None = None,
     generator: torch.Generator | None = None,
 ) -> Solver:
-    """Return a solver for one sample of this many latent tokens. `sigmas`: noise levels before they are shifted; None:
-    the scheduler spaces them."""
+    """Return a solver for one sample with `tokens` latent tokens. `sigmas`: noise levels before the shift; None: chosen
+    by the scheduler."""
     if not 1 <= steps <= _MOST_STEPS:
         raise TesseraError(
-            f"{steps} steps", where="--steps", allowed=[f"1 to {_MOST_STEPS}"], code="generation.bad-step-count"
+            f"{steps} denoising steps are not supported",
+            where="--steps",
+            allowed=[f"1 to {_MOST_STEPS}"],
+            code="generation.bad-step-count",
         )
     name = str(config.get("_class_name", EULER))
     if name not in _LIBRARY:
         raise TesseraError(
-            f"the folder's scheduler is {name}",
+            f"the scheduler class {name} is not supported",
             where=SCHEDULER_FILE,
             allowed=_LIBRARY,
             nearest=nearest(name, _LIBRARY),
             code="generation.unsupported-scheduler",
         )
     _number(config, "num_train_timesteps", 1000)
-    if steps == 1:  # a single step has no end to stretch
+    if steps == 1:  # diffusers divides by zero if a single step is stretched
         config = {**config, "shift_terminal": None}
     scheduler_class = _library_class(name)
-    taken = inspect.signature(scheduler_class.__init__).parameters  # other keys raise a warning per sample
+    taken = inspect.signature(scheduler_class.__init__).parameters  # other keys would log a warning for each sample
     options: dict[str, Any] = {"sigmas": sigmas} if sigmas is not None and name == EULER else {}
     try:
         scheduler = scheduler_class.from_config({key: value for key, value in config.items() if key in taken})
@@ -103,7 +106,7 @@ def make_solver(
         scheduler.set_timesteps(**({"num_inference_steps": steps} | options))
     except (NotImplementedError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise TesseraError(
-            f"{name} refuses its settings: {first_line(error)}",
+            f"{name} does not accept its settings: {first_line(error)}",
             where=SCHEDULER_FILE,
             code="generation.bad-scheduler-settings",
         ) from error
@@ -111,7 +114,7 @@ def make_solver(
 
 
 def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
-    """Return the configuration of another solver for the same noise levels."""
+    """Return the configuration of another solver with the same noise levels."""
     if solver not in SOLVERS:
         raise TesseraError(
             f"unknown solver {solver!r}",
@@ -125,7 +128,7 @@ def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
         return dict(config)
     if name != EULER and config.get("prediction_type") != "flow_prediction":
         raise TesseraError(
-            f"this model does not predict a velocity: {solver} does not solve it",
+            f"the solver {solver} needs a model that predicts a velocity",
             where="--solver",
             allowed=["default"],
             code="generation.solver-needs-velocity",
@@ -141,11 +144,11 @@ def with_solver(config: Mapping[str, Any], solver: str) -> dict[str, Any]:
 
 
 def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
-    """Return the configuration with noise levels that are shifted by a constant."""
+    """Return the configuration with a constant shift of the noise levels."""
     euler = config.get("_class_name", EULER) == EULER
     if not euler and not config.get("use_flow_sigmas"):
         raise TesseraError(
-            "the noise levels of this model's scheduler are not shifted",
+            "the scheduler of this model does not support a shift of noise levels",
             where="--shift",
             code="generation.levels-not-shifted",
         )
@@ -153,7 +156,7 @@ def with_shift(config: Mapping[str, Any], shift: float) -> dict[str, Any]:
 
 
 def size_shift(config: Mapping[str, Any], tokens: int) -> float:
-    """Return the logarithm of the shift for an image of this many tokens: large images need more noise."""
+    """Return the logarithm of the shift for an image with `tokens` tokens. Large images need more noise."""
     first, last = _number(config, "base_image_seq_len", 256), _number(config, "max_image_seq_len", 4096)
     low, high = float(config.get("base_shift", 0.5)), float(config.get("max_shift", 1.15))
     slope = (high - low) / (last - first)
@@ -164,7 +167,7 @@ def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e6:
         raise TesseraError(
-            f"{key} is {value!r}",
+            f"the value {value!r} of {key} is not supported",
             where=SCHEDULER_FILE,
             allowed=["a number above 0, up to 1000000"],
             code="generation.bad-scheduler-settings",
@@ -177,7 +180,7 @@ def _library_class(name: str) -> Any:
         return getattr(importlib.import_module("diffusers"), name)
     except (ImportError, AttributeError):
         raise TesseraError(
-            f"the solver {name} is a class of diffusers, which is not installed or too old",
+            f"diffusers, which has the scheduler {name}, is not installed or too old",
             where=SCHEDULER_FILE,
             fix="pip install tessera-mm[hf]",
             code="environment.diffusers-missing",

@@ -59,7 +59,7 @@ _DUAL = (
 )
 
 
-# Native names of a block, and those in the original checkpoint.
+# Names in a block: native, and in the original checkpoint.
 _ORIGINAL_BLOCK = (
     *(
         (f"attn.{native}_norm.{which}.weight", f"{theirs}_block.attn.ln_{which}.weight")
@@ -88,7 +88,7 @@ _ORIGINAL = (
 
 
 def weights(config: SD3Config) -> WeightMap:
-    """Return the names and shapes of diffusers folders."""
+    """Return the parameter names and shapes in diffusers folders."""
     return WeightMap(
         (
             *plain_rules(_NAMES),
@@ -100,8 +100,8 @@ def weights(config: SD3Config) -> WeightMap:
 
 
 def original(config: SD3Config) -> WeightMap:
-    """Return the names and shapes of the original checkpoint: queries, keys and values are one layer."""
-    # Behind the last attention text has a scale and a shift alone, as the output has: there, in the other order.
+    """Return the parameter names and shapes in original checkpoints, where queries, keys and values are one layer."""
+    # The last text modulation and the output modulation have only scale and shift, in the opposite order.
     last = config.num_layers - 1
     ending = (
         Rule("head.modulation.{kind}", "final_layer.adaLN_modulation.1.{kind}", SwappedHalves()),
@@ -124,13 +124,13 @@ def original(config: SD3Config) -> WeightMap:
 
 
 def _reshaped(config: SD3Config, patch: str, table: str, head: str) -> tuple[Rule, ...]:
-    """Return the rules of tensors that both forms store in another shape, under their names."""
+    """Return the rules of tensors with other shapes in files. `patch`, `table`, `head`: their names in the files."""
     shape, side, channels = config.shape, config.patch_size, config.in_channels
     hidden, places = config.hidden, (shape.table**2, config.hidden)
     return (
         Rule("embed.latents.weight", patch, Reshape((hidden, shape.latent_values), (hidden, channels, side, side))),
         Rule("embed.table.weight", table, Reshape(places, (1, *places))),
-        # Predictions of the published models are ordered by place in the patch, then by channel; here, as inputs are.
+        # Published models order the values of a predicted patch by position, then channel. Here channels come first.
         Rule("head.proj.{kind}", head, GroupByHead(config.out_channels or channels, side**2)),
     )
 

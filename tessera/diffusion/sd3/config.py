@@ -1,4 +1,4 @@
-"""The configuration of Stable Diffusion 3 and 3.5, whose fields are those of `SD3Transformer2DModel` of diffusers."""
+"""The configuration of Stable Diffusion 3 and 3.5, with the fields of `SD3Transformer2DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tessera.nn.joint_transformer import TransformerShape
 
 @dataclass(frozen=True)
 class SD3Family(NoiseInModelType, GenerationFamily):
-    """Count positions in the middle of a square table with `table` rows; text is at 0."""
+    """Use the center of a square table of positions with `table` rows; text is at position 0."""
 
     table: int = 0
 
@@ -30,9 +30,10 @@ class SD3Family(NoiseInModelType, GenerationFamily):
         for _, rows, columns in grids:
             if max(rows, columns) > self.table:
                 raise TesseraError(
-                    f"an image of {rows} x {columns} tokens: the model has positions for {self.table} x {self.table}",
+                    f"an image has {rows} x {columns} tokens, and the model has positions for {self.table} x "
+                    f"{self.table}",
                     where="latents",
-                    fix="make the image smaller",
+                    fix="use a smaller image",
                     code="generation.size-has-no-positions",
                 )
 
@@ -48,7 +49,9 @@ class SD3Family(NoiseInModelType, GenerationFamily):
 class SD3Config(JointConfig):
     class_name: ClassVar[str] = "SD3Transformer2DModel"
 
-    sample_size: int = Field(128, gt=0, le=10**6, description="rows and columns of latents that positions are made for")
+    sample_size: int = Field(
+        128, gt=0, le=10**6, description="rows and columns of latents in training images; scales positions"
+    )
     patch_size: int = Field(2, gt=0, le=10**4)
     in_channels: int = Field(16, gt=0, le=10**6)
     num_layers: int = Field(18, gt=0, le=10**4)
@@ -59,9 +62,7 @@ class SD3Config(JointConfig):
     pooled_projection_dim: int = Field(2048, gt=0, le=10**8, description="width of the pooled text embedding")
     out_channels: int | None = Field(16, gt=0, le=10**6)
     pos_embed_max_size: int = Field(96, gt=0, le=10**4, description="rows and columns of the table of positions")
-    dual_attention_layers: tuple[int, ...] = Field(
-        (), description="blocks in which latents attend among themselves, too"
-    )
+    dual_attention_layers: tuple[int, ...] = Field((), description="blocks with an additional attention among latents")
     qk_norm: Literal["rms_norm"] | None = None
 
     @property
@@ -71,14 +72,14 @@ class SD3Config(JointConfig):
     @model_validator(mode="after")
     def _fits(self) -> SD3Config:
         if self.caption_projection_dim != self.hidden:
-            raise ValueError(f"caption_projection_dim is the width of the model, {self.hidden}")
+            raise ValueError(f"caption_projection_dim must be the width of the model, {self.hidden}")
         if self.hidden % 4:
-            raise ValueError(f"a width of {self.hidden} must be a multiple of 4: sines and cosines of rows and columns")
+            raise ValueError(f"the width {self.hidden} must be a multiple of 4, for sine positions of rows and columns")
         if self.sample_size < self.patch_size:
-            raise ValueError("sample_size is less than one patch")
+            raise ValueError("sample_size must be at least patch_size")
         outside = [number for number in self.dual_attention_layers if not 0 <= number < self.num_layers]
         if outside or len(set(self.dual_attention_layers)) != len(self.dual_attention_layers):
-            raise ValueError(f"dual_attention_layers are numbers of blocks, from 0 to {self.num_layers - 1}, once each")
+            raise ValueError(f"dual_attention_layers must be different block numbers from 0 to {self.num_layers - 1}")
         return self
 
     @property
@@ -100,7 +101,7 @@ class SD3Config(JointConfig):
 
     def generation(self) -> GenerationFamily:
         channels = self.out_channels or self.in_channels
-        # Two encoders give one sequence of wide embeddings, a third one a second sequence behind it.
+        # Features of the first two encoders are concatenated. The tokens of the third encoder follow theirs.
         clip = EncodedPaddingCaptions(length=77, masked=False, layer=-2, pooled=True)
         return SD3Family(
             channels=channels,

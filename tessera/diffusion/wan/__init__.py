@@ -12,10 +12,10 @@ from tessera.diffusion.wan.config import WanConfig
 from tessera.diffusion.wan.model import WanModel
 from tessera.diffusion.wan.weights import MODEL_TYPES, hf_config, original, weights
 
-_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # 14B is the default of diffusers
+_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}  # the diffusers defaults are those of 14B
 _IMAGES = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # For the VAE and the captions of the quick start: 4 channels, and embeddings of 64 values.
+    # Fits the small VAE and text encoder of the quick start: 4 channels, and 64 features of text.
     "quickstart": {
         "num_attention_heads": 4,
         "attention_head_dim": 32,
@@ -30,7 +30,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "2.1-t2v-14b": {},
     "2.1-i2v-14b": _IMAGES,
     "2.1-flf2v-14b": {**_IMAGES, "pos_embed_seq_len": 514},
-    "2.2-t2v-a14b": {},  # of each of its two experts
+    "2.2-t2v-a14b": {},  # each of its two experts has this shape
     "2.2-i2v-a14b": {"in_channels": 36},
     "2.2-ti2v-5b": {
         "num_attention_heads": 24,
@@ -43,7 +43,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def plan(config: WanConfig) -> ModelPlan:
-    """Return how the model may be split over devices. The published code computes some modules in float32."""
+    """Return the parallel plan. Some modules compute in float32, as in the published code."""
     wide = ["embed.time", "blocks.{*}.modulation", "head.modulation"]
     wide += ["blocks.{*}.cross_norm"] if config.cross_attn_norm else []
     wide += ["embed.image.{norm_in,norm_out}"] if config.image_dim is not None else []

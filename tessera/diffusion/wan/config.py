@@ -1,4 +1,4 @@
-"""The configuration of Wan, whose fields are those of `WanTransformer3DModel` of diffusers."""
+"""The configuration of Wan, with the fields of `WanTransformer3DModel` of diffusers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tessera.diffusion.cross import CrossConfig, CrossShape
 from tessera.diffusion.family import GenerationFamily, SamplingDefaults
 from tessera.diffusion.given_images import GivenImages, MaskedVideoChannels, ReplacedFrames
 
-_LATENTS_22 = 48  # channels of the VAE of TI2V, the model with a time for each token
-_IMAGE_EMBEDS = 257  # of one image
+_LATENTS_22 = 48  # latent channels of Wan 2.2 TI2V, the model with per-token times
+_IMAGE_EMBEDS = 257  # number of CLIP embeddings per image
 
 
 class WanConfig(CrossConfig):
@@ -27,7 +27,7 @@ class WanConfig(CrossConfig):
     patch_size: tuple[int, int, int] = (1, 2, 2)
     num_attention_heads: int = Field(40, gt=0, le=10**6)
     attention_head_dim: int = Field(128, gt=0, le=10**6)
-    in_channels: int = Field(16, gt=0, le=10**6, description="of noisy latents, with those of a condition")
+    in_channels: int = Field(16, gt=0, le=10**6, description="of noisy latents and condition channels together")
     out_channels: int = Field(16, gt=0, le=10**6)
     text_dim: int = Field(4096, gt=0, le=10**8)
     freq_dim: int = Field(256, gt=0, le=10**8)
@@ -35,17 +35,17 @@ class WanConfig(CrossConfig):
     num_layers: int = Field(40, gt=0, le=10**4)
     cross_attn_norm: bool = True
     eps: float = Field(1e-6, gt=0)
-    image_dim: int | None = Field(None, gt=0, le=10**8, description="width of image embeddings; default: none are read")
+    image_dim: int | None = Field(None, gt=0, le=10**8, description="width of image embeddings; null: none are read")
     added_kv_proj_dim: int | None = Field(None, gt=0, le=10**8)
-    rope_max_seq_len: int = Field(1024, gt=0, description="positions in diffusers' table; angles here have no table")
+    rope_max_seq_len: int = Field(1024, gt=0, description="size of diffusers' table of positions; has no effect here")
     pos_embed_seq_len: int | None = Field(
-        None, gt=0, le=10**6, description="image embeddings of a sample that have learned positions"
+        None, gt=0, le=10**6, description="number of image embeddings per sample, if their positions are learned"
     )
     token_times: bool | None = Field(
-        None, description="tokens have times of their own, so that frames can be given; default: with 48 channels"
+        None, description="whether each token has its own time, which given frames need; default: with 48 channels"
     )
     text_length: int = Field(
-        512, gt=0, le=10**6, description="tokens of a caption, with the zeros behind a short one, which are attended to"
+        512, gt=0, le=10**6, description="text embeddings; short captions are padded with zeros, which are attended to"
     )
 
     @property
@@ -54,12 +54,12 @@ class WanConfig(CrossConfig):
 
     @property
     def patch_values(self) -> int:
-        """Return the numbers in one token of the input."""
+        """Return the number of values in one input token."""
         return self.in_channels * prod(self.patch_size)
 
     @property
     def rope_sizes(self) -> tuple[int, int, int]:
-        """Return the dimensions of a head that positions on each axis rotate: frames, rows, columns."""
+        """Return the dimensions of a head that rotate by position, for each axis: frames, rows, columns."""
         side = 2 * (self.attention_head_dim // 6)
         return self.attention_head_dim - 2 * side, side, side
 
@@ -87,7 +87,7 @@ class WanConfig(CrossConfig):
         return GenerationFamily(
             channels=self.out_channels,
             patch=self.patch_size,
-            # Short captions are followed by zeros, which the published models attend to.
+            # Published models attend to the zeros that pad short captions.
             captions=(ZeroPaddedCaptions(length=self.text_length, tidy=True),),
             images=ReplacedFrames() if times else images,
             image_embeds=self.image_dim is not None,
@@ -97,7 +97,7 @@ class WanConfig(CrossConfig):
 
     def diffusers_inputs(self, batch: Batch, latents: Tensor) -> dict[str, Any]:
         images = batch.get("image_embeds")
-        if images is not None:  # the embeddings of a first and a last frame are two entries of a batch
+        if images is not None:  # diffusers takes the first and the last frame as two batch entries
             images = images.view(1 if self.pos_embed_seq_len is None else 2, -1, images.shape[1])
         return {
             "hidden_states": latents[None],
@@ -109,13 +109,13 @@ class WanConfig(CrossConfig):
     @model_validator(mode="after")
     def _fits(self) -> WanConfig:
         if self.attention_head_dim % 2:
-            raise ValueError(f"attention_head_dim {self.attention_head_dim} must be even: pairs of it are rotated")
+            raise ValueError(f"attention_head_dim {self.attention_head_dim} must be even for rotary positions")
         if (self.image_dim is None) != (self.added_kv_proj_dim is None):
-            raise ValueError("image_dim and added_kv_proj_dim are given together: image embeddings need both")
+            raise ValueError("set both image_dim and added_kv_proj_dim, or neither")
         if self.added_kv_proj_dim not in (None, self.hidden):
-            raise ValueError(f"added_kv_proj_dim is the width of the model, {self.hidden}")
+            raise ValueError(f"added_kv_proj_dim must be the width of the model, {self.hidden}")
         if self.pos_embed_seq_len is not None and self.image_dim is None:
-            raise ValueError("pos_embed_seq_len is for image embeddings, and image_dim is not given")
+            raise ValueError("pos_embed_seq_len needs image_dim")
         if min(self.patch_size) < 1:
             raise ValueError(f"patch_size {list(self.patch_size)} must be positive")
         return self

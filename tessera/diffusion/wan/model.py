@@ -1,4 +1,4 @@
-"""Wan: a video attends to itself, to the text and to embeddings of given images."""
+"""Wan: latents of a video attend to each other, to the text and to embeddings of given images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tessera.ops.pointwise import Angles, axes_angles
 
 
 class ImageProjection(nn.Module):
-    """Turn embeddings of given images into keys for cross attention; `positions` of them are those of one sample."""
+    """Project embeddings of given images for cross attention. `positions`: number of learned positions per sample."""
 
     def __init__(self, size: int, hidden: int, positions: int | None) -> None:
         super().__init__()
@@ -39,9 +39,9 @@ class ImageProjection(nn.Module):
         if self.positions is not None:
             if embeds.shape[0] % self.positions.shape[0]:
                 raise TesseraError(
-                    f"{embeds.shape[0]} image embeddings are not whole samples of {self.positions.shape[0]}",
+                    f"{embeds.shape[0]} image embeddings are not a multiple of {self.positions.shape[0]} per sample",
                     where="image_embeds",
-                    fix="give the embeddings of the first and of the last frame of every sample",
+                    fix="set train.task_options.given=first_last: this model needs the first and the last frame",
                     code="generation.image-embedding-mismatch",
                 )
             repeats = embeds.shape[0] // self.positions.shape[0]
@@ -51,7 +51,7 @@ class ImageProjection(nn.Module):
 
 
 class TextAndImageAttention(CrossAttention):
-    """Attend to text and, with keys and values of their own, to embeddings of given images."""
+    """Attend to text, and with separate keys and values to embeddings of given images."""
 
     def __init__(self, config: WanConfig) -> None:
         heads, size = config.num_attention_heads, config.attention_head_dim

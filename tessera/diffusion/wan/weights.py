@@ -1,4 +1,4 @@
-"""Parameter names and configurations of Wan: in diffusers folders ("hf"), and in original checkpoints ("original")."""
+"""Parameter names and configurations of Wan, in diffusers folders ("hf") and in original checkpoints ("original")."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import GroupByHead, Reshape
 
 MODEL_TYPES = ("t2v", "i2v", "flf2v", "ti2v")
-_IMAGE_WIDTH = 1280  # of CLIP's embeddings, two images of 257 with positions where there is a last frame
+_IMAGE_WIDTH = 1280  # of CLIP embeddings
 _FIELDS = {
     "ffn_dim": "ffn_dim",
     "freq_dim": "freq_dim",
@@ -68,13 +68,13 @@ _NAMES = (
 
 
 def weights(config: WanConfig) -> WeightMap:
-    """Return the names and shapes of diffusers folders."""
-    # Old files of images have an unused norm of queries.
+    """Return the parameter names and shapes in diffusers folders."""
+    # Early image-to-video files have a norm of queries that is not used.
     return WeightMap(_rules(config, 1), skip=("blocks.{i}.attn2.norm_added_q.weight",))
 
 
 def original(config: WanConfig) -> WeightMap:
-    """Return the names and shapes of the original checkpoint."""
+    """Return the parameter names and shapes in original checkpoints."""
     return WeightMap(_rules(config, 2), mark="time_embedding.0.weight")
 
 
@@ -90,7 +90,7 @@ def _rules(config: WanConfig, column: int) -> tuple[Rule, ...]:
         Rule("embed.patch.weight", "patch_embedding.weight", Reshape((hidden, config.patch_values), (hidden, *patch))),
         Rule("blocks.{i}.modulation.table", table, Reshape((6, hidden), (1, 6, hidden))),
         Rule("head.modulation.table", last, Reshape((2, hidden), (1, 2, hidden))),
-        # Outputs of the published models are ordered by place in the patch, then by channel; here, as inputs are.
+        # Published models order the values of a predicted patch by position, then channel. Here channels come first.
         Rule("head.proj.{kind}", head, GroupByHead(config.out_channels, prod(config.patch_size))),
         *(Rule(names[0], names[column]) for names in _NAMES),
     ]
@@ -101,7 +101,7 @@ def _rules(config: WanConfig, column: int) -> tuple[Rule, ...]:
 
 
 def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the diffusers form of an original checkpoint."""
+    """Return config.json in the format of diffusers for an original checkpoint. `data`: its own config.json."""
     where = f"config.json ({data.get('model_type')})"
     check_supported(
         [
@@ -115,13 +115,13 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
     width, heads = data.get("dim", 2048), data.get("num_heads", 16)
     if not (isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0):
         raise TesseraError(
-            f"dim {width!r} does not split into num_heads {heads!r}",
+            f"dim {width!r} is not divisible by num_heads {heads!r}",
             where=where,
             code="model.heads-do-not-divide-width",
         )
     fields = {new: data[old] for old, new in _FIELDS.items() if old in data}
     defaults = {"num_attention_heads": 16, "num_layers": 32, "ffn_dim": 8192}
-    # Wan 2.2 reads a first frame as channels only. Whether a model also reads embeddings shows in its weights only.
+    # Only the weights show whether a model reads image embeddings. Wan 2.2 reads a first frame only as channels.
     if data.get("model_type") in ("i2v", "flf2v") and (names := _stored_names(folder)) & {"img_emb.proj.1.weight"}:
         fields |= {"image_dim": _IMAGE_WIDTH, "added_kv_proj_dim": width}
         if "img_emb.emb_pos" in names:
@@ -130,7 +130,7 @@ def hf_config(folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stored_names(folder: Path) -> set[str]:
-    """Return the names of the weights that a folder stores."""
+    """Return the names of all tensors in the safetensors files of a folder."""
     names: set[str] = set()
     for path in folder_layout(folder).weight_files():
         try:
@@ -138,6 +138,6 @@ def _stored_names(folder: Path) -> set[str]:
                 names.update(file.keys())
         except (SafetensorError, OSError) as error:
             raise TesseraError(
-                f"not a safetensors file: {error}", where=str(path), code="weights.not-safetensors"
+                f"the file is not in safetensors format: {error}", where=str(path), code="weights.not-safetensors"
             ) from error
     return names
