@@ -123,6 +123,7 @@ class Encoders:
             if channels is not None:
                 conditions[number] = [patchify(channels, family.patch)]
         width = math.prod(family.patch) * family.images.count(family.channels, vae.form.time_stride)
+        assert width or not conditions, "`GivenImages.count` counts the channels of `GivenImages.channels`"
         if not width:
             return batch.with_tensors(clean=clean)
         return batch.with_tensors(clean=clean, condition=_joined_rows(conditions, lengths, width, clean.device))

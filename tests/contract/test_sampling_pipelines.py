@@ -222,14 +222,14 @@ def test_ltx_video_reads_captions_as_diffusers_does(tmp_path: Path) -> None:
     pipeline = write_ltx_video(tmp_path)
     ours = tessera.pipeline(tmp_path, device="cpu")
     request = ours.resolved(build(Request, {"prompts": PROMPTS, "height": 64, "width": 64, "frames": 9}, "test"))
-    for text, conditions in ours.prepare(request).prompts.items():
+    for text, embedding in ours.prepare(request).prompts.items():
         theirs, mask, *_ = pipeline.encode_prompt(text, do_classifier_free_guidance=False)
         wide = copy.deepcopy(pipeline).to(torch.float64)
         exact = wide.encode_prompt(text, do_classifier_free_guidance=False)[0][mask]
         # The encoder reads 128 tokens, most of them padding; the model reads what it makes of the words alone.
-        assert conditions.text.shape == exact.shape
+        assert embedding.tokens.shape == exact.shape
         limit = 4 * float((theirs[mask] - exact).abs().max())
-        assert float((conditions.text - exact).abs().max()) <= limit, text
+        assert float((embedding.tokens - exact).abs().max()) <= limit, text
 
 
 @pytest.fixture(scope="module")

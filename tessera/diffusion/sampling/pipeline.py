@@ -40,8 +40,8 @@ ImageSource = str | Path | Image.Image
 class Prepared:
     """Hold the encoded conditions of a request, for repeated sampling."""
 
-    prompts: Mapping[str, SampleConditions]
-    negative: SampleConditions | None  # None: sample without a negative prompt
+    prompts: Mapping[str, TextEmbedding]
+    negative: TextEmbedding | None  # None: sample without a negative prompt
     images: SampleConditions  # conditions from given images, shared by all samples
 
 
@@ -232,14 +232,14 @@ class Pipeline:
 
     def _prompts(
         self, texts: Sequence[str], images: Sequence[Image.Image], request: Request, *, negative: bool = False
-    ) -> dict[str, SampleConditions]:
-        """Return the conditions of each prompt."""
+    ) -> dict[str, TextEmbedding]:
+        """Return the embeddings of each prompt."""
         if images and self._encoders.edit_images is not None:
             embeddings = self._encoders.edit_prompts(texts, images, request.reference_pixels, self.device)
         else:
             frame = images[0] if images else None
             embeddings = self._encoders.prompts(texts, self.device, frame, negative=negative)
-        return {text: _conditions(embedding) for text, embedding in zip(texts, embeddings, strict=True)}
+        return dict(zip(texts, embeddings, strict=True))
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -336,13 +336,9 @@ def _opened(image: ImageSource) -> Image.Image:
     return to_rgb(image) if isinstance(image, Image.Image) else read_image(Path(image), Limits())
 
 
-def _conditions(embedding: TextEmbedding) -> SampleConditions:
-    assert embedding.tokens is not None, "every family reads the tokens of a caption"
-    return SampleConditions(embedding.tokens, embedding.pooled)
-
-
-def _joined(text: SampleConditions, images: SampleConditions) -> SampleConditions:
-    return replace(images, text=text.text, pooled=text.pooled)
+def _joined(text: TextEmbedding, images: SampleConditions) -> SampleConditions:
+    assert text.tokens is not None, "every family reads the tokens of a caption"
+    return replace(images, text=text.tokens, pooled=text.pooled)
 
 
 def _check_multiple(name: str, value: int, step: int, rest: int) -> None:
