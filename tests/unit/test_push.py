@@ -135,9 +135,8 @@ def test_adapters_name_a_base_that_others_can_load(hub: HubServer, tmp_path: Pat
 def test_who_may_not_write_is_told(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder(tmp_path / "model")
     monkeypatch.setenv("HF_TOKEN", "bad")
-    with raises("hub.token-cannot-write") as raised:
+    with raises("hub.token-cannot-write"):
         push(path, "me/new")
-    assert raised.value.code == "hub.token-cannot-write"
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
     import huggingface_hub.constants
