@@ -1,4 +1,4 @@
-"""Name the built-in tasks, model families and data kinds without an import of any: a mistyped name costs no second."""
+"""List the names of built-in tasks, model families and data kinds without importing them, which takes seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tessera.errors import TesseraError, nearest
 class BuiltIns:
     """List the modules of a package that define an agreed attribute."""
 
-    kind: str  # what an error calls one: "model family"
-    packages: tuple[str, ...]  # where they live
-    attribute: str  # what each module exposes
-    key: str  # of a recipe, that names one
+    kind: str  # the noun in error messages: "model family"
+    packages: tuple[str, ...]  # whose modules are searched
+    attribute: str  # the name that each module defines, such as TASK
+    key: str  # recipe key whose value is one of the names
 
     def modules(self) -> dict[str, str]:
         """Return the import path of every built-in by its name."""
@@ -39,7 +39,7 @@ class BuiltIns:
         return sorted(self.modules())
 
     def check(self, name: str) -> None:
-        """Raise for a name that is none of a built-in and cannot be an import path."""
+        """Raise for a name that is neither a built-in nor an import path."""
         if not ("." in name or ":" in name) and name not in self.names():
             raise self.unknown(name)
 
@@ -48,7 +48,7 @@ class BuiltIns:
         return TesseraError(
             f"unknown {self.kind}: {name[:200]!r}",
             where=self.key,
-            allowed=[*names, "or an import path like my_package.my_module or my_module:NAME"],
+            allowed=[*names, "an import path such as my_package.my_module or my_module:NAME"],
             nearest=nearest(name, names),
             code="recipe.unknown-name",
         )

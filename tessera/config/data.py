@@ -30,23 +30,19 @@ class SourceSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {"question": "a column of metadata.csv, beside file_name and answer"}
 
     path: Path = Field(
-        description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards, a folder; {000..127} and * name several; "
+        description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards or a folder; {000..127} and * match several; "
         "or hf://org/name[@revision][/files] (ms:// for ModelScope), which is downloaded"
     )
-    hub_id: HubName | None = Field(
-        None, description="id and commit of the hub that `path` was downloaded from, as a run notes them"
-    )
-    root: Path | None = Field(
-        None, description="media paths must lie under this folder; default: the file's own folder"
-    )
+    hub_id: HubName | None = Field(None, description="hub id and commit of `path`, which a run records")
+    root: Path | None = Field(None, description="folder that contains all media; default: the folder of the file")
     format: Literal["auto"] | RecordFormat = Field("auto", description="format of the records")
     columns: dict[str, str] = Field(
-        default_factory=dict, description="our name of a key or tag -> the name it has in these rows"
+        default_factory=dict, description="standard name of a key or tag -> its name in these rows"
     )
     weight: float | None = Field(
-        None, ge=1e-9, le=1e9, description="share of the samples drawn from this set; given for all sets or for none"
+        None, ge=1e-9, le=1e9, description="relative number of samples from this set; for all sets or none"
     )
-    max_samples: int | None = Field(None, gt=0, le=10**12, description="use only the first so many rows")
+    max_samples: int | None = Field(None, gt=0, le=10**12, description="use only the first rows, up to this number")
 
     @field_serializer("path", when_used="json")
     def _written_path(self, path: Path) -> str:
@@ -57,84 +53,86 @@ Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.\-]+$", max_length=253)]
 
 
 class UrlSection(Section):
-    """Allow images that data names by http(s) URLs to be fetched, and say within which limits."""
+    """Allow downloads of images that data names by http(s) URLs, and set their limits."""
 
     hosts: list[Host] = Field(
-        default_factory=list, max_length=1000, description="only these hosts and those below them; default: any"
+        default_factory=list, max_length=1000, description="allowed hosts, with their subdomains; default: all"
     )
-    max_bytes: int = Field(32 << 20, gt=0, le=1 << 32, description="a larger image is refused")
-    timeout_s: Seconds = Field(20, description="for one image, from the first question to the last byte")
-    private: bool = Field(
-        False, description="also addresses of private networks and of this machine, for data that you trust"
-    )
-    cache: Path | None = Field(None, description="folder of fetched images; default: tessera/media in ~/.cache")
+    max_bytes: int = Field(32 << 20, gt=0, le=1 << 32, description="maximum size of an image")
+    timeout_s: Seconds = Field(20, description="time limit for one image")
+    private: bool = Field(False, description="also allow addresses of private networks and of this machine")
+    cache: Path | None = Field(None, description="folder of downloaded images; default: ~/.cache/tessera/media")
 
 
 class DataSection(Section):
-    kind: str = Field("chat", description="kind of data set, or an import path to one")
-    train: list[SourceSection] = Field(default_factory=list, description="data sets; also written a.json,b.json")
+    kind: str = Field("chat", description="kind of data set, or its import path")
+    train: list[SourceSection] = Field(default_factory=list, description="data sets; a.json,b.json names two")
     eval: list[SourceSection] = Field(default_factory=list)
     length: int = Field(2048, gt=0, le=2**28, description="tokens of one packed row")
     truncate: Literal["never", "turns"] = Field(
         "never",
-        description="samples longer than a row: never cut, but left out and listed; or cut after the last turn that "
+        description="samples longer than a row: never: leave them out and list them; turns: cut after the last turn that "
         "fits",
     )
     shuffle: bool = True
     stream: bool = Field(
         False,
-        description="fetch files of data.train as the run reaches them, and pack and shuffle within each file; off: "
-        "all of it is fetched and measured before the first step, and shuffled as a whole",
+        description="download files of data.train when the run reaches them, and pack and shuffle inside of each file; "
+        "off: download and index all files before the first step, and shuffle all samples",
     )
     stream_cache_gib: float | None = Field(
         100,
         gt=0,
         le=1e9,
-        description="with stream: of the fetched files of all streams so many GiB stay on disk; beyond that the one "
-        "read longest ago is removed, unless a run reads it, and fetched again when it is needed; null: all stay",
+        description="with stream: size of the cache of downloaded files in GiB; beyond it the least recently used file is "
+        "removed, unless a run reads it; null: no limit",
     )
-    pack: bool = Field(True, description="several samples to a row; off: one each")
-    balance: bool = Field(True, description="rows of equal work, and equal work for every rank")
+    pack: bool = Field(True, description="pack several samples into a row; off: one sample per row")
+    balance: bool = Field(True, description="balance the computation of rows and of ranks")
     workers: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = Field(
-        "auto", description="loader processes; 0 loads in the training process; auto: as many as keep the device busy"
+        "auto", description="loader processes; 0: load in the training process; auto: as many as the device needs"
     )
-    prefetch: int = Field(2, gt=0, le=10**4, description="batches each worker keeps ready")
-    sample_timeout_s: Seconds = Field(60, description="a sample that twice takes longer to read counts as bad")
-    on_bad_sample: Literal["skip", "fail"] = Field("skip", description="skip: counted and listed in quarantine.jsonl")
+    prefetch: int = Field(2, gt=0, le=10**4, description="batches that each worker prepares ahead")
+    sample_timeout_s: Seconds = Field(60, description="a sample that exceeds this time twice counts as bad")
+    on_bad_sample: Literal["skip", "fail"] = Field(
+        "skip", description="skip: leave out bad samples and list them in quarantine.jsonl; fail: stop"
+    )
     max_bad_share: float = Field(
         0.05,
         gt=0,
         le=1,
-        description="with on_bad_sample skip: a data set with a larger share of samples that cannot be used, and more "
-        "than one, is refused, and a run that meets so many ends; those longer than a row do not count. 1: any share",
+        description="with on_bad_sample=skip: largest fraction of bad samples that a data set or a run may have; one bad "
+        "sample is always allowed, and samples longer than a row do not count",
     )
-    train_on: list[str] = Field(default_factory=lambda: ["assistant"], description="roles whose words are trained on")
+    train_on: list[str] = Field(
+        default_factory=lambda: ["assistant"], description="roles whose messages are trained on"
+    )
     mask_history: bool = Field(False, description="train only on the last turn of each conversation")
     max_image_pixels: int = Field(
-        64_000_000, gt=0, le=10**12, description="larger images are refused from their header"
+        64_000_000, gt=0, le=10**12, description="larger images are refused before they are decoded"
     )
     urls: UrlSection | None = Field(
-        None, description="fetch images that are named by URLs; {} takes every default. Left out: none is fetched"
+        None, description="download images that are named by URLs; {}: with defaults; default: no downloads"
     )
     jpeg_draft: bool = Field(
         False,
-        description="decode JPEGs at 1/2, 1/4 or 1/8 of their size where that is still enough; photos of 12 megapixels "
-        "load some 2.5 times as fast, and pixels are near those of the reference processors, no longer equal",
+        description="decode JPEGs at 1/2, 1/4 or 1/8 of their size if the model needs no more; photos of 12 megapixels "
+        "load about 2.5 times as fast, and pixels differ slightly from those of the reference processors",
     )
     processor: dict[str, Any] = Field(default_factory=dict, description="preprocessor options, such as min_pixels")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of a data kind of your own")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of a custom data kind")
 
     @field_validator("processor")
     @classmethod
     def _roles_are_said_in_one_place(cls, value: dict[str, Any]) -> dict[str, Any]:
         if "train_on" in value:
-            raise ValueError("processors take no `train_on`; say data.train_on, which every kind of data set follows")
+            raise ValueError("processors have no `train_on`; set data.train_on")
         return value
 
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _several(cls, value: Any) -> Any:
-        """Accept `a.json,b.json` as two sets, and a path in place of a set of which nothing else is given."""
+        """Accept `a.json,b.json` as two sets, and a path as a set without other settings."""
         if isinstance(value, (str, Path, Mapping)):
             value = [value]
         if not isinstance(value, (list, tuple)):
@@ -152,7 +150,7 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _says_nothing_in_vain(self) -> DataSection:
         if self.kind in ("chat", "preference", "unpaired_preference", "generation") and self.options:
-            raise ValueError(f"`options` has no effect with kind {self.kind}; it is for a data kind of your own")
+            raise ValueError(f"`options` has no effect with kind {self.kind}; it is for custom data kinds")
         if self.stream and self.kind not in ("chat", "preference", "unpaired_preference"):
             raise ValueError(
                 f"`stream` is for conversations and pairs of answers, and has no effect with kind {self.kind}"
@@ -163,8 +161,7 @@ class DataSection(Section):
             raise ValueError("`stream_cache_gib` has no effect without stream: true; set that too, or leave it out")
         if self.kind == "custom" and (self.train or self.eval):
             raise ValueError(
-                "`train` and `eval` have no effect with kind custom; data.options says what the data is, and "
-                "data.options.eval what is held out"
+                "`train` and `eval` have no effect with kind custom; set data.options and data.options.eval"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Load what other packages add to Tessera: the entry points of groups that begin with `tessera.`.
+"""Load extensions of other packages: entry points of groups whose names begin with `tessera.`.
 
 | group | name | object |
 |---|---|---|
@@ -10,9 +10,9 @@
 | `tessera.module_names` | any | `(model) -> {name: paths}`: other names of modules, for patterns that match no path |
 | `tessera.weight_forms` | word of `convert --to` | a `tessera.checkpoint.weight_forms.WeightForm` |
 
-A package declares them in its `pyproject.toml`, and an installer stores them as metadata. A source tree on the import
-path has no metadata: the `pyproject.toml` beside this package replaces it. Entry points of a package that cannot be
-found are ignored.
+A package declares entry points in its `pyproject.toml`, and an installer stores them as metadata. A source tree on the
+import path has no metadata, so the `pyproject.toml` of this repository is read as well. Entry points of packages that
+are not installed are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROJECT_FILE = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def extension(group: str, name: str) -> Any | None:
-    """Import the object that a package adds under this name; None if no package does."""
+    """Import the extension of this name; return None if no package declares it."""
     point = _entry_points(group).get(name)
     return None if point is None else _imported(point)
 
@@ -41,21 +41,23 @@ def extension_names(group: str) -> list[str]:
 
 
 def extensions(group: str) -> list[Any]:
-    """Import all objects that packages add to a group."""
+    """Import all extensions of a group."""
     return [_imported(point) for point in _entry_points(group).values()]
 
 
 class KeyHint(NamedTuple):
-    """Tell what to write in place of a key that no recipe has."""
+    """Describe what to write instead of an unknown recipe key."""
 
-    name: str  # the key of another program that the user wrote, or probably meant
+    name: str  # the key of another program, as the user wrote it or with its spelling corrected
     sentence: str  # what to write instead
     key: str = ""  # the key of a recipe that replaces it, if there is one
 
 
 def find_hint(key: str, value: Any = None, allowed: Collection[str] | None = None) -> KeyHint | None:
-    """Return the first hint of an extension about an unknown key. Without `allowed`, the keys that a recipe may have
-    in its place, misspelt names get no hint."""
+    """Return a hint of an extension about an unknown key, or None.
+
+    `allowed`: the valid keys of the section. If given, extensions also look for similar names of other programs.
+    """
     hints = (hint(key, value, allowed) for hint in extensions("tessera.key_hints"))
     return next((hint for hint in hints if hint is not None), None)
 

@@ -1,4 +1,4 @@
-"""Names of models and data sets on a hub: `hf://org/name[@revision][/path]` (Hugging Face), `ms://...` (ModelScope)."""
+"""Parse ids of models and data sets on a hub: `hf://org/name[@revision][/path]` (Hugging Face), `ms://` (ModelScope)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tessera.errors import TesseraError
 Hub = Literal["hf", "ms"]
 RepoKind = Literal["model", "dataset"]
 HUBS: dict[str, str] = {"hf": "Hugging Face", "ms": "ModelScope"}
-_SCHEME = re.compile(r"(hf|ms):/{1,2}(?=[^/])", re.IGNORECASE)  # a path turns the second slash into nothing
+_SCHEME = re.compile(r"(hf|ms):/{1,2}(?=[^/])", re.IGNORECASE)  # `Path` removes the second slash
 _WORD = r"[A-Za-z0-9][\w.\-]{0,95}"
 _NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
 _PLAIN = re.compile(rf"{_WORD}/{_WORD}(?:@[\w.\-]+)?", re.ASCII)
 _REVISION = re.compile(r"refs/(?:pr|convert)/[\w.\-]+|[^/@]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# What ends like this is a file that was not found here, and no name of a repository.
+# A text with one of these suffixes is the path of a missing file, not a repository name.
 _FILE = re.compile(r"\.(?:json|jsonl|parquet|csv|tsv|txt|tar|safetensors|bin|pt|pth|ya?ml|gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class HubId:
-    """Name a model or a data set on a hub."""
+    """Identify a model or a data set on a hub."""
 
     hub: Hub
     kind: RepoKind
     name: str  # org/name
-    revision: str | None = None  # branch, tag or commit; None: the newest
-    inside: str = ""  # a folder or file in it, for data sets also a pattern of files
-    looks_like_path: bool = field(default=False, compare=False)  # written as org/name: a path may have been meant
+    revision: str | None = None  # branch, tag or commit; None: the default branch
+    inside: str = ""  # a folder or file of the repository; for data sets also a pattern of files
+    looks_like_path: bool = field(default=False, compare=False)  # written as org/name, which may also be a local path
 
     def __str__(self) -> str:
         kind = "datasets/" if self.kind == "dataset" else ""
@@ -49,19 +49,19 @@ class HubId:
 
 
 def is_hub_id(value: str | Path) -> bool:
-    """Return whether a text or path says by its beginning that it names something on a hub."""
+    """Return whether a text or path begins with `hf:` or `ms:`."""
     return _SCHEME.match(str(value)) is not None
 
 
 def hub_spelling(value: str | Path) -> str:
-    """Return a path as it is written, also where it is an id whose second slash a path has lost."""
+    """Return a path as text. `Path` turns `hf://` into `hf:/`: the second slash is restored."""
     text = str(value)
     match = _SCHEME.match(text)
     return text if match is None else f"{match[1].lower()}://{text[match.end() :]}"
 
 
 def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
-    """Return what an id with `hf://` or `ms://` names. `kind`: what it is if the id does not say `datasets/`."""
+    """Parse an id with `hf://` or `ms://`. `kind`: used unless the id begins with `datasets/` or `models/`."""
     text = hub_spelling(value)
     hub, _, rest = text.partition("://")
     for prefix, named in (("datasets/", "dataset"), ("models/", "model")):
@@ -78,18 +78,18 @@ def parse_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId:
     parts = inside.split("/")
     if name is None or ".." in name[0] or "?" in inside or ".." in parts or "\\" in inside or not rest.isprintable():
         raise TesseraError(
-            f"not a name on {HUBS.get(hub, 'a hub')}: {text!r:.200}",
+            f"not an id on {HUBS.get(hub, 'a hub')}: {text!r:.200}",
             where=where,
-            fix=f"write {hub}://org/name, with @REVISION and /PATH behind it if you need them",
+            fix=f"write {hub}://org/name, optionally followed by @REVISION and /PATH",
             code="hub.not-a-name",
         )
     return HubId("ms" if hub == "ms" else "hf", kind, name[0], revision, inside)
 
 
 def plain_hub_id(path: Path, kind: RepoKind) -> HubId | None:
-    """Return what `org/name` names on Hugging Face; None where it is a path of this machine, or looks like one.
+    """Return the id of `org/name` on Hugging Face; None for a local path.
 
-    A path whose first folder exists here is a path.
+    A text is a local path if it, or its first folder, exists.
     """
     text = str(path)
     if _PLAIN.fullmatch(text) is None or _FILE.search(text) or path.exists() or path.parent.exists():
@@ -99,7 +99,7 @@ def plain_hub_id(path: Path, kind: RepoKind) -> HubId | None:
 
 
 def hub_hint(path: Path) -> str:
-    """Return how to name a model of a hub, for a path that is no folder here and may have been meant as one."""
+    """Return advice on `hf://` for a missing local path that looks like a model id; "" for any other path."""
     text = str(path)
     if path.is_absolute() or path.exists() or text.startswith(".") or _FILE.search(text):
         return ""
@@ -109,7 +109,7 @@ def hub_hint(path: Path) -> str:
 
 
 def find_hub_id(value: str | Path, kind: RepoKind, where: str) -> HubId | None:
-    """Return what a text or path names on a hub; None: it is a path of this machine."""
+    """Return the id that a text or path contains; None for a local path."""
     if is_hub_id(value):
         return parse_hub_id(value, kind, where)
     return plain_hub_id(Path(value), kind)

@@ -15,55 +15,55 @@ MAX_ADAPTER_RANK, MAX_ADAPTER_ALPHA = 10**5, 1e6
 AdapterRank = Annotated[int, Field(gt=0, le=MAX_ADAPTER_RANK)]
 AdapterAlpha = Annotated[float, Field(gt=0, le=MAX_ADAPTER_ALPHA)]
 AdapterForm = Literal["peft", "diffusers", "comfyui", "kohya"]
-WeightBits = Literal["nf4", "fp8"]  # four bits as QLoRA keeps weights, or eight
+WeightBits = Literal["nf4", "fp8"]  # 4-bit NormalFloat as in QLoRA, or 8-bit floating point
 
 
 class LoraTarget(Section):
-    modules: str = Field(description="pattern of linear layers or experts, or of modules that hold linear layers")
+    modules: str = Field(description="pattern of linear layers, experts, or modules that contain linear layers")
     rank: AdapterRank | None = Field(None, description="default: lora.rank")
     alpha: AdapterAlpha | None = Field(None, description="default: lora.alpha")
 
 
 class LoraSection(Section):
-    """Train two small matrices beside each chosen linear layer, or each expert; everything else is frozen."""
+    """Configure LoRA: train two small matrices for each selected linear layer or expert; all other weights are frozen."""
 
     targets: list[str | LoraTarget] = Field(
         default_factory=list,
-        description="patterns of linear layers that are adapted; {modules: pattern, rank: 64} has settings of its own; "
-        "default: all in the layers of the text decoder; experts where a pattern names them: "
+        description="patterns of the adapted linear layers; {modules: pattern, rank: 64} sets rank and alpha; "
+        "default: all linear layers of the text decoder; experts only if a pattern names them: "
         "text.layers.{*}.mlp.experts",
     )
     rank: AdapterRank = 16
     alpha: AdapterAlpha = Field(32, description="adapters are scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into an adapter")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the adapters' inputs")
     rslora: bool = Field(False, description="scale by alpha / sqrt(rank)")
     dora: bool = Field(
-        False, description="adapt directions of the layers' weights, and train the length of each row by itself (DoRA)"
+        False,
+        description="DoRA: adapters change the direction of each weight row, and its magnitude is trained separately",
     )
     init: Literal["default", "pissa"] = Field(
         "default",
-        description="how adapters begin: default: A random and B zero; pissa: as the largest singular vectors of the "
-        "layer's weight, of which what they began as is taken away again",
+        description="initialization of adapters; default: A random, B zero; pissa: the largest singular vectors of the "
+        "layer's weight, which are subtracted from the weight",
     )
     modules_to_save: list[str] = Field(
-        default_factory=list, description="patterns of modules that are trained whole beside the adapters"
+        default_factory=list, description="patterns of modules whose full weights are trained as well"
     )
     path: Path | None = Field(
         None,
         description="adapters to start from: a PEFT folder, a LoRA file (.safetensors) of diffusers, ComfyUI or kohya, "
-        "a run or a checkpoint; without `targets`, it also says which layers have which rank",
+        "a run or a checkpoint; without `targets`, layers and ranks are taken from it",
     )
     forms: list[AdapterForm] = Field(
         ["peft"],
         min_length=1,
-        description="what checkpoint.export writes into RUN/adapter: peft, and for models of images and videos the "
-        "files of diffusers, comfyui and kohya",
+        description="file formats of the adapters in RUN/adapter that checkpoint.export writes: peft; for generation models "
+        "also diffusers, comfyui and kohya",
     )
-    merge: bool = Field(False, description="at the end also export the whole model, with the adapters merged into it")
+    merge: bool = Field(False, description="at the end also export the full model with merged adapters")
     quantize: WeightBits | None = Field(
         None,
-        description="keep the weights of adapted layers in four bits (nf4, as QLoRA) or in eight (fp8), whole on every "
-        "rank",
+        description="quantize the weights of adapted layers: nf4 (4 bits, QLoRA) or fp8; they are not sharded",
     )
 
     @field_validator("targets", mode="before")
@@ -80,24 +80,24 @@ class LoraSection(Section):
         if self.init == "pissa" and self.dora:
             raise ValueError("init pissa does not go with dora: take one of them")
         if self.init == "pissa" and self.quantize is not None:
-            raise ValueError("init pissa begins from whole weights; leave `quantize` or `init` out")
+            raise ValueError("init pissa needs unquantized weights; leave `quantize` or `init` out")
         return self
 
     @model_validator(mode="after")
     def _merges_whole_weights(self) -> LoraSection:
         if self.merge and self.quantize is not None:
             raise ValueError(
-                "weights in fewer bits are not what a model is merged into; leave `merge` out, and merge the exported "
-                "adapters into the model they belong to: tessera convert RUN/adapter FOLDER"
+                "adapters cannot be merged into quantized weights; leave `merge` out, and merge the exported adapters "
+                "into the unquantized model: tessera convert RUN/adapter FOLDER"
             )
         return self
 
 
 class ModelSection(Section):
     family: str | None = Field(
-        None, description="model family, or an import path to a SPEC; found from `path` when left out"
+        None, description="model family, or the import path of a SPEC; default: from config.json in `path`"
     )
-    preset: str | None = Field(None, description="a size the family knows, such as 2b")
+    preset: str | None = Field(None, description="name of a size of the family, such as 2b")
     path: Path | None = Field(
         None,
         description="Hugging Face folder, run or checkpoint to start from; or hf://org/name[@revision] (ms:// for "
@@ -114,12 +114,13 @@ class ModelSection(Section):
     tokenizer: Path | None = Field(None, description="folder with tokenizer.json, when `path` is not given")
     config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")
     head: Literal["language", "reward"] | None = Field(
-        None, description="logits of tokens, or one number; default: what `path` has, or the objective needs"
+        None,
+        description="language (logits) or reward (one number); default: the head in `path`, or the one that the objective needs",
     )
     freeze: list[str] = Field(
         default_factory=list, description="patterns of modules or parameters that are not trained"
     )
-    lora: LoraSection | None = Field(None, description="train adapters; {} takes every default")
+    lora: LoraSection | None = Field(None, description="train LoRA adapters; {}: with defaults")
 
     @field_serializer("path", when_used="json-unless-none")
     def _written_path(self, path: Path) -> str:
@@ -130,5 +131,5 @@ class ModelSection(Section):
         if self.family is None and self.path is None and self.hub_id is None:
             raise ValueError("give `family` (with a preset or config), or `path` to a folder")
         if self.weights is not None and self.path is None:
-            raise ValueError("`weights` do not say which model they are of: give the Hugging Face folder as `path`")
+            raise ValueError("`weights` needs `path`: the Hugging Face folder with the config.json of the model")
         return self

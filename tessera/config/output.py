@@ -1,4 +1,4 @@
-"""Declare the keys of `checkpoint`, `guard`, `log` and `profile`: what a run keeps, watches and tells."""
+"""Declare the keys of `checkpoint`, `guard`, `log` and `profile`."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from tessera.config.values import Steps, StepsOrNone
 class CheckpointSection(Section):
     every: StepsOrNone | str | None = Field(
         None,
-        description="how often to save: 500 (steps), 10min, 1epoch; 0: only at the end. Minutes become more where "
-        "saving would take more than a twentieth of the time. Default: 10min, and 0 where `at_end` is off",
+        description="interval between checkpoints: 500 (steps), 10min, 1epoch; 0: only at the end. An interval in minutes "
+        "grows if saving would take more than 5 % of the time. Default: 10min, or 0 if `at_end` is off",
     )
-    at_end: bool = Field(True, description="save when the run ends or is stopped; off for runs that only measure")
-    keep: int = Field(2, gt=0, le=10**6, description="how many of the newest to keep")
+    at_end: bool = Field(True, description="save when the run ends or is stopped")
+    keep: int = Field(2, gt=0, le=10**6, description="number of newest checkpoints to keep")
     keep_best: str | MetricSection | None = Field(
         None,
         description="also keep the checkpoint with the best held-out metric, such as loss or exact_match; "
-        "{metric: NAME, better: higher} where the name does not tell",
+        "{metric: NAME, better: higher} for other metrics",
     )
     asynchronous: bool = Field(
         True,
-        description="training waits for a copy of its tensors alone, and a thread writes them; off: it waits for the "
-        "whole write. The last save is always waited for",
+        description="copy the tensors, and write them in a thread while training continues; off: training waits until "
+        "they are written. It always waits for the last checkpoint",
     )
     weights_only: bool = Field(
         False,
-        description="save the model's weights without the optimizer: such a checkpoint can be loaded, and be the "
-        "`model.path` of another run, but the run cannot be resumed from it",
+        description="save no optimizer state: the checkpoint can be loaded, also as `model.path` of another run, but the "
+        "run cannot be resumed from it",
     )
     store_frozen: bool = Field(
         False,
-        description="store frozen weights in every checkpoint. Off: of those that came from the folder of `model.path` "
-        "a checkpoint keeps that folder and the hashes of its files, and needs them to be loaded",
+        description="store frozen weights in every checkpoint. Off: a checkpoint stores the path of `model.path` and the "
+        "hashes of its files for frozen weights from there, and needs the folder to be loaded",
     )
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
     prove: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="compute logits from an exported folder here and in transformers, and publish it only if they are "
-        "the same. auto: where transformers has the class, and the weights take at most 4 GB in float32",
+        description="compare the logits of an exported folder with those of transformers before it is published. auto: if "
+        "transformers has the class and the weights take at most 4 GB in float32",
     )
 
     @field_validator("every")
@@ -57,13 +57,12 @@ class CheckpointSection(Section):
 
     @property
     def best(self) -> MetricSection | None:
-        """Return the metric of the checkpoint to keep."""
+        """Return the metric by which the best checkpoint is chosen."""
         return MetricSection(metric=self.keep_best) if isinstance(self.keep_best, str) else self.keep_best
 
     @property
     def interval(self) -> Interval:
-        """Return how often to save. By default a kill costs ten minutes; a recipe that says when to save, or that
-        nothing is saved, is not overruled."""
+        """Return the interval between checkpoints: `every`, or ten minutes unless `at_end` is off."""
         if self.every is not None:
             return parse_interval(self.every)
         return Interval(10, "minutes") if self.at_end else Interval(0)
@@ -73,31 +72,33 @@ class GuardSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {"copy_every": "checkpoint.every (the run goes back to a checkpoint)"}
     policy: Literal["clip", "skip", "rollback", "stop", "off"] = Field(
         "clip",
-        description="on a spike: clip its update further; drop it, a few times at most; go back to the last good state "
-        "and pass over the samples to blame; or stop. A step that is not finite is always skipped. off: no step is "
-        "looked at",
+        description="reaction to a spike: clip its update further; skip it, a few times at most; roll back to the last "
+        "good checkpoint and skip the samples that caused it; or stop. A non-finite step is always skipped. off: no "
+        "step is checked",
     )
-    limit: int = Field(10, gt=0, description="more steps in a row that are not finite than this end the run")
+    limit: int = Field(10, gt=0, description="the run ends after more non-finite steps in a row than this")
     loss_spike: float | None = Field(
-        10, gt=0, description="a loss that rises so many times more than it usually does is a spike; null: no limit"
+        10,
+        gt=0,
+        description="a rise of the loss by more than this factor times its usual rise is a spike; null: no limit",
     )
     grad_spike: float | None = Field(
-        20, gt=0, description="the same for the gradient norm; what optim.clip_norm lets through is never a spike"
+        20, gt=0, description="the same for the gradient norm; a norm below optim.clip_norm is never a spike"
     )
-    window: int = Field(200, gt=0, description="steps that tell what is usual")
-    warmup: int = Field(
-        50, gt=1, description="steps before anything is called a spike, besides those of optim.schedule.warmup"
-    )
+    window: int = Field(200, gt=0, description="number of past steps from which usual values are computed")
+    warmup: int = Field(50, gt=1, description="steps after optim.schedule.warmup in which nothing counts as a spike")
     blame: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="which steps are run again to find module and samples to blame; auto: those that are not finite, "
-        "and spikes where the policy is rollback or stop",
+        description="which bad steps are run again to find the module and samples that caused them; auto: non-finite "
+        "steps, and spikes if the policy is rollback or stop",
     )
-    probes: int = Field(64, gt=0, description="samples that are run apart to find those to blame, at most")
+    probes: int = Field(
+        64, gt=0, description="maximum number of samples that are run one by one to find those that caused a bad step"
+    )
     coverage: Literal["auto", "stop", "warn", "off"] = Field(
         "auto",
-        description="when a trained tensor received no gradient in the first step; auto: stop, and warn for a class of "
-        "transformers, which may have parts that no loss reaches",
+        description="reaction to a trained tensor without a gradient in the first step; auto: stop, but warn for a class "
+        "of transformers, which may have unused parts",
     )
 
     @field_validator("policy", "coverage", mode="before")
@@ -111,15 +112,15 @@ Label = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class TrackerSection(Section):
-    """Declare one experiment tracker that follows the run."""
+    """Configure an experiment tracker."""
 
     name: TrackerName
     project: Label | None = Field(None, description="default: tessera")
-    workspace: Label | None = Field(None, description="user or team that the project belongs to (wandb, swanlab)")
+    workspace: Label | None = Field(None, description="user or team of the project (wandb, swanlab)")
     run_name: Label | None = Field(None, description="default: the name of the recipe")
     tags: list[Label] = Field(default_factory=list, max_length=64)
     mode: Literal["online", "offline"] | None = Field(
-        None, description="offline: only files in the run's folder; default: as the package is set up"
+        None, description="offline: write files in the run folder only; default: the setting of the package"
     )
 
     @model_validator(mode="after")
@@ -131,9 +132,9 @@ class TrackerSection(Section):
 
 
 class LogSection(Section):
-    every: Steps = Field(10, description="steps between lines")
+    every: Steps = Field(10, description="steps between log lines")
     trackers: list[TrackerName | TrackerSection] = Field(
-        default_factory=list, description="trackers that follow the run, by name or with settings: {name: wandb, ...}"
+        default_factory=list, description="experiment trackers, by name or with settings: {name: wandb, ...}"
     )
 
     @property
@@ -153,14 +154,14 @@ class ProfileSection(Section):
     """Record time and memory of a few steps with torch's profiler, in RUN/profile."""
 
     steps: tuple[Steps, Steps] | None = Field(None, description="first and last step to record, such as [10, 12]")
-    memory: bool = Field(True, description="also record every allocation")
+    memory: bool = Field(True, description="also record memory allocations")
     ranks: list[Annotated[int, Field(ge=0, le=10**6)]] = Field(
-        default_factory=lambda: [0], description="ranks that record"
+        default_factory=lambda: [0], description="ranks that are profiled"
     )
 
     @field_validator("steps")
     @classmethod
     def _in_order(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
         if value is not None and value[0] > value[1]:
-            raise ValueError("give the first step and the last, such as [10, 12]")
+            raise ValueError("write the first and the last step, such as [10, 12]")
         return value

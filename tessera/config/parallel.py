@@ -18,14 +18,13 @@ class RecomputeSection(Section):
     modules: str = Field(description="pattern of modules")
     keep: Literal["none", "matmul", "attention"] = Field(
         "none",
-        description="what is kept and not computed again: none; matmul: matrix products and attention; "
-        "attention: attention alone",
+        description="results that are saved and not recomputed: none; matmul: matrix products and attention; attention",
     )
 
 
 class EncoderSection(Section):
-    """Split an encoder in its own way. It has the tp x cp ranks of the model; its input sequences are distributed among
-    the groups that its own tp and cp leave over."""
+    """Declare the parallel layout of an encoder. Its tp and cp divide those of the model, and its input sequences are
+    distributed over the remaining ranks."""
 
     tp: Ranks | None = Field(None, description="ranks that compute one layer together; default: as the model")
     cp: Ranks = Field(1, description="ranks that share each sequence (the patches of an image): 1, or the model's cp")
@@ -35,25 +34,27 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv"]
 
 
 class LossScaleSection(Section):
-    """Scale the loss dynamically, for computation in float16: smaller gradients than it can hold would be lost."""
+    """Configure the dynamic loss scale of float16 training, without which small gradients become zero."""
 
-    start: float = Field(65536.0, ge=1, le=2**24, description="the loss is multiplied by so much at first")
+    start: float = Field(65536.0, ge=1, le=2**24, description="initial scale")
     growth_steps: Steps = Field(2000, description="steps without an overflow after which the scale is doubled")
 
 
 class PrecisionSection(Section):
-    weights: DType = Field("float32", description="type in which the trained weights are kept")
+    weights: DType = Field("float32", description="dtype of the stored weights (master weights)")
     compute: DType | Literal["float16", "auto"] = Field(
         "auto",
-        description="type of computation; auto: bfloat16 on an accelerator, the type of the weights on a CPU",
+        description="dtype of computation; auto: bfloat16 on an accelerator, that of the weights on a CPU",
     )
-    reduce: DType | Literal["float16"] = Field("float32", description="type in which gradients are summed over ranks")
+    reduce: DType | Literal["float16"] = Field("float32", description="dtype of gradient reductions over ranks")
     output: DType | Literal["float16"] | None = Field(
-        None, description="type of what the whole model returns; default: as computed"
+        None, description="dtype of the model's outputs; default: that of computation"
     )
-    cast_inputs: bool = Field(False, description="cast what enters the model and each block to the type of computation")
+    cast_inputs: bool = Field(
+        False, description="cast the inputs of the model and of each block to the dtype of computation"
+    )
     modules: dict[str, DType] = Field(
-        default_factory=dict, description="patterns of modules that compute in another type, such as norms in float32"
+        default_factory=dict, description="patterns of modules that compute in another dtype, such as norms in float32"
     )
     loss_scale: LossScaleSection = LossScaleSection()
 
@@ -62,13 +63,13 @@ class PrecisionSection(Section):
         for key in ("reduce", "output"):
             if getattr(self, key) == "float16" and self.compute != "float16":
                 raise ValueError(
-                    f"{key} float16 would overflow: the loss is scaled only where compute is float16 as well; "
+                    f"{key}: float16 needs the loss scale, which compute: float16 alone has; "
                     f"set precision.compute: float16, or precision.{key}: float32"
                 )
         return self
 
     def resolved(self, accelerator: bool) -> PrecisionSection:
-        """Return the section with a type of computation instead of `auto`."""
+        """Return the section with a dtype in place of `compute: auto`."""
         if self.compute != "auto":
             return self
         return self.model_copy(update={"compute": "bfloat16" if accelerator else self.weights})
@@ -82,86 +83,89 @@ class ParallelSection(Section):
 
     backend: Literal["fsdp2", "megatron"] = Field(
         "fsdp2",
-        description="presets for what is not said: megatron keeps gathered weights until the step ends and sums "
-        "gradients over ranks once",
+        description="defaults of other keys: megatron keeps gathered weights until the step ends and reduces gradients "
+        "once per step",
     )
-    tp: Ranks = Field(1, description="ranks that compute each layer together")
-    sequence_parallel: bool = Field(
-        False, description="between layers, each of the tp ranks keeps a part of the tokens"
-    )
-    pp: Ranks = Field(1, description="ranks that hold the layers one after another")
+    tp: Ranks = Field(1, description="tensor parallel degree: ranks that compute each layer together")
+    sequence_parallel: bool = Field(False, description="shard tokens over the tp ranks between layers")
+    pp: Ranks = Field(1, description="pipeline parallel degree: ranks that hold consecutive layers")
     schedule: Schedule | None = Field(
-        None, description="order of a pipeline's work; default: 1f1b, or interleaved when `virtual` is above 1"
+        None, description="pipeline schedule; default: 1f1b, or interleaved if `virtual` is above 1"
     )
     virtual: int | None = Field(
         None, ge=1, le=10**4, description="stages on each rank of a pipeline; default: 1, zbv: 2"
     )
     layers: dict[str, list[Annotated[int, Field(ge=0, le=10**6)]]] | None = Field(
         None,
-        description="layers of each stream on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, 10, 7]}; "
-        "default: split by cost",
+        description="number of layers of each stream on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, 10, 7]}; "
+        "default: balanced by cost",
     )
-    cp: Ranks = Field(1, description="ranks that share the tokens of each row")
+    cp: Ranks = Field(1, description="context parallel degree: ranks that share the tokens of each row")
     ulysses: Ranks | None = Field(
-        None, description="of the cp ranks, so many exchange heads for tokens, the others form a ring; default: all"
+        None,
+        description="cp ranks that exchange heads for tokens (Ulysses); cp / ulysses ranks form a ring; default: cp",
     )
-    ep: Ranks = Field(1, description="ranks among which experts are distributed; a factor of `shard`")
+    ep: Ranks = Field(
+        1, description="expert parallel degree: ranks over which experts are distributed; a divisor of `shard`"
+    )
     encoders: dict[str, EncoderSection] = Field(
-        default_factory=dict, description="encoders that are split in another way than the model, by name"
+        default_factory=dict, description="layouts of encoders that differ from the model's, by name"
     )
     fsdp2_config: Path | None = Field(
-        None, description="an fsdp2_config.yaml of another trainer; its settings become part of the recipe"
+        None, description="path of an fsdp2_config.yaml of another trainer, whose settings are merged into the recipe"
     )
     shard: Ranks | Literal["auto"] = Field(
-        "auto", description="ranks that share one copy; auto: all that read other rows"
+        "auto", description="ranks over which one copy of the weights is sharded; auto: all data parallel ranks"
     )
     wrap: list[str] | None = Field(
         None,
-        description="patterns of modules gathered and freed as one, in order of execution; default: the model's blocks",
+        description="patterns of FSDP groups, in order of execution; default: the model's blocks",
     )
-    ignore: list[str] = Field(
-        default_factory=list, description="patterns of frozen modules that every rank keeps whole"
-    )
+    ignore: list[str] = Field(default_factory=list, description="patterns of frozen modules that are not sharded")
     reshard_after_forward: bool | Ranks | None = Field(
         None,
-        description="free gathered weights after forward, gather again in backward; a number: keep them shared by so "
-        "many ranks in between; default: true, with backend megatron or a pipeline false",
+        description="free gathered weights after forward and gather them again in backward; a number: reshard over so "
+        "many ranks in between; default: true, but false with a pipeline or backend megatron",
     )
     recompute: list[str | RecomputeSection] = Field(
         default_factory=list,
-        description="patterns of modules whose activations are recomputed; {modules: pattern, keep: matmul} keeps some",
+        description="patterns of modules whose activations are recomputed; {modules: pattern, keep: matmul} saves some of them",
     )
-    use_reentrant: bool = Field(False, description="the older form of recompute, which cannot keep anything")
+    use_reentrant: bool = Field(False, description="torch's reentrant checkpointing, which cannot save any results")
     activation_offload: list[str] = Field(
-        default_factory=list, description="patterns of modules whose activations wait in host memory for backward"
+        default_factory=list, description="patterns of modules whose activations are kept in host memory until backward"
     )
     compile: bool | list[str] = Field(
-        False, description="compile the model's blocks, or modules by pattern: faster steps after a slow first one"
+        False,
+        description="compile the model's blocks (true), or the modules of these patterns: faster steps after a slow first one",
     )
     block_offload: bool | list[str] = Field(
         False,
-        description="frozen weights of the model's blocks, or of modules by pattern, wait in host memory and come to "
-        "the device one module ahead of their use; these modules are recomputed",
+        description="keep frozen weights of the model's blocks (true), or of the modules of these patterns, in host "
+        "memory and copy them to the device one module ahead; needs recompute of these modules",
     )
     offload: bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
-    pin_memory: bool = Field(True, description="page-locked host memory for offload; off where nothing could use it")
-    prefetch_forward: Ahead = Field(0, description="blocks gathered ahead in forward; 0: each when it is needed")
+    pin_memory: bool = Field(True, description="use page-locked host memory for offload")
+    prefetch_forward: Ahead = Field(0, description="number of blocks whose weights are gathered ahead in forward")
     prefetch_backward: Ahead = Field(
-        0, description="blocks gathered ahead in backward; 0: the engine's own choice, the one that ran before"
+        0, description="number of blocks whose weights are gathered ahead in backward; 0: one, by FSDP's default"
     )
     accumulate: Literal["reduce", "local"] | None = Field(
         None,
-        description="reduce: gradients are summed over ranks after each micro-batch; local: once per step, while each "
-        "rank holds them whole; default: reduce, with backend megatron or a pipeline local",
+        description="reduce: sum gradients over ranks after each micro-batch; local: once per step, with unsharded "
+        "gradients until then; default: reduce, but local with a pipeline or backend megatron",
     )
-    timeout_s: Seconds = Field(600, description="a collective that takes longer ends the run")
-    join_timeout_s: Seconds = Field(30, description="ranks that have not come by then are named, and the run ends")
+    timeout_s: Seconds = Field(600, description="timeout of collectives")
+    join_timeout_s: Seconds = Field(
+        30, description="time within which all ranks must join; then the run ends and names the missing ranks"
+    )
     watch: bool = Field(
-        True, description="name a rank that died, stopped, stalled or is out of step, and end all ranks"
+        True,
+        description="run the watchdog, which names a rank that died, stopped, stalled or is out of step, and ends all ranks",
     )
-    silence_s: Seconds = Field(15, ge=1, description="a rank without a sign of life for so long is taken for lost")
+    silence_s: Seconds = Field(15, ge=1, description="watchdog: a rank without a heartbeat for this time is lost")
     stall_s: Seconds = Field(
         120,
-        description="a rank that holds up the others inside a step for so long is named, unless it reads data, "
-        "compiles or computes",
+        description="watchdog: a rank that delays the others for this time is named, unless it reads data, compiles or "
+        "computes",
     )

@@ -9,14 +9,14 @@ from functools import lru_cache
 from tessera.errors import TesseraError, nearest
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
-_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*\.[A-Z]\w*")  # a folder of remote code may have a dash in its name
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*\.[A-Z]\w*")  # package folders of remote code may contain a dash
 _MAX_RANGE = 100_000
-_EXPERTS = "experts"  # what modules of stacked experts are called in every family
+_EXPERTS = "experts"  # the name of modules with stacked experts, in every family
 
 
 @lru_cache(maxsize=4096)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return the pattern as a regular expression over whole paths."""
+    """Compile a pattern to a regular expression for full paths."""
     if not pattern or pattern != pattern.strip() or ".." in pattern or pattern[0] == "." or pattern[-1] == ".":
         raise _not_a_pattern(pattern, "dots and spaces at an end, and two dots in a row, have no meaning")
     return re.compile(_expression(pattern))
@@ -81,8 +81,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def select(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[str]:
-    """Return the paths that any pattern matches, in the order of `paths`. A pattern that matches nothing is an
-    error."""
+    """Return the paths that match one of the patterns, in the order of `paths`; raise for a pattern without match."""
     candidates = list(paths)
     chosen: set[str] = set()
     for pattern in patterns:
@@ -94,7 +93,7 @@ def select(patterns: Sequence[str], paths: Iterable[str], where: str) -> list[st
 
 
 def nothing_matches(pattern: str, paths: Sequence[str], where: str) -> TesseraError:
-    """Return the error of a pattern that matches none of the known paths."""
+    """Return the error for a pattern that matches none of the paths."""
     parts = pattern.split(".")
     if _EXPERTS in parts and not any(_EXPERTS in path.split(".") for path in paths):
         dense = ".".join(parts[: parts.index(_EXPERTS)])
@@ -123,20 +122,21 @@ def select_trees(patterns: Sequence[str], paths: Iterable[str], where: str) -> l
 
 
 def ancestors(path: str) -> list[str]:
-    """Return the path of every module that a path lies in, and the path itself."""
+    """Return the paths of all modules around a path, and the path itself: a, a.b, a.b.c."""
     parts = path.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def home(path: str, modules: Iterable[str]) -> str | None:
-    """Return the innermost of the modules that a path is, or lies in."""
+    """Return the innermost of the modules that contains a path, or is it; None if none does."""
     return max((m for m in modules if path == m or path.startswith(m + ".")), key=len, default=None)
 
 
 def nearest_path(pattern: str, paths: Sequence[str]) -> str | None:
-    """Return the existing path most similar to the pattern, with the pattern's groups kept where the path has
-    numbers. The end of a path, as other tools take it (`q_proj`, `experts.down_proj`), is completed to paths that end
-    in it."""
+    """Return a corrected pattern: the most similar path, with the groups of the pattern in place of its numbers.
+
+    Other tools accept the end of a path (`q_proj`, `experts.down_proj`): it is completed to the pattern of full paths.
+    """
     ends = [path for path in paths if f".{path}".endswith((f".{pattern}", f".{pattern.removesuffix('_proj')}"))]
     if ends and ends != [pattern]:
         return re.sub(r"(?<=\.)\d+(?=\.|$)", "{*}", max(ends, key=lambda path: path.startswith("text.")))

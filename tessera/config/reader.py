@@ -1,7 +1,7 @@
-"""Read configuration strictly into one typed tree. YAML, JSON and `key=value` are only spellings of it.
+"""Read a configuration from YAML, JSON or `key=value` words into a typed tree of sections.
 
-This file is the reader; the tree itself is `core.run_config`. An unknown key is an error that names file, key and the
-nearest known key. Nothing here imports torch, so that `tessera --help` and `tessera config schema` answer at once.
+The sections are in `config.run_config`. An unknown key is an error that names the file, the key and the nearest valid
+key. Nothing here imports torch, so `tessera --help` and `tessera config schema` print at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ C = TypeVar("C", bound="Section")
 
 
 class Section(BaseModel):
-    """Hold a part of the configuration, strict and frozen."""
+    """Base class of configuration sections: unknown keys are refused, and values cannot be changed."""
 
-    renamed: ClassVar[Mapping[str, str]] = {}  # key that this section once had -> dotted path of the key to use now
-    unlisted: ClassVar[frozenset[str]] = frozenset()  # filled in from another key, and never named as allowed here
+    renamed: ClassVar[Mapping[str, str]] = {}  # removed key -> the key to use now
+    unlisted: ClassVar[frozenset[str]] = frozenset()  # keys that error messages do not list: other keys fill them
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    if "\t" in text:  # at the end of a line it means nothing to anyone but the scanner, and published files have it
+    if "\t" in text:  # published files have tabs at the ends of lines, which YAML's scanner refuses
         text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
     try:
         return yaml.load(text, Loader=StrictLoader)
@@ -51,17 +51,17 @@ def parse_yaml(text: str, where: str) -> Any:
         raise TesseraError(
             f"not readable as YAML: {problem or error}", where=position, code="recipe.not-yaml"
         ) from None
-    except (ValueError, KeyError, ArithmeticError) as error:  # a tag (!!float x) that its text does not fit
+    except (ValueError, KeyError, ArithmeticError) as error:  # a tag and a value that do not match: !!float x
         raise TesseraError(f"not readable as YAML: {first_line(error)}", where=where, code="recipe.not-yaml") from None
     except RecursionError:
-        raise TesseraError("nested too deeply to be a configuration", where=where, code="recipe.too-deep") from None
+        raise TesseraError("the configuration is nested too deeply", where=where, code="recipe.too-deep") from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return a YAML or JSON file as a plain dict (JSON is YAML)."""
+    """Return the content of a YAML or JSON file as a dict."""
     try:
         exists = path.is_file()
-    except OSError as error:  # a name that no file system takes
+    except OSError as error:  # a name that the file system does not allow
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path)[:200], code="recipe.cannot-open"
         ) from None
@@ -75,7 +75,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         )
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise TesseraError(
-            f"too large to be a configuration ({path.stat().st_size} bytes)",
+            f"a configuration of {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read",
             where=str(path),
             code="recipe.file-too-large",
         )
@@ -89,7 +89,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise TesseraError(
-            f"a configuration is a mapping, this is a {type(data).__name__}",
+            f"the file contains a {type(data).__name__}, and a configuration is a mapping",
             where=str(path),
             code="recipe.not-a-mapping",
         )
@@ -99,8 +99,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def apply_overrides(
     data: Mapping[str, Any], overrides: Mapping[str, Any], where: str = "configuration"
 ) -> dict[str, Any]:
-    """Return a new tree with dotted keys set: {"optim.lr": 1e-4}. Items of lists are reached by number:
-    data.train.0.path."""
+    """Return a copy of the tree in which dotted keys are set: {"optim.lr": 1e-4}.
+
+    A number selects an item of a list: data.train.0.path.
+    """
     tree: dict[str, Any] = plain_copy(data, where)
     for dotted, value in overrides.items():
         value = plain_copy(value, where, dotted)
@@ -139,8 +141,7 @@ def _list_index(items: list[Any], part: str, path: str) -> int:
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` words of a command line; values are read as YAML: 1e-5, true and [1, 2] mean what they look
-    like."""
+    """Parse `key=value` words of a command line. Values are YAML: 1e-5, true, [1, 2]."""
     out: dict[str, Any] = {}
     for word in arguments:
         key, sign, text = word.partition("=")
@@ -158,7 +159,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def build(section: type[C], data: Mapping[str, Any], where: str) -> C:
-    """Validate `data` as `section`; raise one readable error that lists every problem."""
+    """Return the section with these values; raise one error that lists all invalid keys."""
     try:
         return section.model_validate(dict(data))
     except ValidationError as error:
@@ -166,12 +167,12 @@ def build(section: type[C], data: Mapping[str, Any], where: str) -> C:
 
 
 def _explain(section: type[Section], error: ValidationError, where: str) -> TesseraError:
-    """Return one line for each key; pydantic reports one for each type that a key may have."""
+    """Return an error with one line for each invalid key. Pydantic reports a key once for each type it may have."""
     problems: dict[str, list[Any]] = {}
     for problem in error.errors(include_url=False):
         path = _key_path(section, problem["loc"])
         problems.setdefault(".".join(map(str, path)), []).append((path, problem))
-    # A mapping with a mistake in it is not also told that it is no text, where a text may stand in its place.
+    # Where a key takes a mapping or a text, an invalid key inside of the mapping is reported, not that it is no text.
     lines = {
         key: _line(section, key, reports)
         for key, reports in problems.items()
@@ -220,7 +221,7 @@ def _line(
         return text + defaults, _keys_of(inner), None, "recipe.not-a-section"
     words = [word for _, one in reports if one["type"] == "literal_error" for word in _words(one["ctx"]["expected"])]
     reasons = list(dict.fromkeys(_reason(one) for _, one in reports))
-    if words and all(one["type"] == "literal_error" for _, one in reports):  # several kinds of words are one choice
+    if words and all(one["type"] == "literal_error" for _, one in reports):  # list the words of all types together
         reasons = [f"must be {_one_of(words)}"]
     if isinstance(value, (str, int, float)) and first["type"] != "missing":
         reasons[-1] += f", got {_spelled(value)}"
@@ -272,12 +273,12 @@ def _words(expected: str) -> list[str]:
 
 
 def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
-    """Return the path of a problem in keys and numbers, without the type names that pydantic inserts."""
+    """Return the keys and list indices of a problem, without the type names that pydantic inserts."""
     path: list[Any] = []
     kind: Any = section
     for part in location:
         members = [one for one in members_of(kind) if one is not type(None)]
-        if len(members) > 1:  # a key of several kinds: this part says which of them is meant
+        if len(members) > 1:  # a key of several types: this part names the type
             word = str(part).partition("[")[0]
             kind = next((one for one in members if word == getattr(typing.get_origin(one) or one, "__name__", "")), Any)
             continue
@@ -288,7 +289,7 @@ def _key_path(section: type[Section], location: Sequence[Any]) -> list[Any]:
 
 
 def _below(kind: Any, part: Any) -> Any:
-    """Return the annotation of what lies under `part` of something of this type."""
+    """Return the type annotation of the key or item `part` inside of a value of this type."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         fields = {field.alias or name: field for name, field in kind.model_fields.items()} | kind.model_fields
         return fields[part].annotation if part in fields else Any
@@ -297,7 +298,7 @@ def _below(kind: Any, part: Any) -> Any:
 
 
 def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | None:
-    """Return the class of the section that lies at `path` below `section`; None where no section lies."""
+    """Return the class of the section at `path` below `section`; None if there is no section."""
     kind: Any = section
     for part in path:
         kind = next((one for one in members_of(_below(kind, part)) if one is not type(None) and one is not str), Any)
@@ -305,7 +306,7 @@ def _section_at(section: type[Section], path: Iterable[Any]) -> type[Section] | 
 
 
 def keys_of(section: type[Section]) -> list[str]:
-    """Return every key below a section, dotted. What lies in lists and free mappings is not listed."""
+    """Return all dotted keys below a section, without the keys inside of lists and free mappings."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         inner = [one for one in members_of(field.annotation) if isinstance(one, type) and issubclass(one, Section)]

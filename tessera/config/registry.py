@@ -1,12 +1,11 @@
-"""Find what a recipe names, and refuse what cannot be what it needs.
+"""Import the classes, functions and objects that a recipe names.
 
-A built-in is a module inside one package (`tessera.models.qwen2_vl`) that exposes an agreed attribute (`SPEC`). A
-user's own is an import path, `my_package.my_model` or `my_package.my_module:MY_SPEC`. Nothing is registered at import
-time.
+A built-in is a module of a package (`tessera.models.qwen2_vl`) that defines an agreed name (`SPEC`). An object of the
+user is an import path: `my_package.my_model` or `my_package.my_module:MY_SPEC`. Nothing is registered at import time.
 
-A recipe is code as much as a script is: it names classes and functions, and they are called. The rules here are a net
-below that, not a sandbox: an object that cannot be what the recipe needs is refused before it is called, and a module
-of Python itself (`os`, `subprocess`, `builtins`) is refused before it is imported. `SECURITY.md` says what is trusted.
+A recipe is code, like a script: the classes and functions that it names are called. The checks here find mistakes and
+simple attacks; they are no sandbox. A class of the wrong type is not called, and a module of Python's standard library
+(`os`, `subprocess`, `builtins`) is not imported. `SECURITY.md` describes what is trusted.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from tessera.errors import TesseraError, first_line, nearest
 
 T = TypeVar("T")
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*)?")
-# The syntax of import paths. The code that imports and the code that decides whether a folder may name code share it:
-# what the latter does not recognise, the former must not import.
+# The syntax of import paths. `trust.py` finds the import paths of a foreign folder by the same expression, so no path
+# is imported that it has not seen.
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """Find a built-in by its name, or a user's own by its import path."""
+    """Import a built-in by its name, or an object of the user by its import path."""
 
     built_ins: BuiltIns
-    accepts: Maker | Instance  # what a user's own must be
+    accepts: Maker | Instance  # which objects of the user are accepted
 
     def names(self) -> list[str]:
         return self.built_ins.names()
@@ -56,7 +55,7 @@ class Registry(Generic[T]):
 
 
 def import_object(path: str, where: str) -> Any:
-    """Return the object at the import path `package.module:name`, without calling it."""
+    """Import the object at `package.module:name`; a class or function is not called."""
     module_name, _, name = path.partition(":")
     if not IMPORT_PATH.fullmatch(path):
         raise TesseraError(
@@ -88,14 +87,13 @@ def import_object(path: str, where: str) -> Any:
 
 
 def refuse_standard_library(path: str, where: str | None) -> None:
-    """Refuse `os:system` and the like by the name of the module alone, before anything is imported."""
+    """Refuse import paths into the standard library, such as `os:system`, before anything is imported."""
     top = path.partition(":")[0].partition(".")[0]
     if top in sys.stdlib_module_names:
         raise TesseraError(
-            f"{path!r} is part of Python itself, and nothing of Python itself is called by name",
+            f"{path!r} is part of Python's standard library, which recipes may not name",
             where=where,
-            fix="name a class or a function of your own package; one that is called like a module of Python needs "
-            "another name",
+            fix="name a class or a function of your own; rename your module if it has the name of a standard module",
             code="recipe.part-of-python",
         )
 
@@ -131,7 +129,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class Instance:
-    """Describe a finished object of one class."""
+    """Accept an object of one class, which is not called."""
 
     kind: type
 
@@ -146,7 +144,7 @@ class Instance:
 
 
 def check_callable(target: Any, path: str, where: str | None) -> Any:
-    """Return the class or function behind an imported object; raise if it is neither, or is part of Python itself."""
+    """Return the class or function of an imported object, without decorators; raise if it is something else."""
     called = _unwrapped(target)
     module = str(getattr(called, "__module__", None) or "")
     refuse_standard_library(f"{module}:{getattr(called, '__qualname__', path)}", where)
@@ -160,7 +158,7 @@ def check_callable(target: Any, path: str, where: str | None) -> Any:
 
 
 def _unwrapped(target: Any) -> Any:
-    """Return the function behind partial applications, methods and decorators."""
+    """Return the function inside of `functools.partial`, bound methods and decorators."""
     while True:
         if isinstance(target, functools.partial):
             target = target.func
@@ -173,7 +171,7 @@ def _unwrapped(target: Any) -> Any:
 
 
 def _is_library(module: str) -> bool:
-    """Return whether code was installed, as opposed to written where the user works."""
+    """Return whether a module belongs to an installed package, and not to the user's own code."""
     if module.partition(".")[0] == "tessera":
         return True
     loaded = sys.modules.get(module)
@@ -184,10 +182,10 @@ def _is_library(module: str) -> bool:
 
 
 def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], name: str, where: str) -> None:
-    """Raise unless `called`, which errors call `name`, accepts these arguments and lacks none."""
+    """Raise unless a class or function can be called with these arguments. `name`: its name in the error."""
     try:
         signature = inspect.signature(called)
-    except ValueError:  # a class of C that does not tell
+    except ValueError:  # a class of an extension module without a signature
         return
     try:
         signature.bind(**arguments)
@@ -195,7 +193,7 @@ def check_arguments(called: Callable[..., Any], arguments: Mapping[str, Any], na
         names = list(signature.parameters)
         unknown = next((given for given in arguments if given not in names), None)
         raise TesseraError(
-            f"{name} cannot be made: {error}",
+            f"{name} cannot be called with these arguments: {error}",
             where=where,
             allowed=[str(parameter) for parameter in signature.parameters.values()],
             nearest=nearest(unknown, names) if unknown else None,

@@ -1,6 +1,6 @@
-"""Declare every key of a recipe, with its meaning and its bounds. `tessera config schema` prints them.
+"""Declare the sections of a recipe. `tessera config schema` prints all keys with their descriptions and bounds.
 
-The sections are beside this file (`config_model`, `config_data`, ...); others import them from here.
+The sections are in `model.py`, `data.py`, `parallel.py`, `train.py` and `output.py`; other packages import them here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tessera.config.train import (
 )
 from tessera.errors import TesseraError
 
-NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of runs: a name is a folder's, and not .. or -rf
+NAME_PATTERN, NAME_LENGTH = r"^[^\W_][\w.\-]*$", 128  # of a run's folder: neither `..` nor an option such as `-rf`
 ADAPTER_LR = 1e-4
 
 
@@ -79,7 +79,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _adapters_learn_faster(cls, data: Any) -> Any:
-        """Fill in the learning rate of adapters where none is given: that of whole models is too low for them."""
+        """Set the default learning rate of adapters: it is ten times that of full models."""
         if not isinstance(data, Mapping):
             return data
         model, optim = data.get("model"), data.get("optim", {})
@@ -115,8 +115,10 @@ class RunConfig(Section):
 
 
 def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """Return the configuration of a recipe file, or of the same as a dict, with dotted overrides. Its paths are
-    relative to the working folder."""
+    """Read a recipe, a file or a dict, and apply overrides with dotted keys.
+
+    Relative paths begin at the working folder.
+    """
     if isinstance(recipe, Mapping):
         data, where = dict(recipe), "recipe given as a mapping"
     else:
@@ -127,11 +129,11 @@ def load_config(recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, 
     return build(RunConfig, apply_overrides(data, overrides or {}, where), where)
 
 
-_INSTEAD = {"steps": "epochs", "epochs": "steps"}  # keys of `train` of which one says it all
+_INSTEAD = {"steps": "epochs", "epochs": "steps"}  # keys of `train` that exclude each other
 
 
 def _without_replaced(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recipe without the length that an override says in another unit."""
+    """Remove `train.steps` from the recipe if an override sets `train.epochs`, and the reverse."""
     train = data.get("train")
     gone = [other for key, other in _INSTEAD.items() if overrides.get(f"train.{key}") is not None]
     if not isinstance(train, Mapping) or len(gone) != 1:
@@ -142,7 +144,7 @@ def _without_replaced(data: dict[str, Any], overrides: Mapping[str, Any]) -> dic
 def _short(value: Any) -> str:
     try:
         text = str(value)
-    except ValueError:  # a number of thousands of digits
+    except ValueError:  # Python refuses to print a number of more than 4300 digits
         return "..."
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 120 else text[:117] + "..."

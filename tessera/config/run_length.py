@@ -1,4 +1,4 @@
-"""Say how long a run is, and how often something is done in it: in steps, minutes or epochs."""
+"""Compute the length of a run, and the intervals of evaluations and checkpoints, in steps, minutes or epochs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tessera.errors import TesseraError
 
-ABSURD_EPOCHS = 50  # more passes than that are a slip far more often than a plan
+ABSURD_EPOCHS = 50  # more epochs are usually a mistake: a warning is shown
 _UNITS = {
     "step": ("steps", 1),
     "s": ("minutes", 1 / 60),
@@ -26,7 +26,7 @@ _LARGEST = 10**12
 
 @dataclass(frozen=True)
 class Interval:
-    """Hold how often something is done. An amount of 0: never."""
+    """Hold an interval, such as 500 steps or 10 minutes. An amount of 0 means never."""
 
     amount: float
     unit: Literal["steps", "minutes", "epochs"] = "steps"
@@ -36,7 +36,7 @@ class Interval:
 
     @property
     def steps(self) -> int:
-        """Return the steps between two times, 0 where they are not counted in steps."""
+        """Return the interval in steps; 0 if its unit is not steps."""
         return int(self.amount) if self.unit == "steps" else 0
 
     @property
@@ -60,18 +60,18 @@ def parse_interval(text: int | str) -> Interval:
         raise ValueError("write a number of steps (500), minutes (10min), hours (2h) or epochs (1epoch, 0.5epoch)")
     amount = float(match[1]) * scale
     if amount > _LARGEST or (unit == "steps" and amount != int(amount)):
-        raise ValueError(f"{match[1]} {unit} is no number of {unit} that a run could have")
+        raise ValueError(f"{match[1]} {unit} is not a valid interval")
     return Interval(amount, unit)  # type: ignore[arg-type]  # a word of _UNITS
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """Hold how many steps a run has, and how many of them are an epoch."""
+    """Hold the number of steps of a run, and the rows of a step and of an epoch."""
 
     steps: int
     rows_per_step: int
-    rows_per_epoch: int | None  # None: the data does not tell its length
-    samples_per_step: int | None = None  # where a step is so many samples, in whatever rows
+    rows_per_epoch: int | None  # None: the length of the data is unknown
+    samples_per_step: int | None = None  # set if the recipe counts the samples of a step, not its rows
     packed: bool = True  # whether several samples share a row
 
     @staticmethod
@@ -82,17 +82,16 @@ class RunLength:
         rows_per_epoch: int | None,
         samples_per_step: int | None = None,
     ) -> RunLength:
-        """Return the length of a run of so many steps, or of so many epochs: then of the fewest whole steps that make
-        them."""
+        """Return the length of a run of `steps`, or of the fewest steps that make `epochs`."""
         if steps is None:
             assert epochs is not None, "a recipe has one of the two"
             assert rows_per_epoch is not None, "epochs of data without a length are refused before"
-            # A rounding of the product must not cost a further step.
+            # Subtract a rounding error of the product, which would add a step.
             steps = max(1, math.ceil(epochs * rows_per_epoch / rows_per_step - 1e-9))
         return RunLength(steps, rows_per_step, rows_per_epoch, samples_per_step)
 
     def epoch(self, rows: int) -> float | None:
-        """Return the passes over the data that the first `rows` rows are."""
+        """Return how many epochs the first `rows` rows are."""
         return None if not self.rows_per_epoch else rows / self.rows_per_epoch
 
     @property
@@ -100,21 +99,24 @@ class RunLength:
         return self.epoch(self.steps * self.rows_per_step)
 
     def due(self, every: Interval, step: int, rows: int) -> bool:
-        """Return whether something is to be done after a step, the last row of which is number `rows` - 1. What is done
-        by the clock never is: ranks would not agree."""
+        """Return whether an interval ends with a step. `rows`: the rows of all steps so far, this one included.
+
+        Always False for minutes: clocks of ranks differ.
+        """
         if every.unit == "steps":
             return every.steps > 0 and step % every.steps == 0
         if every.unit == "minutes" or not every:
             return False
         assert self.rows_per_epoch is not None, "epochs of data without a length are refused before"
-        between = every.amount * self.rows_per_epoch  # rows; the sum of a fraction's roundings must not delay it
+        between = every.amount * self.rows_per_epoch  # rows; 1e-9 below absorbs rounding errors of fractions
         return math.floor(rows / between + 1e-9) > math.floor((rows - self.rows_per_step) / between + 1e-9)
 
     def row_after(self, state: Mapping[str, Any]) -> int:
-        """Return the row that a run goes on from. `state`: of `position`, as a checkpoint keeps it.
+        """Return the row with which a resumed run continues. `state`: the result of `position` in the checkpoint.
 
-        Rows are numbered alike whatever the number of rows in a step. Only where a step is a number of samples do its
-        rows depend on how many it has: then the position is kept in epochs, and begins a step."""
+        Row numbers do not depend on the rows of a step, unless the recipe sets `samples_per_step`. Then the rows differ,
+        and the run continues at the same share of an epoch, rounded to a step.
+        """
         rows, before = int(state["rows_drawn"]), state.get("length") or {}
         same = all(before.get(key) == getattr(self, key) for key in ("samples_per_step", "rows_per_step"))
         if same or (self.samples_per_step is None and before.get("samples_per_step") is None):
@@ -125,14 +127,14 @@ class RunLength:
         return round(rows * self.rows_per_epoch / (int(epoch) * self.rows_per_step)) * self.rows_per_step
 
     def position(self, rows: int) -> dict[str, Any]:
-        """Return the data position as a checkpoint keeps it."""
+        """Return the data position for a checkpoint."""
         length = {key: getattr(self, key) for key in ("rows_per_step", "rows_per_epoch", "samples_per_step")}
         return {"rows_drawn": rows, "length": length}
 
     def describe(self) -> str:
-        """Return what an epoch is, and how many of them the run has."""
+        """Return a sentence with the steps of an epoch and of the run."""
         if not self.rows_per_epoch or self.epochs is None:
-            return f"{self.steps:,} steps; the data does not tell how long an epoch is"
+            return f"{self.steps:,} steps; the length of an epoch is unknown"
         per_epoch = self.rows_per_epoch / self.rows_per_step
         if self.samples_per_step is None:
             steps, fewer = f" = {_counted(per_epoch, 'step')}", f", and a step takes {self.rows_per_step:,}"
@@ -146,7 +148,7 @@ class RunLength:
         return _counted(self.rows_per_epoch or 0, "packed sequence" if self.packed else "row")
 
     def warning(self) -> str | None:
-        """Return what is odd about the number of epochs, if anything is."""
+        """Return a warning if the run has more than 50 epochs."""
         if self.epochs is None or not self.rows_per_epoch or self.epochs <= ABSURD_EPOCHS:
             return None
         seen = f"every sample is seen {_number(self.epochs)} times in this run"
@@ -169,7 +171,7 @@ def _counted(value: float, what: str) -> str:
 
 
 def check_batch(global_batch: int, micro_batch: int, ranks: int) -> None:
-    """Raise if the rows of a step cannot be shared by so many ranks, each in whole micro-batches."""
+    """Raise unless the rows of a step divide evenly into micro-batches on all ranks."""
     if global_batch % (micro_batch * ranks) == 0:
         return
     if global_batch % ranks:

@@ -1,5 +1,4 @@
-"""Make the paths of a recipe such that a run finds them again: from any working folder, and after a project was
-moved."""
+"""Make the paths of a recipe absolute, and correct them after the folder of a run was moved."""
 
 from __future__ import annotations
 
@@ -14,20 +13,19 @@ from tessera.config.reader import dump_yaml
 from tessera.config.run_config import NAME_LENGTH, NAME_PATTERN, DataSection, ModelSection, RunConfig, SourceSection
 from tessera.errors import TesseraError, nearest
 
-MOST_RUNS = 8  # that an error lists
-_PATTERN = re.compile(r"[*?\[{]")  # a path that names several files
+MOST_RUNS = 8  # listed in an error
+_PATTERN = re.compile(r"[*?\[{]")  # a glob pattern
 
 
 def located(config: RunConfig, base: Path) -> RunConfig:
-    """Return the recipe with its paths absolute: relative ones begin at `base`, the folder that the run is started in.
+    """Return the recipe with absolute paths. Relative paths begin at `base`, the folder in which the run is started.
 
-    Where a data kind or a task has options of its own, a word among them is a path if something lies there. `out` and
-    `name` stay as they are: a run is found by its folder, wherever that is.
+    A text among the options of a data kind or a task is a path if it exists. `out` and `name` do not change.
     """
     base = base.absolute()
 
     def absolute(path: Path) -> Path:
-        if is_hub_id(path):  # data that is streamed stays on its hub
+        if is_hub_id(path):  # data to stream from a hub has no local path
             return path
         return Path(os.path.normpath(base / path))
 
@@ -35,8 +33,10 @@ def located(config: RunConfig, base: Path) -> RunConfig:
 
 
 def moved(config: RunConfig, was: Path, now: Path) -> RunConfig:
-    """Return the recipe of a run whose folder was moved from `was` to `now`: a path that is gone and is found in the
-    same place beside the run's new folder has moved with it."""
+    """Return the recipe of a run whose folder was moved from `was` to `now`.
+
+    A missing path is replaced by the path in the same place relative to the new folder, if that exists.
+    """
 
     def follow(path: Path) -> Path:
         if not path.is_absolute() or _is_there(path):
@@ -48,13 +48,13 @@ def moved(config: RunConfig, was: Path, now: Path) -> RunConfig:
 
 
 def kept_text(config: RunConfig) -> str:
-    """Return the recipe as a run keeps it. A folder may have been given a name since that no recipe may have."""
+    """Return the recipe as YAML for the run folder. A name that a recipe may not have is replaced by `run`."""
     named = re.fullmatch(NAME_PATTERN, config.name) and len(config.name) <= NAME_LENGTH
     return dump_yaml(config if named else config.model_copy(update={"name": "run"}))
 
 
 def no_run(folder: Path, lacks: str, fix: str = "name the folder that `tessera train` made") -> TesseraError:
-    """Return the error for a folder that should be a run and is none, with the runs that lie beside it."""
+    """Return the error for a folder that is not a run. It lists the runs in the parent folder."""
     beside = sorted(file.parent for file in folder.parent.glob("*/config.yaml"))
     return TesseraError(
         f"{folder} is not a run: it has no {lacks}" if folder.is_dir() else f"there is no run {folder}",
@@ -93,8 +93,7 @@ def _with_paths(config: RunConfig, path: Callable[[Path], Path], words: Callable
 
 
 def _words(tree: Any, base: Path) -> Any:
-    """Return the user's own options with paths made absolute: a word is a path if it has a slash or a dot and
-    something exists there."""
+    """Make paths among a user's options absolute. A text is a path if it contains a slash or a dot and exists."""
     if isinstance(tree, dict):
         return {key: _words(value, base) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -103,12 +102,12 @@ def _words(tree: Any, base: Path) -> Any:
         return tree
     try:
         return os.path.normpath(base / tree) if (base / tree).exists() else tree
-    except OSError:  # too long for a name: a text
+    except OSError:  # too long for a file name, so it is a text
         return tree
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether a path exists; of a pattern, whether the folder of its fixed part does."""
+    """Return whether a path exists; for a glob pattern, whether the folder before the pattern exists."""
     fixed = path
     while _PATTERN.search(str(fixed)) and fixed != fixed.parent:
         fixed = fixed.parent

@@ -1,4 +1,4 @@
-"""Read the configuration that a run folder or a checkpoint keeps, also one that an earlier version wrote."""
+"""Read the configuration in a run folder or a checkpoint, also of an earlier version of Tessera."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from tessera.config.reader import read_mapping
 
-# Keys that sections once had, with the values that they had by default: a saved recipe has every key.
+# Removed keys by section, with their defaults. A saved configuration contains every key of its version.
 _REMOVED: Mapping[str, Mapping[str, Any]] = {"guard": {"copy_every": 0}}
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Return the configuration in a file of a run, in the keys of today.
+    """Return a saved configuration with the keys of this version.
 
-    A recipe that a person writes is not translated: there an old key is an error that names the new one.
+    Recipes of users are not translated: a removed key is an error there.
     """
     return in_keys_of_today(read_mapping(path))[0]
 
 
 def in_keys_of_today(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a saved configuration with today's keys, and a line for each setting that is lost."""
+    """Return a saved configuration with the keys of this version, and a line for each setting that is lost."""
     saved = dict(data)
     for name, translate in (("data", _data_of_today), ("log", _log_of_today), ("parallel", _parallel_of_today)):
         if isinstance(saved.get(name), Mapping):

@@ -15,12 +15,12 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class EmaSection(Section):
-    """Keep a second set of weights: the running average of the trained ones."""
+    """Keep a second set of weights: the exponential moving average (EMA) of the trained weights."""
 
-    decay: float = Field(0.999, gt=0, lt=1, description="share of the average that one step keeps")
-    warmup: bool = Field(True, description="keep less of it at first: (1 + n) / (10 + n) after n updates")
-    every: Steps = Field(1, description="steps between updates; each then counts for so many")
-    evaluate: bool = Field(True, description="held-out loss and generated samples come from the average")
+    decay: float = Field(0.999, gt=0, lt=1, description="decay of the average: its weight in each update")
+    warmup: bool = Field(True, description="use a smaller decay at first: (1 + n) / (10 + n) after n updates")
+    every: Steps = Field(1, description="steps between updates; the decay of an update is that of all these steps")
+    evaluate: bool = Field(True, description="use the average for evaluation and generated samples")
     export: bool = Field(True, description="with checkpoint.export, also write the average, to hf-ema")
 
 
@@ -28,7 +28,7 @@ class PreviewSection(Section):
     """Sample with a generation model while it is trained, every `train.generate_every` steps and at the end."""
 
     prompts: list[Annotated[str, Field(max_length=100_000)]] = Field(min_length=1, max_length=64)
-    negative: str | None = Field(None, max_length=100_000, description="what to lead away from; default: the family's")
+    negative: str | None = Field(None, max_length=100_000, description="negative prompt; default: the family's")
     images: list[Path] = Field(default_factory=list, max_length=16, description="first frame, or references to edit")
     height: int | None = Field(None, gt=0, le=16_384, description="in pixels; default: the family's")
     width: int | None = Field(None, gt=0, le=16_384)
@@ -46,9 +46,12 @@ class PreviewSection(Section):
 
 
 class MetricSection(Section):
-    metric: str = Field("loss", max_length=200, description="of the held-out set: loss, exact_match, one of the task")
+    metric: str = Field(
+        "loss", max_length=200, description="metric of the evaluation: loss, exact_match, or a metric of the task"
+    )
     better: Literal["auto", "lower", "higher"] = Field(
-        "auto", description="which value is better; auto: a lower loss, perplexity or error, a higher one of others"
+        "auto",
+        description="which value is better; auto: lower for loss, perplexity and error, higher for other metrics",
     )
 
     @property
@@ -59,14 +62,14 @@ class MetricSection(Section):
 
 
 class EarlyStopSection(MetricSection):
-    """End the run when the held-out set no longer gets better."""
+    """End the run when a metric of the held-out data no longer improves."""
 
-    patience: Count = Field(3, description="evaluations without a better value after which the run ends")
-    min_change: Rate = Field(0.0, description="a value that is better by this or less does not count")
+    patience: Count = Field(3, description="the run ends after so many evaluations without improvement")
+    min_change: Rate = Field(0.0, description="smallest change that counts as an improvement")
 
 
 class CallbackSection(Section):
-    """Name a callback of your own."""
+    """Name a callback of the user, with arguments."""
 
     name: str = Field(max_length=512, description="import path, package.module:Class")
     options: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
@@ -75,36 +78,37 @@ class CallbackSection(Section):
 class TrainSection(Section):
     steps: Steps | None = Field(None, description="optimizer steps; give these or `epochs`")
     epochs: float | None = Field(
-        None, gt=0, le=10**6, description="passes over the training data, in the fewest whole steps; 0.5 is half of one"
+        None, gt=0, le=10**6, description="passes over the training data, rounded up to a full step; may be a fraction"
     )
     global_batch: Count = Field(
-        1, description="rows in one optimizer step, over all ranks; with `samples_per_step`, the fewest rows"
+        1, description="rows in one optimizer step, over all ranks; with `samples_per_step`, the minimum"
     )
     samples_per_step: Count | None = Field(
         None,
-        description="samples in one optimizer step, in place of a number of rows: the step has as many rows as its "
-        "samples take",
+        description="samples in one optimizer step; the number of rows then follows from their lengths",
     )
     micro_batch: Count = Field(1, description="rows in one forward pass of one rank")
-    task: str | None = Field(None, description="objective, or an import path to one; default: the family's")
+    task: str | None = Field(None, description="name of the objective, or its import path; default: the family's")
     task_options: dict[str, Any] = Field(default_factory=dict)
     seed: int = 0
     device: str = Field("auto", max_length=64, description="auto, or a device type")
     eval_every: StepsOrNone | str = Field(
-        0, description="how often held-out loss is measured: 500 (steps), 1epoch; 0: only at the end"
+        0, description="interval between evaluations on held-out data: 500 (steps), 1epoch; 0: only at the end"
     )
     eval_rows: Count = Field(64, description="rows in one evaluation")
-    generate_every: StepsOrNone = Field(0, description="steps between generations for held-out samples; 0: none")
+    generate_every: StepsOrNone = Field(0, description="steps between generations from held-out samples; 0: none")
     generate_samples: Count = Field(16, description="held-out samples that the model generates an answer for")
-    generate_tokens: int = Field(32, gt=0, le=10**6, description="most tokens of one generated answer")
-    preview: PreviewSection | None = Field(None, description="what a generation model makes at `generate_every`")
+    generate_tokens: int = Field(32, gt=0, le=10**6, description="maximum number of tokens of a generated answer")
+    preview: PreviewSection | None = Field(
+        None, description="prompts and sizes of the samples that a generation model makes every `generate_every` steps"
+    )
     ema: EmaSection | None = Field(None, description="keep a running average of the trained weights")
     early_stop: EarlyStopSection | None = Field(
-        None, description="end when a held-out metric no longer gets better; {} takes every default"
+        None, description="end when a held-out metric no longer improves; {}: with defaults"
     )
     callbacks: list[str | CallbackSection] = Field(
         default_factory=list,
-        description="callbacks of your own, by import path; {name: path, options: {}} with options",
+        description="import paths of your callbacks; {name: path, options: {}} passes arguments",
     )
 
     @field_validator("eval_every")
@@ -128,11 +132,13 @@ class TrainSection(Section):
 
 class ScheduleSection(Section):
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="wsd: warm up, stay, and fall linearly over the last steps"
+        "cosine", description="wsd: warm up, stay constant, and decay linearly in the last steps"
     )
-    warmup: StepsOrNone = Field(0, description="steps of linear rise from 0")
-    decay: float = Field(0.2, gt=0, le=1, description="of wsd: the share of all steps over which the rate falls")
-    final: float = Field(0.0, ge=0, le=1, description="share of the learning rate at the last step")
+    warmup: StepsOrNone = Field(0, description="steps in which the learning rate rises linearly from 0")
+    decay: float = Field(
+        0.2, gt=0, le=1, description="wsd only: fraction of all steps in which the learning rate decays"
+    )
+    final: float = Field(0.0, ge=0, le=1, description="learning rate at the last step, as a fraction of `lr`")
 
     @model_validator(mode="after")
     def _final_is_reached(self) -> ScheduleSection:
@@ -144,31 +150,33 @@ class ScheduleSection(Section):
 
 
 class GroupSection(Section):
-    pattern: str = Field(description="parameters of this group")
+    pattern: str = Field(description="pattern of parameter or module paths of this group")
     lr: Rate | None = Field(None, description="its learning rate; default: optim.lr")
     weight_decay: Rate | None = None
     optimizer: Literal["muon", "adamw"] | None = Field(
-        None, description="with optim.name muon: which of the two updates these; default: muon for matrices"
+        None, description="with optim.name=muon: the optimizer of this group; default: muon for matrices"
     )
 
 
 class OptimSection(Section):
     name: Literal["adamw", "lion", "muon", "adafactor"] = Field(
         "adamw",
-        description="muon: for weights of linear layers and experts, and adamw for all others; adafactor: `lr` is "
-        "relative to the size of the weights",
+        description="muon: for weights of linear layers and experts, with adamw for all other parameters; adafactor: `lr` "
+        "is relative to the norm of the weights",
     )
-    lr: Rate = Field(1e-5, description="learning rate; where model.lora is set, the default is 1e-4")
+    lr: Rate = Field(1e-5, description="learning rate; the default is 1e-4 if model.lora is set")
     betas: tuple[Beta, Beta] = Field(
         (0.9, 0.95), description="of adamw and lion; lion is mostly used with 0.9 and 0.99"
     )
     momentum: Beta = Field(0.95, description="of muon")
     eps: float = Field(1e-8, gt=0, le=1, description="of adamw")
-    weight_decay: Rate = Field(0.0, description="not applied to vectors (biases, norms) unless a group says so")
-    clip_norm: float | None = Field(1.0, gt=0, le=1e9, description="larger gradients are scaled down; null: none are")
+    weight_decay: Rate = Field(0.0, description="weight decay; biases and norms have none unless a group sets it")
+    clip_norm: float | None = Field(
+        1.0, gt=0, le=1e9, description="gradients with a larger norm are scaled down to it; null: no clipping"
+    )
     groups: list[GroupSection] = Field(default_factory=list)
     loraplus_lr_ratio: float = Field(
-        1.0, gt=0, le=1e6, description="of adapters: learning rate of B over that of A (LoRA+); 16 is usual"
+        1.0, gt=0, le=1e6, description="LoRA+: learning rate of adapter matrix B divided by that of A; 16 is usual"
     )
     schedule: ScheduleSection = ScheduleSection()
 
@@ -179,7 +187,7 @@ class OptimSection(Section):
         if self.name in ("lion", "adafactor") and self.eps != 1e-8:
             raise ValueError(f"`eps` has no effect with {self.name}; it is for adamw")
         if self.name == "adafactor" and self.betas != (0.9, 0.95):
-            raise ValueError("`betas` has no effect with adafactor; its mean follows the steps by a rule of its own")
+            raise ValueError("`betas` has no effect with adafactor, whose decay depends on the step")
         for number, group in enumerate(self.groups):
             if group.optimizer is not None and self.name != "muon":
                 raise ValueError(f"groups.{number}.optimizer has no effect with {self.name}; it is for muon")

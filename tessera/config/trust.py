@@ -1,8 +1,8 @@
-"""Decide which code the `config.yaml` of a run folder may name: the folder may come from anywhere.
+"""Decide whether the code that `config.yaml` of a run folder names may be imported. The folder may be from the internet.
 
-A run that names code outside of this package has a random id in its folder, and the same id with the import paths lies
-in a folder of the user's own. The import paths of any other folder are shown, and nothing of them is imported until the
-user agrees. A run without code of its own has no id, leaves nothing in the user's folder and is never asked about.
+A run that names code outside of this package gets a random id, in its folder and, with the import paths, in a state
+folder of the user. The import paths of any folder without such an entry are printed, and nothing is imported unless the
+user passes `--trust`. A run that names no such code has no id.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tessera.config.registry import IMPORT_PATH
 from tessera.config.run_config import ModelSection, RunConfig
 from tessera.errors import TesseraError
 
-Trust = bool | Collection[str]  # True: whatever the folder names; otherwise the import paths that are trusted
+Trust = bool | Collection[str]  # True: all import paths; otherwise the trusted ones
 
 RUN_ID = "run-id"
 STATE_VARIABLE = "TESSERA_STATE_DIR"
 _ID = re.compile(r"[0-9a-f]{32}")
-_OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # without a dot behind the colon, which could lead out again
+_OWN = re.compile(r"tessera(\.\w+)*(:\w+)?")  # no dot after the colon: `tessera.a:os.system` is not ours
 log = logging.getLogger("tessera")
 
 
 def named_code(config: RunConfig) -> dict[str, str]:
-    """Return the import paths outside of this package that a configuration names -> the key that names each."""
+    """Return the import paths outside of this package in a configuration, each with its key."""
     code = model_code(config.model)
     for key, name, options in (
         ("data.kind", config.data.kind, config.data.options),
@@ -49,7 +49,7 @@ def named_code(config: RunConfig) -> dict[str, str]:
 
 
 def model_code(section: ModelSection) -> dict[str, str]:
-    """Return the same for the section of the model alone."""
+    """Return the import paths outside of this package in the section `model`, each with its key."""
     code = {section.family: "model.family"} if section.family and _is_path(section.family) else {}
     for at, path in _paths_in(section.config, "model.config"):
         code.setdefault(path, at)
@@ -57,9 +57,9 @@ def model_code(section: ModelSection) -> dict[str, str]:
 
 
 def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
-    """Raise, before anything is imported, if a run folder names code that nobody vouches for.
+    """Raise if a run folder names code that is not trusted. Nothing is imported.
 
-    `folder`: a run, or one of its checkpoints.
+    `folder`: a run, or one of its checkpoints. `code`: import paths with their keys.
     """
     if trust is True or not code:
         return
@@ -69,21 +69,20 @@ def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
         return
     listing = "".join(f"\n    {key}: {path}" for path, key in unknown.items())
     raise TesseraError(
-        f"this folder names code to import and call, and it is no run that you made here:{listing}",
+        f"this folder names code to import and call, and you have not trained it on this machine:{listing}",
         where=str(folder),
-        fix="if you know where it comes from and what this code does, say --trust (in Python trust=True); "
-        "a recipe for `tessera train` names the code itself",
+        fix="if you trust this code, pass --trust (in Python trust=True); for `tessera train`, name the code in the recipe",
         code="run.code-not-trusted",
     )
 
 
 def remember(folder: Path, code: Mapping[str, str]) -> None:
-    """Note that this user made the run in `folder`, or trusts it. A note that cannot be written stops nothing."""
+    """Record in the user's state folder that the code of this run is trusted. If that fails, only a warning is logged."""
     if not code:
         return
     name = _read_id(folder)
     if name is None:
-        log.warning("%s has no run id: `tessera resume` will ask for --trust", folder)
+        log.warning("%s has no run id: `tessera resume` will need --trust", folder)
         return
     try:
         state = _state_folder()
@@ -94,30 +93,30 @@ def remember(folder: Path, code: Mapping[str, str]) -> None:
         os.replace(fresh, state / f"{name}.json")
     except (OSError, RuntimeError) as error:
         log.warning(
-            "this run names code of your own, and that you made it cannot be noted (%s): `tessera resume` will ask "
-            "for --trust; %s names a folder that can be written",
+            "this run names code of your own, and the record of it cannot be written (%s): `tessera resume` will need "
+            "--trust; set %s to a writable folder",
             error,
             STATE_VARIABLE,
         )
 
 
 def write_run_id(folder: Path) -> None:
-    """Give a run an id, if it has none."""
+    """Write the id of a run into its folder, unless it has one."""
     if _read_id(folder) is None:
         fresh = folder / f"{RUN_ID}.new"
-        fresh.unlink(missing_ok=True)  # not through a link that may lie there
+        fresh.unlink(missing_ok=True)  # a link with this name would redirect the write
         fresh.write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
         os.replace(fresh, folder / RUN_ID)
 
 
 def remembered(folder: Path) -> set[str]:
-    """Return the import paths that this user ran before in the run that `folder` is, or is a checkpoint of."""
+    """Return the import paths that this user has trusted for a run. `folder`: the run, or one of its checkpoints."""
     code = _note(folder).get("code", [])
     return {str(path) for path in code} if isinstance(code, list) else set()
 
 
 def _note(folder: Path) -> dict[str, Any]:
-    """Return what this user's own folder says of a run."""
+    """Return the record of a run in the user's state folder; empty if there is none."""
     name = _read_id(folder) or _read_id(folder.parent.parent)
     if name is None:
         return {}
@@ -129,8 +128,7 @@ def _note(folder: Path) -> dict[str, Any]:
 
 
 def _state_folder() -> Path:
-    """Return the folder where programs keep what they remember of a user; machines that share the home folder share
-    it."""
+    """Return the user's state folder. Machines with a common home folder share it."""
     if named := os.environ.get(STATE_VARIABLE):
         return Path(named) / "runs"
     base = os.environ.get("XDG_STATE_HOME")
@@ -157,7 +155,7 @@ def _outside(code: Mapping[str, str]) -> dict[str, str]:
 
 
 def _paths_in(tree: Any, at: str) -> Iterator[tuple[str, str]]:
-    """Yield every word below a key that could be an import path, whatever the key is called."""
+    """Yield (key, text) for all texts below a key that have the syntax of an import path."""
     if isinstance(tree, str):
         if IMPORT_PATH.fullmatch(tree):
             yield at, tree

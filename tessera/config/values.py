@@ -1,4 +1,4 @@
-"""Refuse values that no key can mean, before a section is built from them."""
+"""Check values before a section is built from them, and define the number types that sections share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 from tessera.errors import TesseraError
 
 MAX_DEPTH = 64
-MAX_PATH, MAX_PATH_PART = 4096, 255  # bytes, as the systems have it
-LARGEST = 2**63 - 1  # what a tensor, a file offset and a JSON reader can hold
+MAX_PATH, MAX_PATH_PART = 4096, 255  # limits of Linux, in bytes
+LARGEST = 2**63 - 1  # the largest integer of 64 bits: tensors and file offsets cannot store more
 
-# Bounds that no real job meets: what lies beyond is a slip of the finger, and would fail late and far away.
+# Upper bounds that no real job reaches: a larger number is a typing error, which would otherwise fail much later.
 Steps = Annotated[int, Field(gt=0, le=10**12)]
 StepsOrNone = Annotated[int, Field(ge=0, le=10**12)]
 Count = Annotated[int, Field(gt=0, le=10**9)]
@@ -28,10 +28,10 @@ HubName = Annotated[str, Field(pattern=r"^(hf|ms)://", max_length=2048)]
 
 
 def plain_copy(tree: Any, where: str, at: str = "", depth: int = 0) -> Any:
-    """Copy a configuration as plain dicts, lists and scalars; raise for what no key can hold."""
+    """Return a configuration as plain dicts, lists and scalars; raise for values that cannot be saved."""
     if depth > MAX_DEPTH:
         raise TesseraError(
-            "nested too deeply to be a configuration", where=f"{where}, {at[:80]}", code="recipe.too-deep"
+            "the configuration is nested too deeply", where=f"{where}, {at[:80]}", code="recipe.too-deep"
         )
     if isinstance(tree, Mapping):
         return {
@@ -64,7 +64,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def check_kind(annotation: Any, value: Any) -> None:
-    """Raise a ValueError for what pydantic would bend into shape: true as the number 1, an empty word as a folder."""
+    """Raise a ValueError for values that pydantic would convert: true to the number 1, an empty text to a path."""
     members = members_of(annotation)
     if isinstance(value, bool):
         if bool not in members and (int in members or float in members):
@@ -94,7 +94,7 @@ def _check_path(value: str) -> None:
 
 
 def members_of(annotation: Any) -> list[Any]:
-    """Return the kinds that an annotation allows, without wrappings."""
+    """Return the members of a union annotation, without `Annotated`; of any other annotation, itself."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return members_of(typing.get_args(annotation)[0])

@@ -1,7 +1,7 @@
 """Read and write YAML as version 1.2 defines it: `true` and `false` are the only booleans, `off` and `yes` are words.
 
-Version 1.1, which PyYAML reads by itself, also takes `12:30` for a number of seconds, `010` for eight and a date for an
-object of its own. None of that is meant in a recipe.
+PyYAML implements version 1.1, in which `12:30` is a number of seconds, `010` is eight and `2024-01-01` is a date object.
+In recipes these are texts and the number ten.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 MAX_DEPTH = 100
-MAX_DIGITS = 100  # of one number; what is too large for its key is said later, by the key
+MAX_DIGITS = 100  # of one number; each key has its own limit besides
 
-# Kind of value, its spelling, and the characters it can begin with.
+# Type of a value, a regular expression for its text, and the characters with which the text can begin.
 _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
     ("int", r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
@@ -29,9 +29,9 @@ _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Read plain data, without aliases (bombs) or keys given twice (silent loss)."""
+    """Read plain data. Refuse aliases, which can expand without limit, and duplicate keys, of which one would be lost."""
 
-    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's own name; filled below
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's name; filled below
 
     _depth = 0
 
@@ -42,7 +42,7 @@ class StrictLoader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > MAX_DEPTH:
             mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "nested too deeply to be a configuration", mark)
+            raise yaml.composer.ComposerError(None, None, "the configuration is nested too deeply", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -59,20 +59,20 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def refuse(self, node: Any) -> None:
-        raise yaml.constructor.ConstructorError(None, None, f"{node.tag} has no use here", node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, f"{node.tag} is not supported", node.start_mark)
 
     def integer(self, node: Any) -> int:
         text = self.construct_scalar(node).replace("_", "")
         if len(text) > MAX_DIGITS:
             raise yaml.constructor.ConstructorError(
-                None, None, f"a number of {len(text)} digits has no use here", node.start_mark
+                None, None, f"a number of {len(text)} digits, more than {MAX_DIGITS}", node.start_mark
             )
         base = {"0x": 16, "0o": 8}.get(text[:2], 10)
         return int(text[2:] if base != 10 else text, base)
 
 
 class StrictDumper(yaml.SafeDumper):
-    """Write text that `StrictLoader` reads back the same: what either version would read differently is quoted."""
+    """Write YAML that `StrictLoader` reads back unchanged. Texts that YAML 1.1 or 1.2 would convert are quoted."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -80,7 +80,7 @@ class StrictDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
-    """Represent text with invisible characters by escapes; PyYAML itself loses some of them."""
+    """Escape invisible characters of a text: PyYAML loses some of them."""
     seen = all(character.isprintable() or character == "\n" for character in text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if seen else '"')
 
@@ -88,7 +88,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
 for _name, _pattern, _first in _RESOLVERS:
     for _kind in (StrictLoader, StrictDumper):
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
-for _name in ("binary", "timestamp", "omap", "pairs", "set"):  # no key of a recipe holds any of these
+for _name in ("binary", "timestamp", "omap", "pairs", "set"):  # no recipe key has a value of these types
     StrictLoader.add_constructor(f"tag:yaml.org,2002:{_name}", StrictLoader.refuse)
 StrictDumper.add_representer(str, _represent_text)
 StrictLoader.add_constructor("tag:yaml.org,2002:int", StrictLoader.integer)
