@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from generation_cases import (
     COG,
@@ -184,8 +185,39 @@ def by_video_flags(model: dict[str, Any], data: dict[str, Any]) -> Callable[[Pat
     return train
 
 
+def by_recipe(load: Path, described: Path, save: Path) -> None:
+    """Train a class of transformers, which no job of MindSpeed-MM is translated for, by a recipe."""
+    model: dict[str, Any] = {"family": "transformers", "path": str(described)}
+    if load != described:
+        model["weights"] = str(load)
+    tessera.train(
+        {
+            **{"name": save.name, "out": str(save.parent), "model": model, "guard": {"coverage": "warn"}},
+            "data": {"kind": "tests.toys.keyword_rows", "options": {"make": "words"}, "workers": 0},
+            "train": {"steps": 2, "global_batch": 2, "task": "returns_loss"},
+            "optim": {"lr": 1e-3},
+        }
+    )
+    (save / "iter_0000002").symlink_to(next((save / "checkpoints").glob("step-*2")).absolute())  # as jobs have it
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
 def small(name: str) -> Callable[[Path], Path]:
     return lambda root: small_folder(name, root)
+
+
+def library(kind: str, **fields: Any) -> Callable[[Path], Path]:
+    """Return a function that writes a folder of a class of transformers."""
+
+    def folder(root: Path) -> Path:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**fields)
+        getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(root / "hf")
+        return root / "hf"
+
+    return folder
 
 
 def transformer(write: Callable[[Path], Any]) -> Callable[[Path], Path]:
@@ -196,6 +228,7 @@ def transformer(write: Callable[[Path], Any]) -> Callable[[Path], Path]:
     return folder
 
 
+EYE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 HUNYUAN = {"in_channels": 4, "out_channels": 4, "num_heads": 2, "head_dim": 16, "text_states_dim": [16, 16]}
 HUNYUAN |= {"mm_double_blocks_depth": 1, "mm_single_blocks_depth": 1, "rope_dim_list": [4, 6, 6]}
 
