@@ -123,7 +123,7 @@ VARIABLES: dict[str, Variable] = {
     ),
     "MM_FORCE_EP_BALANCE": Variable("no effect", "a debugging aid: it routes tokens evenly, which changes results"),
     "VLLM_USE_V1": Variable("no effect", "for a library that is not used here"),
-    "JSONARGPARSE_DEFAULT_ENV": Variable("no effect", "mm-convert takes options from words and files"),
+    "JSONARGPARSE_DEFAULT_ENV": Variable("honoured", "true: mm-convert takes options from variables, too", _TRUE),
 }
 _FOREIGN = re.compile(r"(?:ASCEND|HCCL|ACLNN|NPU|PYTORCH_NPU)_\w+")
 

@@ -17,8 +17,9 @@ from tessera_compat.mindspeed_mm.convert_options import (
     collect,
     collect_plain,
     help_of,
+    values_as_yaml,
 )
-from tessera_compat.mindspeed_mm.convert_table import CONVERTERS, FOLDERS, REFUSED, type_of
+from tessera_compat.mindspeed_mm.convert_table import CONVERTERS, FOLDERS, type_of
 
 T = TypeVar("T")
 
@@ -38,17 +39,16 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def run(words: Sequence[str]) -> Path | None:
     """Run a command line and return the written folder; None if it only printed help."""
-    line = CommandLine.of(words)
+    single = [name for name, converter in CONVERTERS.items() if "" in converter.methods]
+    line = CommandLine.of(words, single)
     if not line.path:
         print(_help())
         return None
-    if (reason := REFUSED.get(line.path[0])) is not None:
-        raise TesseraError(f"{line.path[0]}: {reason}", where="mm-convert", code="job.converter-refused")
     converter = _entry(line.path[0], CONVERTERS, "converter")
-    if len(line.path) < 2:
+    if len(line.path) < 2 and line.path[0] not in single:
         print(_help_of_converter(line.path[0], converter))
         return None
-    name = line.path[1]
+    name = "" if line.path[0] in single else line.path[1]
     method = _entry(name, converter.methods, f"method of {line.path[0]}")
     where = f"mm-convert {' '.join(line.path)}"
     if line.help:
@@ -58,6 +58,9 @@ def run(words: Sequence[str]) -> Path | None:
         raise TesseraError(f"{' '.join(line.path)}: {method.refused}", where="mm-convert", code="job.converter-refused")
     built = _constructor(line, converter)
     values = {**collect(line, method), **built}
+    if line.show is not None:
+        print(values_as_yaml(values, method, line.show), end="")
+        return None
     missing = [key for key, option in method.options.items() if option.required and key not in values]
     if missing:
         raise TesseraError(
@@ -109,7 +112,7 @@ def _check_folder(converter: Converter, folder: Path) -> None:
 
 def _help() -> str:
     lines = [
-        "mm-convert CONVERTER METHOD --cfg.key value ... [--config FILE.yaml]",
+        "mm-convert CONVERTER METHOD --cfg.key value ... [--config FILE.yaml] [--print_config]",
         "mm-convert CONVERTER METHOD --key value ...     converters of DCP, whose options have no cfg.",
         "mm-convert CONVERTER METHOD -h                  options of a method",
         "",
@@ -117,7 +120,10 @@ def _help() -> str:
     ]
     for name, converter in CONVERTERS.items():
         works = [method for method, found in converter.methods.items() if found.refused is None]
-        lines.append(f"  {name}: {', '.join(works)}")
+        reason = next((found.refused for found in converter.methods.values()), "")
+        lines.append(
+            f"  {name}: {', '.join(name or '(no method) --style merge, --style split' for name in works) or reason}"
+        )
     return "\n".join(lines)
 
 

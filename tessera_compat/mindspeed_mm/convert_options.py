@@ -1,11 +1,14 @@
-"""The options of `mm-convert`: dotted words, and `--config FILE.yaml`."""
+"""The options of `mm-convert`: dotted words, `--config FILE.yaml`, variables MM_CONVERT_..., and `--print_config`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from tessera.config.reader import parse_yaml, read_mapping
 from tessera.errors import TesseraError, nearest
@@ -30,6 +33,7 @@ _SHAPES: Mapping[Kind, tuple[str, Callable[[Any], bool]]] = {
     "names": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value)),
     "pairs": ("a mapping of names", lambda value: isinstance(value, dict)),
 }
+_SHOW = ("comments", "skip_default", "skip_null")
 
 
 @dataclass(frozen=True)
@@ -68,26 +72,39 @@ class Converter:
 
 @dataclass
 class CommandLine:
-    """Hold a parsed command line: converter and method, options in order, and whether help is requested."""
+    """Hold a parsed command line: words, options in order, and requests for help or printed settings."""
 
     path: list[str] = field(default_factory=list)  # converter and method
     options: list[tuple[int, str, str]] = field(default_factory=list)  # (words of `path` before it, key, value)
     help: bool = False
+    show: Sequence[str] | None = None  # of --print_config
 
     @staticmethod
-    def of(words: Sequence[str]) -> CommandLine:
-        """Parse a command line."""
+    def of(words: Sequence[str], single: Sequence[str]) -> CommandLine:
+        """Take a command line apart. `single`: commands without methods."""
         line, rest = CommandLine(), list(words)
         while rest:
             word = rest.pop(0)
             key, sign, value = word.partition("=")
             if word in ("-h", "--help"):
                 line.help = True
+            elif key == "--print_config":
+                line.show = value.split(",") if sign else []
+                for flag in line.show:
+                    if flag not in _SHOW:
+                        raise TesseraError(
+                            f"no {flag!r}",
+                            where=key,
+                            allowed=_SHOW,
+                            nearest=nearest(flag, _SHOW),
+                            fix=f"{key}={_SHOW[0]}",
+                            code="job.converter-option",
+                        )
             elif key.startswith("--"):
                 if not sign and not rest:
                     raise TesseraError(f"{key} has no value", where="mm-convert", code="job.converter-option-value")
                 line.options.append((len(line.path), key, value if sign else rest.pop(0)))
-            elif len(line.path) < 2:
+            elif len(line.path) < (1 if line.path and line.path[0] in single else 2):
                 line.path.append(word)
             else:
                 raise TesseraError(
@@ -97,9 +114,9 @@ class CommandLine:
 
 
 def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
-    """Return the values of a method's options, from files and words in their order."""
+    """Return the values of a method's options: of variables, then of files and words in their order."""
     where = " ".join(("mm-convert", *command_line.path))
-    raw: dict[str, Any] = {}
+    raw: dict[str, Any] = _variables(command_line.path, method, where)
     for level, key, value in command_line.options:
         if key == "--config":
             raw |= _from_file(read_mapping(Path(value)), command_line.path[level:], method, value)
@@ -185,6 +202,26 @@ def _flat(tree: Any, method: Method, prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def _variables(path: Sequence[str], method: Method, where: str) -> dict[str, Any]:
+    if os.environ.get("JSONARGPARSE_DEFAULT_ENV", "").lower() != "true":
+        return {}
+    start = "__".join(("MM_CONVERT_" + path[0], *path[1:], "")).upper()
+    variables = {start + (method.prefix + key).upper().replace(".", "__"): key for key in method.options}
+    values: dict[str, Any] = {}
+    for name, value in os.environ.items():
+        if name == start + "CONFIG":
+            values = _from_file(read_mapping(Path(value)), (), method, value) | values
+        elif name in variables:
+            values |= _parsed(variables[name], value, method)
+        elif name.startswith(start):
+            raise TesseraError(
+                f"no option of {where} has the variable {name}",
+                nearest=nearest(name, variables),
+                code="job.converter-variable",
+            )
+    return values
+
+
 def _checked(key: str, value: Any, method: Method, where: str) -> Any:
     """Return a value after checking that the option exists, that it has such values, and that it can be honoured."""
     option = method.options.get(key)
@@ -219,6 +256,26 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(n) is int and n >= 0 for n in value)
 
 
+# ---------------------------------------------------------------------------------------------- printed texts
+
+
+def values_as_yaml(values: Options, method: Method, flags: Sequence[str]) -> str:
+    """Return the configuration of a method as a file for `--config`."""
+    tree: dict[str, Any] = {}
+    notes: list[str] = []
+    for key, option in method.options.items():
+        value = values.get(key, option.default)
+        if ("skip_null" in flags and value is None) or ("skip_default" in flags and key not in values):
+            continue
+        *path, last = (method.prefix + key).split(".")
+        at = tree
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = value
+        notes.append(f"# {method.prefix}{key}: {option.about}{' (required)' if option.required else ''}\n")
+    return ("".join(notes) if "comments" in flags else "") + yaml.safe_dump(tree, sort_keys=False)
+
+
 def help_of(name: str, method: Method) -> str:
     """Return the help text of a method."""
     lines = [f"mm-convert {name}", f"  {method.about}", ""]
@@ -228,5 +285,5 @@ def help_of(name: str, method: Method) -> str:
         note = "required" if option.required else f"default: {str(option.default).lower()}"
         prefix = "" if key in method.plain else method.prefix
         lines.append(f"  --{prefix}{key}  {option.about or _SHAPES[option.kind][0]} ({note})")
-    lines += ["  --config FILE.yaml  options from a file"]
+    lines += ["  --config FILE.yaml  options from a file", "  --print_config[=comments,skip_default,skip_null]"]
     return "\n".join(lines)

@@ -6,7 +6,8 @@ Every method works, or refuses with a reason and what to do instead: none succee
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,20 @@ _BF16 = {"to_bf16": Option("flag", "write numbers as bfloat16", False)}
 _HEAD = (("lm_head.weight", "model.language_model.embed_tokens.weight"),)
 _FUSED = ("gate_up_proj", "down_proj")
 _QWEN3_VL = Naming("model.", fused=_FUSED, tied=_HEAD)
+_MISTRAL3 = Naming(
+    "model.",
+    renames=(
+        ("language_model.model", "model.language_model"),
+        ("vision_tower", "model.vision_tower"),
+        ("multi_modal_projector", "model.multi_modal_projector"),
+        ("language_model.lm_head", "lm_head"),
+    ),
+    fused=_FUSED,
+    tied=(("lm_head.weight", "language_model.model.embed_tokens.weight"),),
+)
+_QWEN35 = Naming(
+    merge="stacked", swap=r"(model\.language_model|mtp)\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj", tied=_HEAD
+)
 _BASE = "base_model.model."  # before names in a job that trains adapters
 
 
@@ -161,19 +176,24 @@ def _named(options: Options, naming: Naming) -> Naming:
     return Naming(
         (_BASE if options.get("is_lora_base") else "") + prefix,
         options.get("hf_prefix", naming.replaced),
+        naming.renames,
         tuple(options.get("fused_linear_names", naming.fused)),
         (*naming.tied, *((str(copy), str(original)) for copy, original in ties.items())),
+        naming.merge,
+        naming.swap,
     )
 
 
 def _hf_to_dcp(naming: Naming, _: str, options: Options) -> Path:
     copies = bool(options.get("tie_weight") or options.get("tie_weight_mapping"))
-    folder, target = Path(options["hf_dir"]), Path(options["dcp_dir"])
+    folder, target = Path(options["hf_dir"]), Path(options.get("dcp_dir") or options["save_dir"])
     return convert_dcp.hf_to_dcp(folder, target, _named(options, naming), copies=copies)
 
 
 def _dcp_to_hf(naming: Naming, _: str, options: Options) -> Path:
-    source, target, like = options["load_dir"], options["save_dir"], options["model_assets_dir"]
+    source = options.get("load_dir") or options["dcp_dir"]
+    target = options.get("save_hf_dir") or options["save_dir"]
+    like = options.get("model_assets_dir") or options.get("origin_hf_dir") or options["hf_dir"]
     if is_run(Path(source)):  # its names are those of the folder that it began from
         dtype = "bfloat16" if options.get("to_bf16") else None
         return convert(source, target, to=form_like(Path(like)), like=like, dtype=dtype)
@@ -183,7 +203,20 @@ def _dcp_to_hf(naming: Naming, _: str, options: Options) -> Path:
         Path(like),
         _named(options, naming),
         dtype=torch.bfloat16 if options.get("to_bf16") else None,
+        keep="mtp." if options.get("keep_origin_mtp_weights") else "",
     )
+
+
+def _lora_hf_to_dcp(_: str, options: Options) -> Path:
+    return convert_dcp.lora_hf_to_dcp(Path(options["hf_dir"]), Path(options["dcp_dir"]))
+
+
+def _merge_lora(naming: Naming, _: str, options: Options) -> Path:
+    base, adapters, target = (Path(options[key]) for key in ("base_hf_dir", "lora_dcp_dir", "save_merged_hf_dir"))
+    if is_run(adapters):  # it knows its layers and their scaling
+        return convert(adapters, target, to=form_like(base), like=base)
+    modules, scaling = options["lora_target_modules"], float(options.get("scaling", 1.0))
+    return convert_dcp.merge_lora(base, adapters, target, modules, scaling, naming)
 
 
 def _dcp(naming: Naming, to: Mapping[str, Option], back: Mapping[str, Option]) -> dict[str, Method]:
@@ -193,6 +226,29 @@ def _dcp(naming: Naming, to: Mapping[str, Option], back: Mapping[str, Option]) -
         ),
         "dcp_to_hf": Method(
             "Write the model of such a job as a Hugging Face folder.", functools.partial(_dcp_to_hf, naming), back, ""
+        ),
+    }
+
+
+def _dcp_lora(naming: Naming) -> dict[str, Method]:
+    return {
+        "lora_hf_to_dcp": Method(
+            "Write the adapters of a PEFT folder as a job loads them.",
+            _lora_hf_to_dcp,
+            {"hf_dir": _PATH("folder of the adapters"), "dcp_dir": _PATH("folder to write")},
+            "",
+        ),
+        "merge_mm_lora_dcp_weight_to_base_hf": Method(
+            "Merge the adapters of a job into the folder that it began from; weights keep their type.",
+            functools.partial(_merge_lora, naming),
+            {
+                "base_hf_dir": _HF_DIR,
+                "lora_dcp_dir": _PATH("DCP folder with the adapters"),
+                "lora_target_modules": Option("names", "modules with adapters, such as q_proj,v_proj", required=True),
+                "save_merged_hf_dir": _PATH("folder to write"),
+                "scaling": Option("number", "alpha / rank of the adapters", 1.0),
+            },
+            "",
         ),
     }
 
@@ -210,6 +266,10 @@ _BACK = {"load_dir": _DCP_DIR, "save_dir": _PATH("folder to write"), "model_asse
 _TIE = {"tie_weight": Option("flag", "write the head that is tied to the embeddings, too", False)}
 _LORA_BASE = {"is_lora_base": Option("flag", "names of a job that trains adapters", False)}
 _PAIRS = {"tie_weight_mapping": Option("pairs", "further tensors: {name: the tensor that it equals}")}
+_EXPERT_NAMES = {
+    "dcp_prefix": Option("text", "before names in the job", "model."),
+    "hf_prefix": _NAMES_OPTIONS["hf_prefix"],
+}
 
 
 def type_of(folder: Path) -> str:
@@ -221,9 +281,65 @@ def type_of(folder: Path) -> str:
     return str(content.get("model_type") or content.get(CLASS_NAME, ""))
 
 
+def _merging(run: Callable[[Naming, str, Options], Path]) -> Callable[[str, Options], Path]:
+    """Return a conversion in which experts are merged as their kind of folder needs it."""
+
+    def work(family: str, options: Options) -> Path:
+        omni = type_of(Path(options["hf_dir"])) == "qwen3_omni_moe"
+        naming = Naming("model.", merge="stacked" if omni else "flat", renames=(("thinker.", ""),) if omni else ())
+        return run(naming, family, options)
+
+    return work
+
+
+def _moe_expert(_: str, options: Options) -> Path:
+    style, size = options["style"], options.get("max_shard_size", "4GB")
+    match = re.fullmatch(r"(\d{1,6})([KMGT]?)B", size, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise TesseraError(
+            f"{size!r} is no size", where="--max_shard_size", fix="--max_shard_size 4GB", code="job.shard-size"
+        )
+    shard_bytes = int(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
+    folder, target = Path(options["hf_dir"]), Path(options["save_dir"])
+    return convert_dcp.merge_experts(folder, target, split=style == "split", shard_bytes=shard_bytes)
+
+
+_EXPERTS = {
+    "hf_to_dcp": Method(
+        "Write a folder with the matrices of all experts of a layer in one, as a job with FSDP2 loads it.",
+        _merging(_hf_to_dcp),
+        {"hf_dir": _HF_DIR, "save_dir": _PATH("folder to write"), **_EXPERT_NAMES},
+        "",
+    ),
+    "dcp_to_hf": Method(
+        "Write the model of such a job as a Hugging Face folder, each expert by itself again.",
+        _merging(_dcp_to_hf),
+        {"hf_dir": _ASSETS, "dcp_dir": _DCP_DIR, "save_dir": _PATH("folder to write"), **_EXPERT_NAMES},
+        "",
+    ),
+}
+_MOE_EXPERT = Method(
+    "Merge the matrices of a folder's experts, or split them again.",
+    _moe_expert,
+    {
+        "style": Option("text", "merge or split", required=True, choices=("merge", "split")),
+        "hf_dir": _HF_DIR,
+        "save_dir": _PATH("folder to write"),
+        "max_shard_size": Option("text", "of the files that are written", "4GB"),
+    },
+    "",
+)
+
 # ---------------------------------------------------------------------------------------------- the converters
 
 
+def _refused(reason: str, *names: str) -> Converter:
+    return Converter("", {name: Method("(refused)", refused=reason) for name in names})
+
+
+_VIDEO = "this model has no family here: convert with MindSpeed-MM itself"
+_SOUND = "no family here reads or writes sound yet: convert with MindSpeed-MM itself"
+_THREE = ("hf_to_mm", "mm_to_hf", "resplit")
 CONVERTERS: Mapping[str, Converter] = {
     "Qwen2VLConverter": Converter("qwen2_vl", _SHARDS),
     "Qwen2_5_VLConverter": Converter("qwen2_5_vl", {**_SHARDS, **_LORA_SHARDS}),
@@ -237,8 +353,34 @@ CONVERTERS: Mapping[str, Converter] = {
                 {**_TO, **_NAMES_OPTIONS, **_TIE, **_LORA_BASE},
                 {**_BACK, **_NAMES_OPTIONS, **_TRUST, **_BF16},
             ),
+            **_dcp_lora(_QWEN3_VL),
             **_NO_SHARDS,
         },
+    ),
+    "Mistral3Converter": Converter(
+        "",
+        {**_dcp(_MISTRAL3, {**_TO, **_TIE, **_LORA_BASE}, {**_BACK, **_TRUST, **_BF16}), **_dcp_lora(_MISTRAL3)},
+        ("mistral3",),
+    ),
+    "Qwen35Converter": Converter(
+        "",
+        {
+            **_dcp(
+                _QWEN35,
+                {**_TO, **_NAMES_OPTIONS, **_PAIRS, **_WORKERS},
+                {
+                    "dcp_dir": _DCP_DIR,
+                    "save_hf_dir": _PATH("folder to write"),
+                    "origin_hf_dir": _ASSETS,
+                    **_NAMES_OPTIONS,
+                    **_TRUST,
+                    **_BF16,
+                    "keep_origin_mtp_weights": Option("flag", "take heads for several tokens from the folder", False),
+                },
+            ),
+            **_NO_SHARDS,
+        },
+        ("qwen3_5", "qwen3_5_moe"),
     ),
     "GenericDCPConverter": Converter(
         "",
@@ -251,24 +393,20 @@ CONVERTERS: Mapping[str, Converter] = {
             **_NO_SHARDS,
         },
     ),
+    "ExpertMergeDcpConverter": Converter("", _EXPERTS),
+    "moe_expert": Converter("", {"": _MOE_EXPERT}),
+    "GlmConverter": _refused(
+        "GLM-4.1V has no Megatron-style form here: use its Hugging Face folder as model.path", *_THREE
+    ),
+    "DeepSeekVLConverter": _refused("DeepSeek-VL2 has no family here: convert with MindSpeed-MM itself", *_THREE),
+    "VideoAlignConverter": _refused("VideoAlign has no family here: convert with MindSpeed-MM itself", *_THREE),
+    "Qwen2_5_OmniConverter": _refused(_SOUND, *_THREE),
+    **dict.fromkeys(("Qwen3TTSConverter", "MOSSTTSConverter"), _refused(_SOUND, "dcp_to_hf", "hf_to_dcp")),
     **VIDEO_CONVERTERS,
+    "VACEConverter": _refused(_VIDEO, "hf_to_mm", "mm_to_hf", "hf_diffusers_to_mm", "mm_to_hf_diffusers"),
+    "OpenSoraPlanConverter": _refused(_VIDEO, "hf_to_mm", "source_to_mm", "resplit", "vae_convert"),
+    "LuminaConverter": _refused(_VIDEO, "hf_to_mm", "mm_to_hf"),
+    "BagelConverter": _refused(_VIDEO, "hf_to_mm"),
+    **dict.fromkeys(("OpenSoraConverter", "StepVideoConverter"), _refused(_VIDEO, "hf_to_mm", "source_to_mm")),
 }
-_SOUND = "no family here reads or writes sound yet: convert with MindSpeed-MM itself"
-_NO_FAMILY = "this model has no family here: convert with MindSpeed-MM itself"
-# Converters of MindSpeed-MM that are not here, with the reason.
-REFUSED: Mapping[str, str] = {
-    "GlmConverter": "GLM-4.1V has no Megatron-style form here: use its Hugging Face folder as model.path",
-    **dict.fromkeys(
-        ("Mistral3Converter", "Qwen35Converter", "ExpertMergeDcpConverter", "moe_expert"),
-        "not here: use the Hugging Face folder as model.path, or convert with MindSpeed-MM itself",
-    ),
-    **dict.fromkeys(("Qwen2_5_OmniConverter", "Qwen3TTSConverter", "MOSSTTSConverter"), _SOUND),
-    **dict.fromkeys(
-        (
-            *("DeepSeekVLConverter", "VideoAlignConverter", "VACEConverter", "OpenSoraPlanConverter"),
-            *("LuminaConverter", "BagelConverter", "OpenSoraConverter", "StepVideoConverter"),
-        ),
-        _NO_FAMILY,
-    ),
-}
-FOLDERS = ("hf_config.hf_dir", "hf_dir", "model_assets_dir")  # with a config.json
+FOLDERS = ("hf_config.hf_dir", "hf_dir", "model_assets_dir", "origin_hf_dir", "base_hf_dir")  # with a config.json

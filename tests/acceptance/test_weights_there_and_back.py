@@ -45,6 +45,7 @@ from tessera_compat.mindspeed_mm.entry_points import pretrain, pretrain_fsdp2
 from tessera_compat.mindspeed_mm.migrate import lay_out
 from tessera_compat.state import destroy
 from tests.dist.layouts import LIMIT
+from tests.toys.hf_folders import IMAGE_TOKEN, TEXT
 
 FLAGS = "--lr 1e-3 --train-iters 2 --micro-batch-size 1 --global-batch-size 2 --num-workers 0 --log-interval 1"
 Words = Callable[[Path, Path, Path], list[str]]  # source, target, the Hugging Face folder
@@ -270,6 +271,39 @@ CASES = [
         lambda root: original_folder("qwen2", root / "hf"),
         *GENERIC,
         by_yaml,
+    ),
+    Case(
+        "ExpertMergeDcpConverter, qwen3 experts",
+        small("qwen3 experts"),
+        *dcp("ExpertMergeDcpConverter", assets="hf_dir", to="save_dir", source="dcp_dir"),
+        by_yaml,
+    ),
+    Case(
+        "Mistral3Converter",
+        library(
+            "Mistral3",
+            text_config={**TEXT, "model_type": "mistral", "head_dim": 8},
+            vision_config={**EYE, "model_type": "pixtral", "image_size": 28, "patch_size": 14},
+            image_token_index=IMAGE_TOKEN,
+        ),
+        *dcp("Mistral3Converter"),
+        by_recipe,
+    ),
+    Case(
+        "Qwen35Converter",
+        library(
+            "Qwen3_5",
+            text_config={**TEXT, "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+            | {
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            vision_config={**EYE, "depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4},
+            image_token_id=IMAGE_TOKEN,
+        ),
+        *dcp("Qwen35Converter", assets="origin_hf_dir", source="dcp_dir", target="save_hf_dir"),
+        by_recipe,
     ),
     Case("Qwen2VLConverter", small("qwen2_vl"), *shards("Qwen2VLConverter"), by_flags("qwen2vl", "7b")),
     Case("Qwen2_5_VLConverter", small("qwen2_5_vl"), *shards("Qwen2_5_VLConverter"), by_flags("qwen2.5vl", "7b")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -23,8 +24,7 @@ from tessera.errors import TesseraError
 from tessera.inference.export import export_folder
 from tessera.models import resolve
 from tessera_compat.mindspeed_mm.convert import main, run
-from tessera_compat.mindspeed_mm.convert_options import CommandLine, collect
-from tessera_compat.mindspeed_mm.convert_table import CONVERTERS, REFUSED
+from tessera_compat.mindspeed_mm.convert_table import CONVERTERS
 from tests.dist.spawn import fork_context
 from tests.errors import raises
 
@@ -141,39 +141,74 @@ def test_dcp_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked.compared[0].startswith("unchanged since the export")  # its record was written
 
 
-def test_options_come_from_files(folder: Path) -> None:
-    cfg = {
+def test_options_come_from_files_and_variables(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = typed(HF_TO_MM)
+    run([*words, "--print_config=skip_default"])
+    Path("job.yaml").write_text(capsys.readouterr().out)
+    run([*words, "--print_config=comments,skip_null"])
+    told = capsys.readouterr().out
+    assert "# cfg.parallel_config.tp_size: tensor ranks" in told
+    assert yaml.safe_load(told)["cfg"]["parallel_config"]["ep_size"] == 1
+    cfg = yaml.safe_load(Path("job.yaml").read_text())["cfg"]
+    assert cfg == {
         "mm_dir": "ckpt/mm_path/Qwen2-VL-7B-Instruct",
         "hf_config": {"hf_dir": "ckpt/hf_path/Qwen2-VL-7B-Instruct"},
         "parallel_config": {"llm_pp_layers": [[28]], "vit_pp_layers": [[32]], "tp_size": 1},
     }
-    Path("job.yaml").write_text(yaml.safe_dump({"cfg": cfg}))
     Path("all.yaml").write_text(yaml.safe_dump({"Qwen2VLConverter": {"hf_to_mm": {"cfg": cfg}}}))
     Path("cfg.yaml").write_text(yaml.safe_dump(cfg))
 
     def settled(*words: str) -> dict[str, Any]:
-        return collect(CommandLine.of(words), CONVERTERS["Qwen2VLConverter"].methods["hf_to_mm"])
+        run([*words, "--print_config=skip_default"])
+        settings: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)["cfg"]
+        return settings
 
-    flat = settled(*typed(HF_TO_MM))
-    assert flat["parallel_config.llm_pp_layers"] == [[28]]
-    assert settled(*A_JOB, "--config", "job.yaml", "--cfg.mm_dir", "third") == {**flat, "mm_dir": "third"}
-    assert settled("--config", "all.yaml", *A_JOB) == flat
-    assert settled(*A_JOB, "--cfg", "cfg.yaml") == flat
-    assert settled(*A_JOB, "--cfg.parallel_config", '{"tp_size": 1}') == {"parallel_config.tp_size": 1}
-    assert settled(*A_JOB, "--cfg.mm_dir", "a", "--config=job.yaml") == flat, "what stands later wins"
+    assert settled(*A_JOB, "--config", "job.yaml", "--cfg.mm_dir", "third") == {**cfg, "mm_dir": "third"}
+    assert settled("--config", "all.yaml", *A_JOB) == cfg
+    assert settled(*A_JOB, "--cfg", "cfg.yaml") == cfg
+    assert (
+        settled(*A_JOB, "--cfg.parallel_config", json.dumps(cfg["parallel_config"]))["parallel_config"]["tp_size"] == 1
+    )
+    assert settled(*A_JOB, "--cfg.mm_dir", "a", "--config=job.yaml") == cfg, "what stands later wins"
+    monkeypatch.setenv("MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__MM_DIR", "elsewhere")
+    monkeypatch.setenv("MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__PARALLEL_CONFIG__LLM_PP_LAYERS", "[[1,3]]")
+    assert settled(*A_JOB, "--config", "job.yaml") == cfg
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    assert settled(*A_JOB)["parallel_config"] == {"llm_pp_layers": [[1, 3]]}
+    assert settled(*A_JOB, "--cfg.mm_dir", "fourth")["mm_dir"] == "fourth"
+    monkeypatch.setenv("MM_CONVERT_QWEN2VLCONVERTER__HF_TO_MM__CFG__MM_DIRR", "x")
+    with raises("job.converter-variable", "CFG__MM_DIR"):
+        settled(*A_JOB)
 
 
-# Converters and their methods; a dash precedes those that are refused.
+# Every converter and method of MindSpeed-MM (the reference, section 2f), with those that did nothing or were broken.
 KNOWN = """
 Qwen2VLConverter hf_to_mm mm_to_hf resplit
 Qwen2_5_VLConverter hf_to_mm mm_to_hf resplit lora_hf_to_mm lora_mm_to_hf -hf_to_mm_ldt -hf_to_mm_dcp
+Qwen2_5_OmniConverter -hf_to_mm -mm_to_hf -resplit
 InternVLConverter hf_to_mm mm_to_hf resplit
 Qwen3VLMegatronConverter hf_to_mm mm_to_hf resplit
-Qwen3VLConverter hf_to_dcp dcp_to_hf -hf_to_mm -mm_to_hf -resplit
+VideoAlignConverter -hf_to_mm -mm_to_hf -resplit
+GlmConverter -hf_to_mm -mm_to_hf -resplit
+DeepSeekVLConverter -hf_to_mm -mm_to_hf -resplit
+Qwen3VLConverter hf_to_dcp dcp_to_hf lora_hf_to_dcp merge_mm_lora_dcp_weight_to_base_hf -hf_to_mm -mm_to_hf -resplit
+Qwen35Converter hf_to_dcp dcp_to_hf -hf_to_mm -mm_to_hf -resplit
 GenericDCPConverter hf_to_dcp dcp_to_hf -hf_to_mm -mm_to_hf -resplit
+Mistral3Converter hf_to_dcp dcp_to_hf lora_hf_to_dcp merge_mm_lora_dcp_weight_to_base_hf
+ExpertMergeDcpConverter hf_to_dcp dcp_to_hf
+Qwen3TTSConverter -dcp_to_hf -hf_to_dcp
+MOSSTTSConverter -dcp_to_hf -hf_to_dcp
 WanConverter hf_to_mm mm_to_hf resplit -lora_hf_to_mm merge_lora_to_base -layerzero_to_mm -mm_to_dcp
+VACEConverter -hf_to_mm -mm_to_hf -hf_diffusers_to_mm -mm_to_hf_diffusers
 HunyuanVideoConverter source_to_mm hf_to_mm mm_to_hf resplit -layerzero_to_mm merge_lora_to_base -t2v_text_encoder
+OpenSoraPlanConverter -hf_to_mm -source_to_mm -resplit -vae_convert
 CogVideoConverter hf_to_mm mm_to_hf source_to_mm resplit -layerzero_to_mm merge_lora_to_base
+LuminaConverter -hf_to_mm -mm_to_hf
+BagelConverter -hf_to_mm
+OpenSoraConverter -hf_to_mm
+StepVideoConverter -hf_to_mm
 """
 
 
@@ -195,10 +230,7 @@ def test_every_method_works_or_says_why_not(capsys: pytest.CaptureFixture[str]) 
     run([])
     overview = capsys.readouterr().out
     assert all(f"  {name}: " in overview for name in CONVERTERS)
-    assert {*CONVERTERS} == {line.split()[0] for line in KNOWN.split("\n")[1:-1]}
-    for name in REFUSED:
-        with raises("job.converter-refused", name):
-            run([name, "hf_to_mm"])
+    assert {*CONVERTERS} == {line.split()[0] for line in KNOWN.split("\n")[1:-1]} | {"moe_expert"}
 
 
 A_JOB = ["Qwen2VLConverter", "hf_to_mm"]
@@ -229,8 +261,12 @@ LISTS = ["--cfg.parallel_config.llm_pp_layers", "--cfg.parallel_config.vit_pp_la
         ([*A_JOB, LISTS[0], "[[2.5]]"], "must be a list of lists"),
         ([*A_JOB, LISTS[1], "[["], "parallel_config.vit_pp_layers"),
         (["Qwen2VLConverter", "mm_to_hf", LISTS[0], "[[28]]"], "must be a list of numbers"),
+        ([*A_JOB, "--print_config=coments"], "did you mean: comments"),
         ([*A_JOB, "--config", "absent.yaml"], "absent.yaml"),
         ([*A_JOB, "--cfg.parallel_config", "{tp_sise: 1}"], "did you mean: --cfg.parallel_config.tp_size"),
+        (["moe_expert", "--style", "merg", "--hf_dir", "x", "--save_dir", "y"], "did you mean: merge"),
+        (["moe_expert", "merge"], "what is 'merge'"),
+        (["moe_expert", "--style=merge", "--hf_dir", "x" * 300, "--save_dir", "y"], "too long"),
     ],
 )
 def test_wrong_words_end_with_two_and_name_the_right_ones(
@@ -256,3 +292,4 @@ def test_the_help_says_something_of_every_converter(capsys: pytest.CaptureFixtur
     run([])
     listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert all(line.partition(": ")[2] for line in listed), listed
+    assert "  moe_expert: (no method) --style merge, --style split" in listed
