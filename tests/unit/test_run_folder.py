@@ -277,9 +277,8 @@ def test_code_that_a_recipe_names_must_be_importable_and_trusted(
 ) -> None:
     monkeypatch.setenv("TESSERA_STATE_DIR", str(tmp_path / "state"))
     (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "rows_of_a_project.py").write_text(
-        "from tessera.data.kinds.chat import KIND\n\n\ndef ROWS(request):\n    return KIND(request)\n"
-    )
+    code = "from tessera.data.kinds.chat import KIND\n\ndef ROWS(request):\n    return KIND(request)\n"
+    (tmp_path / "project" / "rows_of_a_project.py").write_text(code)
     recipe = quick_recipe(data, tmp_path / "runs")
     recipe["data"]["kind"] = "rows_of_a_project:ROWS"
     monkeypatch.syspath_prepend(str(tmp_path / "project"))
@@ -290,7 +289,7 @@ def test_code_that_a_recipe_names_must_be_importable_and_trusted(
         tessera.resume(folder, {"train.steps": 5})
     (tmp_path / "project" / "rows_of_a_project.py").unlink()
     sys.modules.pop("rows_of_a_project")
-    with raises("recipe.cannot-import", "rows_of_a_project", "PYTHONPATH"):
+    with raises("recipe.cannot-import", "rows_of_a_project"):
         tessera.resume(folder, {"train.steps": 5}, trust=True)
 
 
