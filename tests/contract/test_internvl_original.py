@@ -155,7 +155,7 @@ def test_what_is_computed_otherwise_is_refused_by_its_key(changes: dict[str, Any
             {"tokenizer_class": "InternLM2Tokenizer"},
             "tokenizer.unknown-class InternLM2Tokenizer",
         ),
-        ("vocab.json", {"e": 1}, "tokenizer.unreadable-file"),  # another token has this id
+        ("vocab.json", {"e": "x"}, "tokenizer.unreadable-file"),
         ("added_tokens.json", {"<IMG_CONTEXT>": 5}, "tokenizer.token-id-mismatch <IMG_CONTEXT>"),
     ],
 )

@@ -21,7 +21,7 @@ from tessera.models.files.side_files import BOTH_FILE, IMAGE_FILE, VIDEO_FILE
 from tessera.models.internvl.config import InternVLConfig, InternVLVisionConfig
 from tessera.models.internvl.original import CONTEXT, is_original, system_message, tile_settings
 from tessera.models.processing.chat import ChatSpan, ChatTemplate, MediaWords
-from tessera.models.processing.conversation import check_special_tokens, with_system
+from tessera.models.processing.conversation import check_rope_length, check_special_tokens, with_system
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer, read_chat_template
 from tessera.models.vision.patches import Patches, block_positions
@@ -132,13 +132,7 @@ class InternVLProcessor(VisionProcessor):
         return spans
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        if self.max_length is not None and length > self.max_length:
-            raise TesseraError(
-                f"the sample has {length} tokens, and with dynamic rope only {self.max_length} are supported",
-                where="model.config.dynamic_rope_factor",
-                fix="remove the sample, or set this key to null, which disables dynamic rope",
-                code="data.sample-beyond-rope",
-            )
+        check_rope_length(length, self.max_length)
         return np.arange(length)
 
     def named_tokens(self) -> dict[str, str]:

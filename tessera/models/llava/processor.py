@@ -25,11 +25,10 @@ from tessera.models.llava.preprocessing import (
     write_files,
 )
 from tessera.models.processing.chat import ChatTemplate, MediaWords, Turn
-from tessera.models.processing.conversation import check_special_tokens, with_system
+from tessera.models.processing.conversation import check_special_tokens, first_template, with_system
 from tessera.models.processing.streams import MediaLayout
 from tessera.models.processing.tokenizer import (
     ChatEncoder,
-    UnknownConversationError,
     load_tokenizer,
     read_chat_template,
     write_tokenizer,
@@ -209,13 +208,4 @@ def _template(encoder: ChatEncoder, config: LlavaConfig, folder: Path) -> ChatTe
     chatml = SPACED if jinja is not None and _SPACED.search(jinja) else CHATML
     if config.tiles is None:
         chatml = replace(chatml, media={"image": chatml.media["image"]})
-    for template in (chatml, VICUNA):
-        if all(encoder.find(word) is not None for word in template.special):
-            return template
-    raise UnknownConversationError(
-        "the tokenizer lacks the special tokens of this family's chat templates",
-        where=str(folder / "tokenizer.json"),
-        allowed=[" ".join(one.special) for one in (chatml, VICUNA)],
-        fix="use the tokenizer of an instruction-tuned model",
-        code="tokenizer.no-control-words",
-    )
+    return first_template(encoder, (chatml, VICUNA), folder)

@@ -38,6 +38,7 @@ from tessera.models.processing.streams import (
 )
 from tessera.models.processing.tokenizer import (
     ChatEncoder,
+    UnknownConversationError,
     class_for,
     read_chat_template,
     write_tokenizer,
@@ -339,6 +340,30 @@ def check_special_tokens(
             where=str(folder / "tokenizer.json"),
             fix="raise text.vocab_size in model.config",
             code="tokenizer.vocabulary-too-large",
+        )
+
+
+def first_template(encoder: ChatEncoder, templates: Sequence[ChatTemplate], folder: Path) -> ChatTemplate:
+    """Return the first template whose special tokens the tokenizer has."""
+    for template in templates:
+        if all(encoder.find(word) is not None for word in template.special):
+            return template
+    raise UnknownConversationError(
+        "the tokenizer lacks the special tokens of this family's chat templates",
+        where=str(folder / "tokenizer.json"),
+        allowed=[" ".join(template.special) for template in templates],
+        fix="use the tokenizer of an instruction-tuned model",
+        code="tokenizer.no-control-words",
+    )
+
+
+def check_rope_length(length: int, longest: int | None) -> None:
+    """Raise an error for a sample that dynamic rope would scale by its length. `longest`: None without dynamic rope."""
+    if longest is not None and length > longest:
+        raise TesseraError(
+            f"the sample has {length} tokens, and with dynamic rope only {longest} are supported",
+            fix="shorten the sample, or use model.family=transformers, which scales the positions of each sample",
+            code="data.sample-beyond-rope",
         )
 
 

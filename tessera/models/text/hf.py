@@ -83,14 +83,7 @@ class HFTextFormat:
         experts = self._read_experts(data)
         if experts:
             fields["experts"] = experts
-        for name, value in self.fixed.items():
-            if fields.get(name, value) != value:
-                raise UnsupportedValueError(
-                    f"{name} = {fields[name]!r} is not supported",
-                    where=where,
-                    allowed=[value],
-                    code="model.unsupported-value",
-                )
+        check_supported([(name, fields.get(name, value), (value,)) for name, value in self.fixed.items()], where)
         return {**fields, **self.fixed}
 
     def _read_experts(self, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,17 @@ import numpy as np
 
 from tessera.config.reader import build
 from tessera.data.media.video_frames import VideoSampling
-from tessera.errors import TesseraError
 from tessera.models.processing.chat import ChatTemplate
-from tessera.models.processing.conversation import ConversationProcessor, TextOptions, check_special_tokens, with_system
+from tessera.models.processing.conversation import (
+    ConversationProcessor,
+    TextOptions,
+    check_rope_length,
+    check_special_tokens,
+    first_template,
+    with_system,
+)
 from tessera.models.processing.streams import MediaLayout
-from tessera.models.processing.tokenizer import ChatEncoder, UnknownConversationError, load_tokenizer
+from tessera.models.processing.tokenizer import ChatEncoder, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +45,7 @@ class TextProcessor(ConversationProcessor):
         """Return the processor with the first template whose special tokens the tokenizer has."""
         chosen = build(TextOptions, options, "data.processor")
         encoder = ChatEncoder(load_tokenizer(folder))
-        template = next((t for t in templates if all(encoder.find(w) is not None for w in t.special_words())), None)
-        if template is None:
-            raise UnknownConversationError(
-                "the tokenizer lacks the special tokens of this family's chat templates",
-                where=str(folder / "tokenizer.json"),
-                allowed=[" ".join(one.special_words()) for one in templates],
-                fix="use the tokenizer of an instruction-tuned model",
-                code="tokenizer.no-control-words",
-            )
+        template = first_template(encoder, templates, folder)
         template = with_system(template, chosen, folder)
         check_special_tokens(encoder, template, {}, vocabulary, folder)
         return cls(encoder, template, VideoSampling(), chosen.train_on, False, max_length)
@@ -56,11 +54,5 @@ class TextProcessor(ConversationProcessor):
         return [*super().fingerprint_fields(), *([] if self.max_length is None else [self.max_length])]
 
     def positions(self, length: int, spans: Sequence[tuple[int, int]], layouts: Sequence[MediaLayout]) -> np.ndarray:
-        if self.max_length is not None and length > self.max_length:
-            raise TesseraError(
-                f"the sample has {length} tokens, and with dynamic rope only {self.max_length} are supported",
-                fix="shorten the sample, set rope_scaling to yarn, or use model.family=transformers, which scales "
-                "the positions of each sample by its length",
-                code="data.sample-beyond-rope",
-            )
+        check_rope_length(length, self.max_length)
         return np.arange(length)
