@@ -125,7 +125,7 @@ def in_pairs(stills: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def as_published(positions: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-    """[3, tokens] of transformers 5.3 to 5.22 as Qwen2-VL and Qwen2.5-VL were published: every run of text, of an image
+    """[3, tokens] of transformers 5.3 to 5.23 as Qwen2-VL and Qwen2.5-VL were published: every run of text, of an image
     or of a video begins one past the largest position before it, where newer transformers counts only the sides of a
     video. `kinds`: of each token, 0 for text."""
     moved, following = positions.clone(), 0
