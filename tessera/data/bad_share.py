@@ -1,6 +1,7 @@
-"""Decide when so many samples cannot be used that a run should not go on without them: `data.max_bad_share`.
+"""End a run if too large a share of its samples is unusable: `data.max_bad_share`.
 
-A run that skips bad samples would also skip most of its data, where a folder is missing or a disk fails, and succeed.
+A run that skips every bad sample would skip most of its data, if a media folder is missing or a disk fails, and still
+succeed.
 """
 
 from __future__ import annotations
@@ -13,36 +14,36 @@ from tessera.config.run_config import SourceSection
 from tessera.errors import TesseraError
 
 KEY = "data.max_bad_share"
-_MIN_READ = 20  # samples: a few bad ones in a row mean little where data is not shuffled
-_MIN_UNUSED = 5  # samples in a row from the start
-_DOUBT = math.log(1e6)  # a share at its limit ends one run in so many by chance
+_MIN_READ = 20  # samples that a run must have read before `check_read` may end it
+_MIN_UNUSED = 5  # a run ends if all of its first samples are bad, and there are at least this many
+_DOUBT = math.log(1e6)  # a run whose true share is at the limit ends with a probability of at most 1e-6
 
 
 def check_measured(
     bad: int, total: int, limit: float, sections: Sequence[SourceSection], reasons: Sequence[tuple[str, str]] = ()
 ) -> None:
-    """Raise if too many of the samples that were measured cannot be used. A single one never ends a run.
+    """Raise if too large a share of the measured samples is bad. A single bad sample never ends a run.
 
-    `sections`: the data sets they are of. `reasons`: (id, reason) of the first bad ones.
+    `sections`: the data sets of the samples. `reasons`: (id, reason) of the first bad samples.
     """
     if bad > max(1.0, limit * total):
         listed = "".join(f"\n    {id}: {reason}" for id, reason in reasons[:3])
         names = ", ".join(str(section.path) for section in sections)
         raise TesseraError(
-            f"{bad} of {total} samples cannot be used, which is more than {KEY} allows ({limit:.0%})"
+            f"{bad} of {total} samples are unusable; {KEY} allows {limit:.0%}"
             + (f"; the first reasons:{listed}" if listed else ""),
             where=names,
-            fix=f"{doctor_command(sections)} lists all reasons; mend the data"
-            + (f", or set {KEY}={_above(bad / total):g} to go on without them" if bad < total else ""),
+            fix=f"list all reasons with {doctor_command(sections)} and correct the data"
+            + (f", or set {KEY}={_above(bad / total):g} to skip them" if bad < total else ""),
             code="data.too-many-bad-samples",
         )
 
 
 def check_read(bad: int, read: int, limit: float) -> None:
-    """Raise if so many of the samples that a run has read so far were bad that it is no accident.
+    """Raise if the share of bad samples that a run has read is significantly above the limit.
 
-    By Chernoff's bound, of n samples with a share p of bad ones, a share s > p or more is bad with a probability of at
-    most exp(-n * KL(s, p)).
+    By Chernoff's bound: if a share p of all samples is bad, then of n random samples a share of at least s > p is bad
+    with a probability of at most exp(-n * KL(s, p)).
     """
     share = bad / max(1, read)
     if read < _MIN_READ or share <= limit:
@@ -52,32 +53,32 @@ def check_read(bad: int, read: int, limit: float) -> None:
         divergence += (1 - share) * math.log((1 - share) / (1 - limit))
     if read * divergence > _DOUBT:
         raise TesseraError(
-            f"{bad} of the {read} samples that this rank has read could not be used, and {KEY} allows {limit:.0%}",
-            where="quarantine.jsonl in the run's folder, which lists them with the reasons",
-            fix="mend the data, for which `tessera data doctor --decode --recipe RECIPE` reads all of it, and resume; "
+            f"{bad} of the {read} samples that this rank has read were unusable; {KEY} allows {limit:.0%}",
+            where="quarantine.jsonl in the run folder, which lists the samples and the reasons",
+            fix="check all samples with `tessera data doctor --decode --recipe RECIPE`, correct the data and resume; "
             f"or resume with {KEY}={_above(share):g}",
             code="data.too-many-bad-samples",
         )
 
 
 def check_any_used(read: int) -> None:
-    """Raise if `read` samples, none of which could be used, are enough to refuse the data."""
+    """Raise if a run has read `read` samples, all of them bad, and that is enough to refuse the data."""
     if read >= _MIN_UNUSED:
         raise TesseraError(
-            f"none of the {read} samples that were read so far could be used: nothing is trained",
-            where="quarantine.jsonl in the run's folder, which lists them with the reasons",
-            fix="mend the data; `tessera data doctor --decode --recipe RECIPE` reads all of it",
+            f"none of the first {read} samples is usable: the run trains on nothing",
+            where="quarantine.jsonl in the run folder, which lists the samples and the reasons",
+            fix="check all samples with `tessera data doctor --decode --recipe RECIPE`, and correct the data",
             code="data.no-usable-sample",
         )
 
 
 def doctor_command(sections: Sequence[SourceSection]) -> str:
-    """Return the command that lists the problems of data sets."""
+    """Return the shell command that lists the problems of data sets."""
     roots = {str(section.root) for section in sections if section.root is not None}
     options = ["--root", *roots] if len(roots) == 1 else []
     return shlex.join(["tessera", "data", "doctor", *(str(section.path) for section in sections), *options])
 
 
 def _above(share: float) -> float:
-    """Return the next two digits above a share."""
+    """Return a share rounded up to the next percent."""
     return min(1.0, math.floor(share * 100 + 1) / 100)

@@ -1,7 +1,7 @@
-"""The cache folder of the user: indexes of data sets that all runs share, spilled row groups, fetched images.
+"""The user's cache folder: indexes of data sets, spilled row groups of Parquet files, downloaded images.
 
-Every file in it is named by a hash of what it depends on. A file that was not used for a long time is removed when
-another one is written. All of it may be removed by hand at any time: runs have their own copies, or links.
+The name of every file is a hash of its inputs. Index files that were not used for 60 days are deleted. The folder may
+be deleted at any time: run folders have copies or hard links of their indexes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 log = logging.getLogger("tessera")
 
 CACHE_VARIABLE = "TESSERA_CACHE"
-_UNUSED_S = 60 * 24 * 3600.0  # an entry is removed if it was not used for so long
+_UNUSED_S = 60 * 24 * 3600.0  # a file that was not used for so long is deleted
 _TRIM_EVERY_S = 24 * 3600.0
 
 
 def user_cache(kind: str) -> Path:
-    """Return the folder for one kind of files below `TESSERA_CACHE`, or below `tessera` in the user's cache folder."""
+    """Return the cache folder of one kind of files: below TESSERA_CACHE, or below ~/.cache/tessera."""
     chosen = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(chosen or os.path.join(home, "tessera")).expanduser().absolute() / kind
 
 
 def share(file: Path) -> None:
-    """Put a finished file into the cache, where runs over the same data look for it. A failure costs only that."""
+    """Put an index file into the cache, for other runs over the same data. A failure is only logged."""
     shared = user_cache("index") / file.name
     if shared == file:
         return
@@ -38,15 +38,15 @@ def share(file: Path) -> None:
         _link_or_copy(file, shared)
     except OSError as error:
         warn_once(
-            f"the index of the data is in the run alone, because the cache {shared.parent} cannot be written: "
-            f"{error.strerror}; fix: set {CACHE_VARIABLE} to a folder that can be written"
+            f"other runs cannot reuse the index of the data, because the cache {shared.parent} is not writable: "
+            f"{error.strerror}; fix: set {CACHE_VARIABLE} to a writable folder"
         )
         return
     _trim(shared.parent)
 
 
 def adopt(file: Path) -> bool:
-    """Put the file of this name from the cache in its place in a run. Return whether there was one."""
+    """Link or copy the index file of this name from the cache into a run folder. Return False if there is none."""
     shared = user_cache("index") / file.name
     try:
         if not shared.is_file():
@@ -61,7 +61,7 @@ def adopt(file: Path) -> bool:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source`, or a copy on another file system. A reader sees all of it or nothing."""
+    """Make `target` a hard link to `source`, or a copy on another file system. The change is atomic."""
     fresh = unique_name(target)
     try:
         try:
@@ -70,22 +70,22 @@ def _link_or_copy(source: Path, target: Path) -> None:
             shutil.copyfile(source, fresh)
         os.replace(fresh, target)
     finally:
-        fresh.unlink(missing_ok=True)  # a link that replaces another name of the same file is left behind
+        fresh.unlink(missing_ok=True)  # `os.replace` does nothing if both are links to the same file
 
 
 def unique_name(file: Path) -> Path:
-    """Return a name beside a file that no other process chooses, also none on another machine."""
+    """Return the name of a temporary file beside a file, unique among all processes and machines."""
     return file.with_name(f"{file.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, once in this process."""
+    """Log a warning; do nothing if this process has logged the same text before."""
     log.warning("%s", text)
 
 
 def _trim(folder: Path) -> None:
-    """Remove files that were not used for 60 days; at most once a day, because every entry is looked at."""
+    """Delete files that were not used for 60 days. This is done at most once a day, because it lists the folder."""
     stamp = folder / ".trimmed"
     with suppress(OSError):
         if stamp.exists() and time.time() - stamp.stat().st_mtime < _TRIM_EVERY_S:

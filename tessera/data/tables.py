@@ -1,7 +1,7 @@
 """Named arrays in one file: written atomically, read through a memory map that all processes share.
 
-Every file holds the SHA-256 of its content, which each rank compares when it opens the file: a cache with a flipped bit
-would change a run silently, so it is made again, with a line in the log. Worker processes map the checked file.
+Every file contains the SHA-256 of its content, which each rank checks when it opens the file. A damaged file is made
+again, with a warning, because a flipped bit would change a run silently. Worker processes map the file without a check.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 
-_ARRAY_FORMAT = 3  # of what cached arrays mean: raise it when that changes
-_HASH = "sha256"  # the entry among a file's facts that holds the hash of everything else in it
+_ARRAY_FORMAT = 3  # version of cached arrays: increase it when their meaning changes
+_HASH = "sha256"  # metadata key of the hash of the file's arrays and other metadata
 _TYPES = {
     "I64": np.int64,
     "I32": np.int32,
@@ -38,14 +38,14 @@ _TYPES = {
 
 
 class Tables(Mapping[str, np.ndarray]):
-    """Map the arrays of a safetensors file, read-only. Only the path is pickled for a worker process."""
+    """Map the arrays of a safetensors file, read-only. Only the path is pickled for worker processes."""
 
     def __init__(self, file: Path) -> None:
         """Map the arrays of a file. Raise `ValueError` or `OSError` if it is damaged."""
-        if file.exists() and not file.is_file():  # opening a pipe would wait for ever
+        if file.exists() and not file.is_file():  # opening a named pipe would block
             raise ValueError(f"not a regular file: {file.name}")
         try:
-            with safe_open(file, framework="numpy") as checked:  # the library checks the header against the size
+            with safe_open(file, framework="numpy") as checked:  # checks the header against the file size
                 self.about: dict[str, str] = checked.metadata() or {}
         except SafetensorError as error:
             raise ValueError(f"not a readable safetensors file: {file.name}: {error}") from None
@@ -72,7 +72,7 @@ class Tables(Mapping[str, np.ndarray]):
 
 def _mapped(file: Path, start: int, entry: Mapping[str, Any]) -> np.ndarray:
     if entry["dtype"] not in _TYPES:
-        raise ValueError(f"{file.name}: arrays of {entry['dtype']} are not kept in tables")
+        raise ValueError(f"{file.name}: arrays of type {entry['dtype']} are not supported")
     kind, shape = np.dtype(_TYPES[entry["dtype"]]), tuple(entry["shape"])
     if 0 in shape:
         return np.empty(shape, kind)
@@ -80,22 +80,22 @@ def _mapped(file: Path, start: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
-    """Write a file of tables, atomically: several processes may write the same one at once."""
+    """Write a file of tables atomically. Several processes may write the same file at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = unique_name(file)
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     beside.write_bytes(b"")
-    permissions = beside.stat().st_mode  # the library makes files that other users may not read
+    permissions = beside.stat().st_mode  # by the umask; safetensors denies other users to read
     safetensors.numpy.save_file(dense, beside, metadata={**about, _HASH: _content_hash(dense, about)})
     beside.chmod(permissions)
     os.replace(beside, file)
 
 
 def open_tables(file: Path, key: str) -> Tables | None:
-    """Return the tables in a file; None if it is missing, or, with a warning, if it is damaged or of another key."""
+    """Return the tables in a file; None if it is missing, or (with a warning) if it is damaged or has another key."""
     if not file.exists():
         return None
-    problem = "it holds something else"
+    problem = "its key is another"
     try:
         tables = Tables(file)
         if tables.about.get("key") == key:
@@ -107,12 +107,12 @@ def open_tables(file: Path, key: str) -> Tables | None:
                 problem = "its content does not match its hash"
     except (ValueError, OSError, KeyError, TypeError, OverflowError) as error:
         problem = str(error)
-    log.warning("%s cannot be trusted and is made again: %s", file, problem)
+    log.warning("%s is not used and is made again: %s", file, problem)
     return None
 
 
 def _content_hash(arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> str:
-    """Return the hash of names, types, shapes and values, and of the facts beside them."""
+    """Return the hash of names, types, shapes and values of arrays, and of the metadata `about` them."""
     facts = {name: fact for name, fact in about.items() if name != _HASH}
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
     digest = hashlib.sha256(json.dumps([facts, shapes], sort_keys=True).encode())
@@ -122,7 +122,7 @@ def _content_hash(arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) ->
 
 
 class MemoryTables(dict[str, np.ndarray]):
-    """Hold arrays like `Tables`, but without a file: a pickle contains all of them."""
+    """Hold arrays in memory, with the interface of `Tables`. A pickle contains the arrays."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
         super().__init__(arrays)
@@ -136,9 +136,9 @@ AnyTables = Tables | MemoryTables
 
 
 def keep_tables(file: Path | None, tables: MemoryTables, *, shared: bool = False) -> AnyTables:
-    """Write tables to a file and return them mapped from it; without a file, return them as they are.
+    """Write tables to a file and return them mapped from it. Without a file, return the tables unchanged.
 
-    `shared`: put the file into the user's cache, too, for other runs over the same data.
+    `shared`: also put the file into the user's cache, for other runs over the same data.
     """
     if file is None:
         return tables
@@ -146,9 +146,9 @@ def keep_tables(file: Path | None, tables: MemoryTables, *, shared: bool = False
         write_tables(file, tables, tables.about)
     except (OSError, SafetensorError) as error:
         raise TesseraError(
-            f"the index of the data cannot be written: {error}",
+            f"the index cannot be written: {error}",
             where=str(file),
-            fix="check free disk space and the permissions of the folder",
+            fix="check the free disk space and the permissions of the folder",
             code="data.index-not-writable",
         ) from None
     mapped = open_tables(file, tables.about["key"])
@@ -158,7 +158,7 @@ def keep_tables(file: Path | None, tables: MemoryTables, *, shared: bool = False
 
 
 def open_or_adopt(file: Path, key: str) -> Tables | None:
-    """Return the tables in a file of a run; if it is missing, those that another run has put into the user's cache."""
+    """Return the tables in a file of the run folder, or in the user's cache; None if neither has them."""
     tables = open_tables(file, key)
     return open_tables(file, key) if tables is None and adopt(file) else tables
 
@@ -170,7 +170,7 @@ def cached_tables(
     make: Callable[[], Mapping[str, np.ndarray]],
     is_valid: Callable[[AnyTables], bool],
 ) -> AnyTables:
-    """Return the arrays that `make` returns, from a cache if they are there. They depend on `facts` alone."""
+    """Return the arrays that `make` returns, from a cache if possible. `facts`: all inputs of `make`, as JSON."""
     key = hashlib.sha256(json.dumps([_ARRAY_FORMAT, name, facts], sort_keys=True).encode()).hexdigest()
     file = None if cache_folder is None else cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
     tables: AnyTables | None = None if file is None else open_or_adopt(file, key)
@@ -180,7 +180,7 @@ def cached_tables(
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """Return integers in four bytes each where they fit."""
+    """Convert integers to int32 if all values fit, otherwise to int64."""
     bounds = np.iinfo(np.int32)
     fits = len(values) == 0 or (int(values.min()) >= bounds.min and int(values.max()) <= bounds.max)
     return values.astype(np.int32 if fits else np.int64)

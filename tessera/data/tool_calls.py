@@ -1,9 +1,9 @@
-"""How tools and tool calls are written into a conversation: the text of Qwen2.5's and Qwen3's templates.
+"""Write tools and tool calls into a conversation, as the templates of Qwen2.5 and Qwen3 do.
 
-The same text is used for every family, in what models are trained on and in the templates that exports carry.
+All families use this text, for training and in exported chat templates.
 
-system      its own words, a blank line, `# Tools` and one JSON object a line between <tools> tags
-assistant   what it says, then each call: <tool_call> {"name": ..., "arguments": {...}} </tool_call>
+system      system prompt, a blank line, `# Tools` and one JSON object per line between <tools> tags
+assistant   answer, then each call: <tool_call> {"name": ..., "arguments": {...}} </tool_call>
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def listing_of(tools: Iterable[Any]) -> str:
 
 
 def lists_only_tools(system: str) -> bool:
-    """Return whether a system message has no words of its own, so that a family's usual prompt comes first."""
+    """Return whether a system message is only the list of tools. Then the family's default prompt comes first."""
     return system.startswith(BEFORE_TOOLS)
 
 
 def call_of(name: str, arguments: str) -> str:
-    """Return a call as tags. `arguments` are JSON."""
+    """Return the text of a call between <tool_call> tags. `arguments` are JSON text."""
     return f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -46,7 +46,7 @@ def call_of(name: str, arguments: str) -> str:
 
 
 def with_tools(system: str, tools: Any) -> str:
-    """Return a system message that also lists tools: a JSON list, or the text of one. Raise `ValueError` for others."""
+    """Append the list of tools to a system message. `tools`: a JSON list, or its text; others raise `ValueError`."""
     listed = _listed(tools)
     return with_listing(system, listing_of(listed)) if listed else system
 
@@ -62,12 +62,12 @@ def _listed(tools: Any) -> Sequence[Any]:
     if isinstance(tools, dict):
         tools = [tools]
     if not isinstance(tools, list) or not all(isinstance(tool, (dict, str)) for tool in tools):
-        raise ValueError("tools are a JSON list of objects")
+        raise ValueError("tools must be a JSON list of objects")
     return tools
 
 
 def format_spoken_calls(value: str) -> str:
-    """Return a `function_call` turn as tool-call tags. Text that is no call in JSON stays as it is."""
+    """Convert the text of a `function_call` turn to tool-call tags. Text that is not a call in JSON stays unchanged."""
     try:
         parsed = json.loads(value)
         calls = parsed if isinstance(parsed, list) else [parsed]
@@ -77,20 +77,20 @@ def format_spoken_calls(value: str) -> str:
 
 
 def format_calls(calls: Any) -> str:
-    """Return the `tool_calls` of an assistant's message as tags. Raise `ValueError` for what is no call."""
+    """Convert the `tool_calls` of an assistant message to tool-call tags. Raise `ValueError` for an invalid call."""
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls is a {type(calls).__name__}, not a list")
     texts = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("a call in tool_calls names no function")
+            raise ValueError("a call in tool_calls has no function name")
         texts.append(call_of(function["name"], _arguments(function.get("arguments", {}))))
     return "\n".join(texts)
 
 
 def _arguments(arguments: Any) -> str:
-    """Return arguments as JSON. Where they are the text of an object already, it stays as it is written."""
+    """Return the arguments of a call as JSON text. Arguments that are JSON text already stay unchanged."""
     if not isinstance(arguments, str):
         return json.dumps(arguments, ensure_ascii=False)
     try:
@@ -104,7 +104,7 @@ def _arguments(arguments: Any) -> str:
 
 
 def _string(text: str) -> str:
-    """Return text as a Jinja string: readers of templates drop a line end that follows a tag."""
+    """Return text as a Jinja string expression: a plain line end after a Jinja tag would be dropped."""
     return "{{ '" + text.replace("\n", "\\n") + "' }}"
 
 
@@ -119,7 +119,7 @@ JINJA_MACRO = (
     + _string(AFTER_TOOLS)
     + "{% endmacro %}"
 )
-# Of a message with `tool_calls`: each on a line of its own.
+# The `tool_calls` of a message, one per line.
 JINJA_CALLS = (
     "{% for call in message.tool_calls %}{% set call = call.function or call %}"
     "{% if message.content or not loop.first %}"

@@ -24,23 +24,23 @@ class RemoteFile:
     name: str
     size: int
     sha256: str | None = None
-    git_sha1: str | None = None  # of a small file: the hash of git, which includes the size
+    git_sha1: str | None = None  # git's hash of a small file, which also covers its size
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Hold the commit of a revision and the files of the repository at it."""
+    """Hold the files of a repository at one commit."""
 
     commit: str
     files: tuple[RemoteFile, ...]
 
 
 class Unreachable(Exception):
-    """Report that a hub did not answer; the reason is its text."""
+    """Report that a hub could not be reached. The text of the exception is the reason."""
 
 
 def escaped(name: str) -> str:
-    """Return a pattern that matches one name alone."""
+    """Return a glob pattern that matches this file name and no other."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
@@ -60,7 +60,7 @@ class HuggingFace:
             ) from None
         self.library: Any = huggingface_hub
         self.where = where
-        # Read now, and not when the library was imported.
+        # Read at each call: the library reads these variables only once, when it is imported.
         self.endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
         home = os.environ.get("HF_HOME")
         self._cache = os.environ.get("HF_HUB_CACHE") or (None if home is None else os.path.join(home, "hub"))
@@ -80,7 +80,7 @@ class HuggingFace:
             for file in info.siblings or []:
                 size, sha256 = (file.size, None) if file.lfs is None else (file.lfs["size"], file.lfs["sha256"])
                 if size is None:
-                    raise ValueError(f"it does not list the size of {file.rfilename}")
+                    raise ValueError(f"the answer has no size for {file.rfilename}")
                 files.append(RemoteFile(file.rfilename, int(size), sha256, None if sha256 else file.blob_id))
         return Listing(str(info.sha or ""), tuple(files))
 
@@ -90,7 +90,7 @@ class HuggingFace:
             folder = self.library.snapshot_download(
                 id.name,
                 repo_type=id.kind,
-                # A branch by its name: the library then stores its commit, for other programs off line.
+                # Into the cache by branch name: the library then stores the branch's commit for off-line programs.
                 revision=commit if to is not None else id.revision,
                 endpoint=self.endpoint,
                 cache_dir=str(self.cache),
@@ -102,7 +102,7 @@ class HuggingFace:
         return Path(folder)
 
     def cached(self, id: HubId) -> Path | None:
-        """Return the folder of a revision in the library's cache, named by its commit. Files in it may be missing."""
+        """Return the cache folder of a revision, whose name is the commit. The folder may be incomplete."""
         repository = self.cache / f"{id.kind}s--{id.name.replace('/', '--')}"
         commit = id.revision
         if not id.is_pinned:
@@ -167,7 +167,7 @@ class ModelScope:
             ) from None
         self.where = where
         self.endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or None
-        # Read now, and not when the library was imported; without it the library uses the token of a login.
+        # Read at each call. Without a token here the library uses the one of `modelscope login`.
         token = os.environ.get("MODELSCOPE_API_TOKEN") or None
         self.api: Any = HubApi(endpoint=self.endpoint, token=token)
 
@@ -176,7 +176,7 @@ class ModelScope:
         return Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser().absolute()
 
     def _folder(self, id: HubId) -> Path:
-        """Return a folder for a commit: the library has one for a name, in which it replaces files."""
+        """Return the folder of a commit. In the library's own cache a new commit would replace files of the old one."""
         return self.cache / "tessera" / f"{id.kind}s" / id.name / str(id.revision)
 
     def listing(self, id: HubId) -> Listing:
@@ -190,14 +190,14 @@ class ModelScope:
                 fix="check name and revision",
                 code="hub.no-such-repository",
             )
-        # A file has the commit that changed it last; the newest of these is the commit of the repository.
+        # ModelScope lists for each file the last commit that changed it. The newest of them is the repository's commit.
         newest = max(files, key=lambda file: int(file.get("CommittedDate") or 0))
         commit = revision if id.is_pinned else str(newest.get("Revision") or revision)
         listed = [(str(file["Path"]), int(file.get("Size") or 0), file.get("Sha256") or None) for file in files]
         return Listing(commit, tuple(RemoteFile(*file) for file in listed))
 
     def entries(self, name: str, kind: str, revision: str) -> list[dict[str, Any]]:
-        """Return the files of a repository as its library lists them."""
+        """Return the files of a repository as dicts of ModelScope's API."""
         entries = self.api.legacy.list_repo_files(repo_id=name, repo_type=kind, revision=revision, recursive=True)
         return [one for one in entries if isinstance(one, dict) and one.get("Path") and one.get("Type") != "tree"]
 

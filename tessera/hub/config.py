@@ -1,4 +1,4 @@
-"""Replace the ids of a hub in a recipe or a command by folders of this machine, and note the commit."""
+"""Replace hub ids in a recipe or a command by local folders, and record the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tessera.hub.files import Split
 
 
 def local_model(path: str | Path, where: str = "model", *, weights: bool = True) -> Path:
-    """Return a path of this machine as it is, and for a model of a hub its folder after the download.
+    """Return a local path unchanged. Download a model of a hub and return its folder.
 
     `weights`: False downloads configuration and tokenizer alone.
     """
@@ -23,7 +23,7 @@ def local_model(path: str | Path, where: str = "model", *, weights: bool = True)
 
 
 def local_source(section: SourceSection, split: Split, where: str = "data") -> SourceSection:
-    """Return a data set whose files are on this machine."""
+    """Return a data set with local files. A data set of a hub is downloaded."""
     id = find_hub_id(section.path, "dataset", where) or _gone(section.path, section.hub_id, "dataset", where)
     if id is None:
         return section
@@ -32,10 +32,10 @@ def local_source(section: SourceSection, split: Split, where: str = "data") -> S
 
 
 def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool = False) -> RunConfig:
-    """Return a recipe with folders of this machine alone. Models and data sets of a hub are downloaded.
+    """Return a recipe in which all paths are local. Models and data sets of a hub are downloaded.
 
-    `weights`: False downloads the files of models that a plan needs, and no data. `resumed`: a failed download is
-    reported and the recipe stays as it is, since a run has its own copy of most files.
+    `weights`: False downloads only the files of models that a plan needs, and no data. `resumed`: the recipe is one of
+    a run that continues. A failed download is then only reported, because the run folder has copies of most files.
     """
     try:
         model = _local_section(config.model, weights)
@@ -54,7 +54,7 @@ def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool
 
 
 def _pinned_source(section: SourceSection, split: Split, where: str) -> SourceSection:
-    """Return a data set that is streamed, pinned to its newest commit. Nothing of it is downloaded."""
+    """Return a streamed data set, pinned to its newest commit. No file is downloaded."""
     id = find_hub_id(section.path, "dataset", where)
     pinned = None if id is None else str(remote_shards(id, where).id)
     return section if pinned is None else section.model_copy(update={"path": Path(pinned), "hub_id": pinned})
@@ -76,7 +76,7 @@ def _local_section(section: ModelSection, weights: bool) -> ModelSection:
 
 
 def _gone(path: Path | None, hub_id: str | None, kind: Any, where: str) -> HubId | None:
-    """Return the id of a download that was removed; None: it is still there, or has no id."""
+    """Return the hub id of a path whose download was deleted; None if the path exists or never had a hub id."""
     if hub_id is None or (path is not None and (path.exists() or path.parent.is_dir())):
         return None
     return parse_hub_id(hub_id, kind, where)
@@ -85,5 +85,5 @@ def _gone(path: Path | None, hub_id: str | None, kind: Any, where: str) -> HubId
 def load_local_config(
     recipe: Path | str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, weights: bool = True
 ) -> RunConfig:
-    """Return the configuration of a recipe as `load_config` does, with ids of a hub replaced by local folders."""
+    """Load a recipe like `load_config`, and replace its hub ids by local folders."""
     return with_local_folders(load_config(recipe, overrides), weights=weights)

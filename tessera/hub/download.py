@@ -1,8 +1,8 @@
 """Download a model or a data set from a hub, once on every machine, pinned to a commit and verified.
 
-The libraries of the hubs download, resume and cache. Beside their cache this module stores which commit an id means,
-and for each commit the list of its files. The lists answer without the hub: off line, for other ranks of a job, for a
-commit. Files that a run streams are in a folder of their own and are removed by age.
+The libraries of the hubs download, resume and cache. This module stores two kinds of notes beside their cache: the
+newest commit of an id, and the file list of a commit. With these notes no request is necessary off line, on the other
+ranks of a job, and for an id that names a commit. Streamed files have a cache of their own, limited in size.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from tessera.weights.layouts import nearest_folder
 NOTES = ".tessera"
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _RETRY_AFTER_S = (1.0, 5.0, 30.0, 120.0)
-_HELD = ".held"  # suffix of the lock that a process shares while it reads a file
+_HELD = ".held"  # suffix of lock files: a process holds a shared lock while it reads a streamed file
 
 
 def say(text: str) -> None:
-    """Write a line for the user: the logger of a run is not set up while its model is downloaded."""
+    """Print a line to stderr. The logger of a run is not yet set up while its model is downloaded."""
     print(text, file=sys.stderr, flush=True)
 
 
 class BrokenDownload(TesseraError):
-    """Report a download that broke off or arrived damaged. A second attempt may succeed."""
+    """Report an interrupted or damaged download. A second attempt may succeed."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Select the files of a repository."""
+    """State which files of a repository to download."""
 
     weights: bool = True
     include: tuple[str, ...] = ()
@@ -59,24 +59,24 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Hold the folder of a download."""
+    """Hold the local folder of a downloaded repository."""
 
-    id: HubId  # with the commit
-    folder: Path  # of the repository
-    path: Path  # of what the id names in it: the folder, a folder below it, a file, or a pattern of files
+    id: HubId  # pinned to the commit
+    folder: Path
+    path: Path  # the folder, or the subfolder, file or glob pattern in it that the id names
 
 
 def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | None = None) -> Fetched:
-    """Return the folder of a model or data set of a hub. It is downloaded if it is not on this machine.
+    """Return the local folder of a model or data set of a hub. Download it if files are missing.
 
-    Of several processes one downloads and the others wait for it. Ranks of one job get the same commit.
+    If several processes call this at once, one downloads and the others wait. All ranks of a job get the same commit.
     """
     wanted, client = wanted or Wanted(), hub_client(id, where)
     if to is not None:
         _check_target(to, id)
     note = _note_file(client, id) if to is None else to / NOTES / "download.json"
     with _one_at_a_time(note, id):
-        if to is not None:  # so that the next attempt knows whose files are in the folder
+        if to is not None:  # a later download to this folder checks the name
             replace_file(note, json.dumps({"name": id.name}).encode())
         try:
             listing, unreachable = _list_files(client, id)
@@ -98,7 +98,7 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
 
 
 def downloaded(id: HubId) -> Path | None:
-    """Return the folder of a full model of a hub without a request to the hub; None if it is not on this machine."""
+    """Return the cached folder of a model with all its weights, without a request to the hub; None if there is none."""
     try:
         client = hub_client(id, "model")
     except TesseraError:  # the library of that hub is not installed
@@ -108,7 +108,7 @@ def downloaded(id: HubId) -> Path | None:
 
 
 def _usable_copy(client: HubClient, id: HubId, wanted: Wanted) -> Path | None:
-    """Return the folder of a model that some program has downloaded, if no file of weights is missing in it."""
+    """Return the cached folder of a model, which any program may have downloaded; None if weight files are missing."""
     if id.kind != "model" or wanted.include:
         return None
     commit = _read_note(_note_file(client, id)).get("commit")
@@ -129,17 +129,17 @@ def _not_here(id: HubId, where: str, why: str) -> TesseraError:
     data, key = (" --data", "data.train") if id.kind == "dataset" else ("", "model.path")
     path = f"there is no folder {id.name} here; " if id.looks_like_path else ""
     return TesseraError(
-        f"{path}{id} is not on this machine, and {HUBS[id.hub]} cannot be asked: {why}",
+        f"{path}{id} is not on this machine, and {HUBS[id.hub]} cannot be reached: {why}",
         where=where,
         nearest=nearest_folder(Path(id.name)) if id.looks_like_path else None,
-        fix=f"on a machine with a network: tessera download {replace(id, inside='')}{data} --to FOLDER; copy that "
-        f"folder here, and give {key}=FOLDER",
+        fix=f"on a machine with a network: tessera download {replace(id, inside='')}{data} --to FOLDER; copy the "
+        f"folder to this machine and set {key}=FOLDER",
         code="hub.not-reachable",
     )
 
 
 def _check_target(to: Path, id: HubId) -> None:
-    """Refuse a folder with other content: files of two models in one folder are neither."""
+    """Raise if a folder contains anything but an earlier download of the same repository."""
     if to.exists() and not to.is_dir():
         raise TesseraError(f"{to} is a file", where="--to", fix="name a folder", code="output.not-a-folder")
     if not to.is_dir() or all(entry.name == NOTES for entry in to.iterdir()):
@@ -147,7 +147,7 @@ def _check_target(to: Path, id: HubId) -> None:
     other = _read_note(to / NOTES / "download.json").get("name")
     if other != id.name:
         raise TesseraError(
-            f"{to} holds {'something else' if other is None else other}",
+            f"{to} contains {'other files' if other is None else f'a download of {other}'}",
             where="--to",
             fix="name an empty folder",
             code="output.folder-not-empty",
@@ -158,9 +158,9 @@ def _check_target(to: Path, id: HubId) -> None:
 
 
 def _list_files(client: HubClient, id: HubId) -> tuple[Listing, str]:
-    """Return the files of a repository, and the reason if the hub was not reached and the stored list is used.
+    """Return the files of a repository; if they come from a stored list, also why the hub was not reached, else "".
 
-    The list of a commit is requested once. Raise `Unreachable` off line, and for an answer that no hub gives.
+    The list of a commit is requested only once. Raise `Unreachable` if there is neither an answer nor a stored list.
     """
     newest = {"commit": id.revision} if id.is_pinned else _read_note(_note_file(client, id))
     listing = None if "commit" not in newest else _stored_list(client, id.at(str(newest["commit"])))
@@ -171,8 +171,8 @@ def _list_files(client: HubClient, id: HubId) -> tuple[Listing, str]:
             raise Unreachable(reason)
         fresh = client.listing(id)
         sound = all(isinstance(file.name, str) and 0 <= file.size < 1 << 60 for file in fresh.files)
-        if not sound or re.fullmatch(r"\w[\w.\-]{0,127}", fresh.commit) is None:  # it becomes the name of a folder
-            raise Unreachable(f"its answer is not one of a hub (commit {fresh.commit!r:.80})")
+        if not sound or re.fullmatch(r"\w[\w.\-]{0,127}", fresh.commit) is None:  # the commit becomes a folder name
+            raise Unreachable(f"the server's answer is not valid (commit {fresh.commit!r:.80})")
     except Unreachable as error:
         if listing is None:
             raise
@@ -193,7 +193,7 @@ def _offline_reason() -> str:
 
 
 def _job_of_ranks() -> str | None:
-    """Return a name that the ranks of one job on this machine share; None for a process alone."""
+    """Return a name that all ranks of a job on this machine have in common; None without other ranks."""
     if int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
         return None
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}:{os.getppid()}"
@@ -222,13 +222,13 @@ def _stored_list(client: HubClient, pinned: HubId) -> Listing | None:
 
 @contextmanager
 def _one_at_a_time(note: Path, id: HubId) -> Iterator[None]:
-    """Let one process at a time work on a download."""
+    """Hold the lock of a download: other processes wait."""
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(note.with_suffix(".lock")))
         except OSError as error:
             raise TesseraError(
-                f"nothing can be downloaded to {note.parent.parent}: {error.strerror}",
+                f"cannot write to the download folder {note.parent.parent}: {error.strerror}",
                 where=str(id),
                 fix="set HF_HUB_CACHE or MODELSCOPE_CACHE to a folder that can be written, or give --to FOLDER",
                 code="hub.cache-not-writable",
@@ -246,20 +246,20 @@ def _download_files(
     folder = to or client.cached(id.at(commit))
     missing = [file for file in files if folder is None or not _is_there(folder, file)]
     if to is not None:
-        for file in files:  # the library would write through a link that the user has made
+        for file in files:  # the library would follow a symbolic link and overwrite its target
             check_inside(to / file.name, to)
     for file in missing:
         if folder is not None and (folder / file.name).is_file():
-            _remove(folder / file.name, folder)  # torn or changed: the library would take it for complete
+            _remove(folder / file.name, folder)  # its size is wrong; the library would consider it complete
     if missing:
         say(f"{id}: {len(missing)} files, {human_bytes(sum(file.size for file in missing))}, to {to or client.cache}")
     try:
         folder = client.fetch(id, commit, [file.name for file in files], to)
     except Unreachable as error:
         raise BrokenDownload(
-            f"the download of {id} broke off: {error}",
+            f"the download of {id} was interrupted: {error}",
             where=where,
-            fix="run the command again: it goes on where it stopped",
+            fix="run the command again: the download resumes",
             code="hub.download-broke-off",
         ) from None
     for file in files:
@@ -270,7 +270,7 @@ def _download_files(
 
 
 def _is_there(folder: Path, file: RemoteFile) -> bool:
-    """Return whether a folder has a file in its full size."""
+    """Return whether a folder contains a file of the listed size."""
     try:
         return (folder / file.name).stat().st_size == file.size
     except OSError:
@@ -278,21 +278,21 @@ def _is_there(folder: Path, file: RemoteFile) -> bool:
 
 
 def _verify(folder: Path, file: RemoteFile, id: HubId) -> None:
-    """Raise if a file differs from the hub's list. It is removed, so that the next attempt downloads it again."""
+    """Raise if size or hash of a file differ from the hub's list. The file is deleted, so that a retry downloads it."""
     path, problem = folder / file.name, None
     if not _is_there(folder, file):
         problem = f"has {path.stat().st_size if path.is_file() else 0} bytes instead of {file.size}"
     elif file.sha256 is not None and _digest(path, hashlib.sha256()) != file.sha256:
-        problem = f"has another sha256 than {file.sha256}"
+        problem = f"does not have the SHA-256 {file.sha256}"
     elif file.sha256 is None and file.git_sha1 is not None:
         begun = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
-        problem = None if _digest(path, begun) == file.git_sha1 else "has another hash than the hub lists"
+        problem = None if _digest(path, begun) == file.git_sha1 else "does not have the hash that the hub lists"
     if problem is not None:
         _remove(path, folder)
         raise BrokenDownload(
-            f"{file.name} {problem}: the download was damaged, and it is removed",
+            f"{file.name} {problem}: the download was damaged, and the file is deleted",
             where=str(id),
-            fix="run the command again: the other files are kept",
+            fix="run the command again: only this file is downloaded",
             code="hub.bytes-differ",
         )
 
@@ -303,7 +303,7 @@ def _digest(path: Path, digest: Any) -> str:
 
 
 def _remove(path: Path, folder: Path) -> None:
-    """Remove a file, and the file of the cache that it is a link to. A file elsewhere is left alone."""
+    """Delete a file, and its target if it is a link into the cache. Never delete the target of another link."""
     for place in (path,) if leads_out(path, folder) else (path.resolve(), path):
         place.unlink(missing_ok=True)
 
@@ -313,33 +313,32 @@ def _remove(path: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class RemoteShards:
-    """Hold the files of records of a data set at a commit, sorted by name."""
+    """Hold the record files of a data set at one commit, sorted by name."""
 
-    id: HubId  # with the commit
+    id: HubId  # pinned to the commit
     files: tuple[RemoteFile, ...]
 
 
 def remote_shards(id: HubId, where: str) -> RemoteShards:
-    """Return the files of the training split of a data set. None of them is downloaded."""
+    """List the files of the training split of a data set. No file is downloaded."""
     client = hub_client(id, where)
     with _one_at_a_time(_note_file(client, id), id):
         try:
             listing, _ = _list_files(client, id)
         except Unreachable as error:
             raise TesseraError(
-                f"{id} cannot be listed, and {HUBS[id.hub]} cannot be asked: {error}",
+                f"the files of {id} cannot be listed: {HUBS[id.hub]} cannot be reached: {error}",
                 where=where,
-                fix="a run that streams needs its hub, at least for the first time; data.stream=false reads a copy of "
-                "the full set, which `tessera download` makes",
+                fix="start the run once with a network; or `tessera download` the data set, and set data.stream=false",
                 code="hub.not-reachable",
             ) from None
     names = set(data_files([file.name for file in listing.files], id, "train").files)
     media = sorted(name for name in names if suffix_of(name) not in RECORD_SUFFIXES)
     if media:
         raise TesseraError(
-            f"{id} has media in files of their own ({few_names(media, 3)}), which cannot be streamed",
+            f"{id} has media in separate files ({few_names(media, 3)}), which cannot be streamed",
             where=where,
-            fix="data.stream=false downloads them before the run; Parquet and tar files have their media inside",
+            fix="set data.stream=false, or use a data set whose Parquet or tar files contain the media",
             code="hub.media-not-streamable",
         )
     files = sorted((file for file in listing.files if file.name in names), key=lambda file: file.name)
@@ -352,9 +351,9 @@ def _stream_folder(client: HubClient, id: HubId) -> Path:
 
 @contextmanager
 def held_shard(id: HubId, file: RemoteFile, where: str) -> Iterator[None]:
-    """Protect a file of a data set from `trim` inside the block, also if it is downloaded there."""
+    """Hold a shared lock on a streamed file, so that `trim` does not delete it. The file may not be downloaded yet."""
     with ExitStack() as stack:
-        with suppress(OSError):  # a cache that cannot be written: nothing is removed from it either
+        with suppress(OSError):  # in a read-only cache nothing is deleted, so no lock is needed
             path = _stream_folder(hub_client(id, where), id) / file.name
             stack.enter_context(shared(path.with_name(path.name + _HELD)))
         yield
@@ -363,10 +362,10 @@ def held_shard(id: HubId, file: RemoteFile, where: str) -> Iterator[None]:
 def fetch_shard(
     id: HubId, file: RemoteFile, where: str, waits: Sequence[float] = _RETRY_AFTER_S, keep_bytes: int | None = None
 ) -> Path:
-    """Return a file of a data set on this machine, downloaded and verified now or before.
+    """Return the local path of one file of a data set. Download and verify it if it is missing.
 
-    `id`: with the commit. `keep_bytes`: when a file is downloaded, the oldest others are removed beyond that size. A
-    download that breaks off is tried again some times: a run of days should survive that. A refusal is final.
+    `id`: pinned to a commit. `keep_bytes`: size limit of the cache; after a download the least recently read files are
+    deleted. `waits`: seconds before each retry of an interrupted download. A refusal by the hub is not retried.
     """
     client = hub_client(id, where)
     folder = _stream_folder(client, id)
@@ -396,14 +395,16 @@ def fetch_shard(
             except BrokenDownload as error:
                 if wait is None:
                     raise
-                say(f"{error.what}; it is tried again in {wait:g} s")
+                say(f"{error.what}; next attempt in {wait:g} s")
                 time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
 
 def trim(cache: Path, limit: int) -> list[Path]:
-    """Remove streamed files, the one that was read longest ago first, until at most `limit` bytes are left. A file that
-    a process reads stays. Return the removed files."""
+    """Delete the least recently read streamed files until at most `limit` bytes remain. Return the deleted files.
+
+    A file that a process is reading is never deleted.
+    """
     marks = sorted((cache / NOTES / "stream").rglob(f"*{_HELD}"), key=lambda mark: mark.stat().st_mtime)
     files = {mark: file for mark in marks if (file := mark.with_name(mark.name.removesuffix(_HELD))).is_file()}
     total, removed = sum(file.stat().st_size for file in files.values()), []

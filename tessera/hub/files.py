@@ -1,4 +1,4 @@
-"""Choose the files of a repository to download: weights, texts and media, never code and never a pickle."""
+"""Choose which files of a repository to download: weights, texts and media, never code and never pickles."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tessera.errors import TesseraError, few_names
 
 Split = Literal["train", "eval"]
 MODEL_SUFFIXES = ("safetensors", "json", "txt", "model", "jinja")
-RECORD_SUFFIXES = ("parquet", "jsonl", "json", "csv", "tsv", "tar", "txt")  # in the order of preference
-_INLINE = ("parquet", "tar")  # media is in the file itself
+RECORD_SUFFIXES = ("parquet", "jsonl", "json", "csv", "tsv", "tar", "txt")  # the most preferred format first
+_INLINE = ("parquet", "tar")  # formats that contain their media
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif")
 _VIDEOS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg")
 _MEDIA = (*_IMAGES, *_VIDEOS, "wav", "flac", "mp3", "ogg", "opus", "m4a", "aac")
 DATA_SUFFIXES = (*RECORD_SUFFIXES, "caption", *_MEDIA)
 _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-_ABOUT = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")  # records of none
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")  # metadata, not records
 _OTHER_FORMS = ("onnx/", "openvino/", "original/", "coreml/", "gguf/", "tf/", "flax/")
 _SPLITS: dict[Split, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -36,14 +36,14 @@ def suffix_of(name: str) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a name stays inside of the folder that it is put into, is not hidden, and can be one of a file."""
+    """Return whether a file name is safe: no absolute or parent path, no hidden part, no control characters."""
     if not name.isprintable() or "\\" in name:
         return False
     return all(part and not part.startswith(".") and len(part.encode()) < 256 for part in name.split("/"))
 
 
 def model_files(names: Sequence[str], id: HubId, *, weights: bool, include: Sequence[str] = ()) -> list[str]:
-    """Return the files of a model: weights once, and what belongs beside them. `weights`: False leaves those out."""
+    """Return the files of a model: configuration, tokenizer and, if `weights`, the weights without duplicates."""
     below = f"{id.inside}/" if id.inside else ""
     here = [name for name in names if is_plain(name) and name.startswith(below)]
     chosen = [name for name in here if suffix_of(name) in MODEL_SUFFIXES]
@@ -62,9 +62,9 @@ def _has_weights(names: Sequence[str]) -> bool:
 
 
 def _each_once(names: Sequence[str]) -> list[str]:
-    """Leave out duplicates of weights: in another precision, in the original format, for other programs."""
+    """Remove duplicates of weights: copies in another precision or in the format of another program."""
     present = set(names)
-    # The single files beside the folders of a pipeline, and Mistral's file beside shards, repeat the weights.
+    # Duplicates: files beside the folders of a diffusers pipeline, and Mistral's consolidated file beside shards.
     beside = r"[^/]*\.safetensors" if "model_index.json" in present else r"(?!)"
     if any(name.startswith("model") and name.endswith(".safetensors") for name in names):
         beside += r"|(?:.*/)?consolidated[^/]*\.safetensors"
@@ -77,9 +77,9 @@ def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -
     pickles = [name for name in names if suffix_of(name) in ("bin", "pt", "pth", "ckpt", "pkl", "h5", "msgpack")]
     if pickles and not include:
         raise TesseraError(
-            f"{id} has its weights as pickles alone ({few_names(pickles, 3)}), which are never downloaded: opening one "
-            "runs code",
-            fix="look for a revision with safetensors, such as @refs/pr/N, or for another copy of the model",
+            f"{id} has its weights only as pickles ({few_names(pickles, 3)}). Pickles can run code and are never "
+            "downloaded",
+            fix="choose a revision with safetensors, such as @refs/pr/N, or another repository of the model",
             code="hub.only-pickles",
         )
     _refuse(id, "matches " + ", ".join(include) if include else "is a file of weights or a tokenizer", names)
@@ -88,10 +88,11 @@ def _nothing_to_fetch(id: HubId, names: Sequence[str], include: Sequence[str]) -
 def _refuse(id: HubId, wanted: str, names: Sequence[str]) -> NoReturn:
     script = any(name.endswith(".py") for name in names) and id.kind == "dataset"
     raise TesseraError(
-        f"nothing in {id} {wanted}" + ("; it is made by a script, which is never run" if script else ""),
+        f"nothing in {id} {wanted}"
+        + ("; a script generates this data set, and scripts are never run" if script else ""),
         allowed=[f"*.{suffix}" for suffix in (RECORD_SUFFIXES if id.kind == "dataset" else MODEL_SUFFIXES)],
-        fix=f"it has {few_names([name for name in names if is_plain(name)]) or 'no files'}"
-        + ("; @refs/convert/parquet often has the same as Parquet files" if script else ""),
+        fix=f"choose from its files: {few_names([name for name in names if is_plain(name)]) or '(none)'}"
+        + ("; the revision @refs/convert/parquet often has the same data as Parquet files" if script else ""),
         code="hub.no-such-files",
     )
 
@@ -101,15 +102,17 @@ def _refuse(id: HubId, wanted: str, names: Sequence[str]) -> NoReturn:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Hold the files of a data set to download, and the path in it that a recipe would name."""
+    """Hold the files to download, and the path or glob pattern below the folder that a recipe would name."""
 
     files: tuple[str, ...]
     path: str
 
 
 def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[str] = ()) -> DataFiles:
-    """Return the files of a split of a data set. `id.inside` names a file, a folder or a pattern of files; without it,
-    the names of the files decide."""
+    """Return the files of a split of a data set: those that `include` or `id.inside` name, or by words in file names.
+
+    `id.inside` is a file, a folder or a glob pattern.
+    """
     readable = [name for name in names if is_plain(name) and suffix_of(name) in DATA_SUFFIXES]
     if include:
         matching = [name for name in readable if any(fnmatchcase(name, pattern) for pattern in include)]
@@ -132,16 +135,16 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
     chosen = _of_split([name for name in records if suffix_of(name) == suffix], split)
     allowed, fix = [f"{id}/{name}" for name in (chosen or records)[:12]], "name the files to read"
     if not chosen:
-        what = f"{id} does not say which of its files are for {split}"
+        what = f"no file name of {id} tells the split {split}"
         raise TesseraError(what, allowed=allowed, fix=fix, code="hub.unknown-split")
     pattern = _pattern(chosen, readable)
     if pattern is None:
-        raise TesseraError(f"{id} has several sets in it", allowed=allowed, fix=fix, code="hub.several-datasets")
+        raise TesseraError(f"{id} contains several data sets", allowed=allowed, fix=fix, code="hub.several-datasets")
     return DataFiles(_with_media(chosen, pattern, readable), pattern)
 
 
 def _of_split(records: Sequence[str], split: Split) -> list[str]:
-    """Return the files whose names have a word of a split. Files without any such word are for training."""
+    """Return the files of a split, by words such as train or test in their names. Without any, all are for training."""
     words = {name: set(re.split(r"[/_.\-]", name.lower())) for name in records}
     if split == "train" and not any(words[name] & set(_SPLIT_WORDS) for name in records):
         return list(records)
@@ -150,7 +153,7 @@ def _of_split(records: Sequence[str], split: Split) -> list[str]:
 
 
 def _pattern(chosen: Sequence[str], readable: Sequence[str]) -> str | None:
-    """Return a path or pattern that matches these files and no others; None if they are in several folders."""
+    """Return a path or glob pattern that matches exactly these files; None if there is none in one folder."""
     if len(chosen) == 1:
         return chosen[0]
     first = os.path.commonprefix(chosen)  # noqa: RUF071 - of letters, also within the name of a file
@@ -162,7 +165,7 @@ def _pattern(chosen: Sequence[str], readable: Sequence[str]) -> str | None:
 
 
 def _glob_matches(pattern: str, name: str) -> bool:
-    """Match as a path of a recipe does: `*` stays within a folder, `**` does not, {000..127} is a range."""
+    """Return whether a pattern matches a name: `*` within a folder, `**` across folders, {000..127} any number."""
     parts = re.split(r"(\*\*/|\*\*|\*|\{\d+\.\.\d+\})", pattern)
     written = {"**/": r"(?:.*/)?", "**": r".*", "*": r"[^/]*"}
     expression = "".join(
@@ -172,7 +175,7 @@ def _glob_matches(pattern: str, name: str) -> bool:
 
 
 def _with_media(chosen: Sequence[str], pattern: str, readable: Sequence[str]) -> tuple[str, ...]:
-    """Add the media below the folder of the records, where these can name some."""
+    """Return the record files and, unless these contain their media, all media files below their folder."""
     if all(suffix_of(name) in _INLINE for name in chosen):
         return tuple(chosen)
     folder = re.split(r"[*{]", pattern)[0].rpartition("/")[0]

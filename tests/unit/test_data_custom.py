@@ -111,7 +111,7 @@ def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
     batch = chats(good, bad, long).batch([0, 1, 2])
     assert batch.sample_ids == ("good", "bad", "long")
     assert [reason for _, reason in batch.problems] == [
-        "image token count that cannot match: 1 <image> placeholders, 0 images",
+        "the numbers of placeholders and files differ: 1 <image> placeholders, 0 images",
         "99 tokens do not fit into data.length 64",
     ]
     with raises("data.bad-sample"):
@@ -128,11 +128,11 @@ def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
         ({"dataset": "no.such:thing"}, "cannot import no.such"),
         ({"dataset": f"{TOYS}:Digitz"}, "did you mean: Digits"),
         ({"dataset": f"{TOYS}:Digits", "arguments": {"cuont": 3}}, "unexpected keyword argument 'cuont'"),
-        ({"dataset": f"{TOYS}:DIGITS", "arguments": {"count": 3}}, "takes no arguments"),
+        ({"dataset": f"{TOYS}:DIGITS", "arguments": {"count": 3}}, "cannot be called with arguments"),
         ({"dataset": f"{TOYS}:Digits", "arguments": {"count": 0}}, "is empty"),
         ({"dataset": f"{TOYS}:TOYS"}, "has no attribute"),
         ({"dataset": "math:pi"}, "part of Python itself"),
-        ({"dataset": f"{TOYS}:WIDTH"}, "a int, which is no dataset"),
+        ({"dataset": f"{TOYS}:WIDTH"}, "a int, which is not a dataset"),
         ({"dataset": f"{TOYS}:Digits", "fields": "pixels"}, "fields: "),
         ({"dataset": f"{TOYS}:Digits", "columns": {"mesages": "x"}}, "did you mean: messages"),
     ],

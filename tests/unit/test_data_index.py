@@ -534,7 +534,7 @@ def test_long_samples_are_dropped_and_named_or_cut(tmp_path: Path, caplog: pytes
         (20, "last", 2),
     ]
     assert cut.column("trained").tolist() == [5, 10, 5, 10]
-    assert cut.bad == (("none", "105 tokens, and not even the first exchange fits into data.length 40"),)
+    assert cut.bad == (("none", "a sample of 105 tokens, whose first exchange alone is longer than data.length 40"),)
     assert len({dropped.identity, cut.identity, build(path, length=41, truncate="turns").identity}) == 3
     assert_same(travelled(cut), cut)
 

@@ -211,7 +211,7 @@ def test_samples_that_kill_their_reader_leave_holes(workers: int) -> None:
         *(("30",), ("40", "41"), ("50", "51")),
     ]
     assert [id for id, _ in batches[1].problems] == ["10", "11"]
-    assert batches[3].problems[0][1].startswith("its reader died of signal 9 (SIGKILL)")
+    assert batches[3].problems[0][1].startswith("its worker process died of signal 9 (SIGKILL)")
 
 
 def test_a_sample_stuck_in_c_leaves_a_hole() -> None:
@@ -420,6 +420,6 @@ def test_data_that_cannot_travel_is_read_here(caplog: pytest.LogCaptureFixture) 
         assert processes == {os.getpid()}
         assert {int(batch["pid"]) for batch in RowReader(Here(), 2).batches([[1]])} == {os.getpid()}
         Here.decodes_media = True  # type: ignore[misc]  # the same where processes are wanted at once
-    assert "cannot be sent to worker processes" in caplog.text
+    assert "cannot be pickled for worker processes" in caplog.text
     with raises("data.not-picklable"):
         Loader(Here(), global_batch=2, workers=1)

@@ -210,7 +210,7 @@ def test_a_name_that_means_a_private_address_is_refused(policy: UrlPolicy, monke
     ],
 )
 def test_urls_that_cannot_be_meant_are_refused(policy: UrlPolicy, url: str) -> None:
-    with pytest.raises(TesseraError, match=r"not a URL|a user or a password"):
+    with pytest.raises(TesseraError, match=r"not a URL|a user name or a password"):
         download(url, policy)
 
 
@@ -256,6 +256,6 @@ def test_samples_whose_image_cannot_be_fetched_are_listed(
     )  # fmt: skip
     assert len(index.parts[0]) == 2
     assert {id: reason.split(":")[0] for id, reason in index.parts[0].bad} == {
-        "none": "cannot be fetched", "page": "no image"
+        "none": "download failed", "page": "not an image"
     }  # fmt: skip
     assert json.loads(json.dumps(index.identity))

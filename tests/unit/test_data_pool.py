@@ -156,8 +156,8 @@ def test_a_worker_that_dies_is_replaced_and_its_item_named(pool: Pool) -> None:
     items = [("die" if n in (3, 4) else "leave" if n == 9 else "nap", n) for n in range(12)]
     results = [result for _, result in pool.map(items)]
     assert [n for n, result in enumerate(results) if isinstance(result, Lost)] == [3, 4, 9]
-    assert results[3] == Lost(3, "its reader died of signal 11 (SIGSEGV)")
-    assert results[9] == Lost(9, "its reader ended with exit code 3")
+    assert results[3] == Lost(3, "its worker process died of signal 11 (SIGSEGV)")
+    assert results[9] == Lost(9, "its worker process ended with exit code 3")
     assert pool.workers == 2
 
 
@@ -202,7 +202,7 @@ def test_what_waits_behind_a_deadly_item_is_never_blamed() -> None:
     with Pool(do, 1, ahead=2) as pool:  # one worker: what comes next stands behind the deadly item every time
         assert [result for _, result in pool.map([("die", 1), ("nap", 9)], again)][1][0] == 9
         results = [result for _, result in pool.map([EndsItsReader(), ("nap", 9)])]
-    assert results[0] == Lost(None, "its reader ended with exit code 5")
+    assert results[0] == Lost(None, "its worker process ended with exit code 5")
     assert results[1][0] == 9
 
 

@@ -92,7 +92,7 @@ BAD = {
     "absolute": "outside the data root",
     "dots": "'..'",
     "link": "outside the data root",
-    "url": "not from URLs",
+    "url": "URLs of media are not allowed",
     "two": "1 <image> placeholders, 2 images",
     "silent": "nothing to train on",
     "long": "tokens do not fit into data.length 64",
@@ -144,7 +144,7 @@ def test_by_policy_a_bad_sample_ends_the_run(tmp_path: Path, which: int) -> None
     path = write_jsonl(tmp_path / "l.jsonl", [seen("good.png", id="good"), bad])
     with pytest.raises(TesseraError) as raised:
         build(path, on_bad_sample="fail")
-    assert f"sample {bad['id']} cannot be used" in raised.value.what
+    assert f"sample {bad['id']} is unusable" in raised.value.what
     assert BAD[bad["id"]] in raised.value.what
     assert raised.value.fix is not None
 
@@ -200,7 +200,7 @@ def test_a_picture_that_was_exchanged_is_noticed(tmp_path: Path) -> None:
     pictures(tmp_path, ["b.png"], (40, 20))
     problems = rows.batch([0]).problems
     assert [id for id, _ in problems] == ["b"]
-    assert "tokens where the index has" in problems[0][1]
+    assert "in the index" in problems[0][1]
 
 
 def test_a_sample_that_breaks_its_reader_is_left_out_by_name(tmp_path: Path) -> None:

@@ -116,12 +116,12 @@ def test_a_line_that_is_not_json_is_one_bad_row(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join([good[0], b'{"messages": [', b"[1]", good[1], b'{"a": "\xff"}', b'{"a": "\0"}', deep]))
     outcomes = [one.reason if isinstance(one, RecordError) else one.id for one in all_of(opened(path))]
     assert outcomes[0] == "torn.jsonl:1"
-    assert outcomes[1].startswith("not readable as JSON")
-    assert outcomes[2] == "a record is a JSON object, this is a list"
+    assert outcomes[1].startswith("not valid JSON")
+    assert outcomes[2] == "a record must be a JSON object, not a list"
     assert outcomes[3] == "torn.jsonl:4"
     assert outcomes[4].startswith("not UTF-8")
-    assert outcomes[5].startswith("not readable as JSON")
-    assert outcomes[6].startswith("not readable as JSON")
+    assert outcomes[5].startswith("not valid JSON")
+    assert outcomes[6].startswith("not valid JSON")
 
 
 def test_a_row_with_a_key_twice_is_bad(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_row_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, mo
     outcomes = all_of(opened(write_jsonl(tmp_path / "a.jsonl", [row("a", "b"), row("a" * 2000, "b")])))
     assert isinstance(outcomes[0], Sample)
     assert isinstance(outcomes[1], RecordError)
-    assert "too large" in outcomes[1].reason
+    assert "the limit is" in outcomes[1].reason
 
 
 def test_an_array_is_looked_through_in_memory_that_does_not_grow(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_csv_records_may_hold_line_breaks(tmp_path: Path) -> None:
         assert isinstance(outcomes[0], Sample)
         assert outcomes[0].messages[0].parts == (Part("text", 'say, "hi"\nplease'),)
         assert isinstance(outcomes[1], RecordError)
-        assert "1 fields where the header names 2" in outcomes[1].reason
+        assert "the record has 1 fields, the header 2" in outcomes[1].reason
         assert isinstance(outcomes[2], Sample)
 
 
@@ -347,7 +347,7 @@ def test_a_folder_of_pictures_with_words_beside(tmp_path: Path) -> None:
         assert isinstance(c, Sample)
         assert c.messages[0].parts == (Part("image", "deep/c.png"), Part("text", "the third"))
         assert isinstance(lone, RecordError)
-        assert "no .json or .txt in this sample" in lone.reason
+        assert "no .json or .txt file" in lone.reason
     with raises("data.mixed-formats"):
         all_of(opened(folder))
     before = source.facts()
@@ -369,7 +369,7 @@ def test_a_folder_with_metadata(tmp_path: Path, kind: str) -> None:
     assert isinstance(outcomes[1], Sample)
     assert outcomes[1].messages[0].parts == (Part("image", "b.png"), Part("text", "second"))
     assert isinstance(outcomes[2], RecordError)
-    assert "names no image" in outcomes[2].reason
+    assert "is not the name of an image" in outcomes[2].reason
 
 
 def test_a_folder_of_files_of_rows(tmp_path: Path) -> None:
@@ -584,7 +584,7 @@ def test_tar_shards_are_read_in_place(tmp_path: Path) -> None:
         assert [bytes_within(value) for value in held] == [data, data, data + b"!"]
         assert held[2].name == f"{long}.png"
         assert isinstance(outcomes[3], RecordError)
-        assert outcomes[3].reason == "no .json or .txt in this sample, only d/003.cls"
+        assert outcomes[3].reason == "the sample has no .json or .txt file, only d/003.cls"
     assert source.read(1) == outcomes[1]
     assert len(opened(tmp_path / "s-0.tar", max_samples=2)) == 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.png", "cache", "s-0.tar"]  # nothing was unpacked

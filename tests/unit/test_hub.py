@@ -244,7 +244,7 @@ def test_a_plan_needs_no_weights(hub: HubServer) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "error"),
-    [("altered", "hub.bytes-differ sha256"), ("error", "hub.download-broke-off 500")],
+    [("altered", "hub.bytes-differ SHA-256"), ("error", "hub.download-broke-off 500")],
 )
 def test_a_broken_download_is_told_and_goes_on(hub: HubServer, fault: str, error: str) -> None:
     repository = hub.add("org/tiny", dict(MODEL), faults={"model.safetensors": fault})

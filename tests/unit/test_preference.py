@@ -108,13 +108,13 @@ def test_media_and_other_names() -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": "Who?", "chosen": "I."}, "rejected is no answer"),
-        ({"chosen": "I.", "rejected": "You."}, "nothing is asked"),
+        ({"prompt": "Who?", "chosen": "I."}, "rejected must be a text"),
+        ({"chosen": "I.", "rejected": "You."}, "question is missing"),
         (
             {**SPELLINGS["swift"], "rejected_messages": [{"role": "assistant", "content": "He."}]},
-            "this record has rejected_response and rejected_messages",
+            "under rejected_response and rejected_messages",
         ),
-        ({**SPELLINGS["alpaca"], "rejected_response": "He."}, "this record has rejected and rejected_response"),
+        ({**SPELLINGS["alpaca"], "rejected_response": "He."}, "under rejected and rejected_response"),
         (
             {
                 "chosen": [*ASK, {"role": "assistant", "content": "I."}],
@@ -123,13 +123,19 @@ def test_media_and_other_names() -> None:
             "differ before",
         ),
         ({"messages": ASK, "chosen": {"role": "user", "content": "I."}, "rejected": "You."}, "text of the assistant"),
-        ({"messages": ASK, "rejected_response": "You."}, "has to end with the better answer"),
-        ({"messages": "Who?", "rejected_response": "You."}, "has to end with the better answer"),
-        ({"query": "Who?", "rejected_response": "You."}, "no better answer"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "I."}], "rejected_response": None}, "no worse answer"),
+        ({"messages": ASK, "rejected_response": "You."}, "must end with the chosen answer"),
+        ({"messages": "Who?", "rejected_response": "You."}, "must end with the chosen answer"),
+        ({"query": "Who?", "rejected_response": "You."}, "chosen answer is missing"),
+        (
+            {"messages": [*ASK, {"role": "assistant", "content": "I."}], "rejected_response": None},
+            "rejected answer is missing",
+        ),
         ({"query": "Who?", "response": "I.", "rejected_response": ["You.", "He."]}, "has 2 answers"),
-        ({"query": "Who?", "response": "I.", "rejected_response": 3}, "rejected is no answer"),
-        ({"query": "Who?", "response": "I.", "rejected_response": "You.", "rejected_images": ["b.png"]}, "same images"),
+        ({"query": "Who?", "response": "I.", "rejected_response": 3}, "rejected must be a text"),
+        (
+            {"query": "Who?", "response": "I.", "rejected_response": "You.", "rejected_images": ["b.png"]},
+            "rejected_images is not supported",
+        ),
     ],
 )
 def test_rows_that_are_no_pairs_are_told(row: dict[str, Any], told: str) -> None:
@@ -140,7 +146,7 @@ def test_rows_that_are_no_pairs_are_told(row: dict[str, Any], told: str) -> None
 @pytest.mark.parametrize(
     ("format", "beside", "told"),
     [
-        ("preference", {"rejected_response": "You."}, "no worse answer"),
+        ("preference", {"rejected_response": "You."}, "rejected answer is missing"),
         ("unpaired_preference", {"label": True}, "label"),
     ],
 )

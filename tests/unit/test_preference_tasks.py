@@ -212,8 +212,8 @@ def test_every_spelling_of_a_rated_answer_means_the_same(name: str, tag: dict[st
         ({"prompt": "Who?", "completion": "I."}, "true or false"),
         ({"prompt": "Who?", "completion": "I.", "label": "perhaps"}, "true or false"),
         ({"prompt": "Who?", "completion": "I.", "label": 0.5}, "true or false"),
-        ({"prompt": "Who?", "label": True}, "no answer"),
-        ({"completion": "I.", "label": True}, "nothing is asked"),
+        ({"prompt": "Who?", "label": True}, "answer is missing"),
+        ({"completion": "I.", "label": True}, "question is missing"),
         ({"messages": [{"role": "user", "content": "Who?"}], "label": True}, "the last turn"),
     ],
 )

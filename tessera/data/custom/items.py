@@ -37,9 +37,9 @@ DATA = Maker(
 
 @dataclass(frozen=True)
 class ImportedObject:
-    """Import the object at `pkg.module:name`; call a class or a function with the arguments, take others as they are.
+    """Import the object at `pkg.module:name`. Call a class or function with the arguments; use other objects directly.
 
-    Worker processes make it for themselves: nothing of it has to be picklable, and no open file travels.
+    Every worker process imports it again, so the object need not be picklable.
     """
 
     path: str
@@ -51,9 +51,9 @@ class ImportedObject:
         if not (inspect.isclass(imported) or inspect.isroutine(imported) or isinstance(imported, functools.partial)):
             if self.arguments:
                 raise TesseraError(
-                    f"{self.path} is a {type(imported).__name__}, which takes no arguments",
+                    f"{self.path} is a {type(imported).__name__}, which cannot be called with arguments",
                     where=f"{self.where}.arguments",
-                    fix="leave them out, or name a class or a function",
+                    fix="remove the arguments, or name a class or a function",
                     code="data.arguments-not-taken",
                 )
             return imported
@@ -62,7 +62,7 @@ class ImportedObject:
         return imported(**self.arguments)
 
     def function(self) -> Any:
-        """Return a function that is called with data and not with arguments of the recipe."""
+        """Return the imported function itself, such as a collate function. It is not called here."""
         function = self.find()
         check_callable(function, self.path, self.where)
         return function
@@ -73,7 +73,7 @@ class ImportedObject:
 
 @dataclass(frozen=True)
 class Given(ImportedObject):
-    """Hold an object that the caller made. Worker processes get a copy of it, so it has to be picklable for these."""
+    """Hold an object that the caller passed in. Worker processes get a pickled copy."""
 
     value: Any = None
 
@@ -101,21 +101,21 @@ _NUMBERS = (Tensor, np.ndarray, np.generic, int, float)
 
 @dataclass(frozen=True)
 class DrawnItem:
-    """Hold an item of a data set, and the row that it fills."""
+    """Hold an item of a data set and the number of its row."""
 
     row: int
-    number: int  # in the data set
+    number: int  # index of the item in the data set
     item: Any
     seed: int
 
 
 @dataclass(frozen=True)
 class ItemBatcher:
-    """Make micro-batches of items. `name` is what errors call the data set.
+    """Make micro-batches of items. `name` is the name of the data set in error messages.
 
-    Samples in `left_out` (with the reason) are skipped: a conversation leaves a masked hole. Nothing can be masked in a
-    user's tensors, whose meaning is unknown: such an item is left out of its micro-batch, unless that would be empty.
-    No other item is used instead.
+    `left_out` maps ids of samples to skip to the reasons. A skipped conversation is replaced by masked tokens. Tensors
+    of unknown meaning cannot be masked: the item is removed from its micro-batch, unless it is the only one. Skipped
+    items are not replaced by other items.
     """
 
     name: str
@@ -138,10 +138,9 @@ class ItemBatcher:
         return replace(batch, rows=tuple(rows.items()), problems=(*batch.problems, *problems))
 
     def _gone(self, batch: Batch, drawn: Sequence[DrawnItem], collate: Collate | None) -> dict[int, tuple[str, ...]]:
-        """Return the numbers of items to leave out, with their names.
+        """Return the positions of the items to skip, with their ids.
 
-        Where names do not identify items (an item is a full batch, a collate function returns other names), it is all
-        of them or none.
+        If the batch does not have one id per item, either all items are skipped or none.
         """
         ids = batch.sample_ids
         if not any(name in self.left_out for name in ids) or (collate is None and self._is_language(drawn[0].item)):
@@ -159,7 +158,7 @@ class ItemBatcher:
         if isinstance(first, Batch):
             if len(drawn) > 1:
                 raise TesseraError(
-                    f"items of {self.name} are full batches, {len(drawn)} of them cannot become one",
+                    f"items of {self.name} are full batches; {len(drawn)} of them cannot be joined",
                     where="train.micro_batch",
                     fix="set train.micro_batch=1",
                     code="data.batches-as-items",
@@ -173,16 +172,16 @@ class ItemBatcher:
             collated = default_collate(named)
         except (TypeError, RuntimeError, KeyError) as error:
             raise TesseraError(
-                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} do not fit into one batch: "
+                f"items {drawn[0].number} to {drawn[-1].number} of {self.name} cannot be stacked into one batch: "
                 f"{first_line(error)}",
                 where="data.options",
-                fix="give data.options.collate_fn, or set train.micro_batch=1",
+                fix="set data.options.collate_fn, or train.micro_batch=1",
                 code="data.items-not-stackable",
             ) from None
         return self._labelled(self.as_batch(collated, drawn[0].number), drawn, ids)
 
     def as_batch(self, value: Any, number: int) -> Batch:
-        """Return a batch of a loader, or of the user's collate function, as a `Batch`."""
+        """Convert a batch of the user's loader or collate function to a `Batch`."""
         if isinstance(value, Batch):
             return value
         fields = self._fields(value, number, (Tensor,))
@@ -192,7 +191,7 @@ class ItemBatcher:
         return Batch(fields, sample_ids=tuple(map(str, listed)), counts={"samples": count})
 
     def _labelled(self, batch: Batch, drawn: Sequence[DrawnItem], ids: Sequence[str] = ()) -> Batch:
-        """Return a batch with names, rows and seeds, where its maker gave none."""
+        """Return a batch with ids, rows, counts and seeds; values that are set already stay."""
         ids = batch.sample_ids or tuple(ids) or tuple(str(one.number) for one in drawn)
         each = [1] * len(drawn) if len(ids) == len(drawn) else [len(ids)] + [0] * (len(drawn) - 1)
         return replace(
@@ -217,9 +216,9 @@ class ItemBatcher:
         ready = all(isinstance(one.item, Encoded) for one in drawn)
         if self.processor is None or not (ready or isinstance(self.processor, ChatProcessor)):
             raise TesseraError(
-                f"items of {self.name} are conversations, and the model has no processor for them",
+                f"items of {self.name} are conversations, which the processor of the model cannot encode",
                 where="data.options",
-                fix="give `Encoded` items or dicts of tensors, or use a family with a processor for conversations",
+                fix="return `Encoded` items or dicts of tensors, or use a family with a processor for conversations",
                 code="data.no-chat-processor",
             )
         problems: list[tuple[str, str]] = []
@@ -229,7 +228,7 @@ class ItemBatcher:
         return self._labelled(batch, drawn, [row[0].id for row in rows])
 
     def _encoded(self, drawn: DrawnItem, problems: list[tuple[str, str]]) -> Encoded:
-        """Return one sample for a row. A bad one leaves a masked hole: a token that is not trained on."""
+        """Encode one item. A bad item is replaced by one masked token, and is added to `problems`."""
         id = _name(drawn)
         if id in self.left_out:
             problems.append((id, self.left_out[id]))
@@ -262,7 +261,7 @@ class ItemBatcher:
     # ------------------------------------------------------------------------------------------ tensors
 
     def _fields(self, value: Any, number: int, types: tuple[type, ...]) -> dict[str, Any]:
-        """Return an item or a batch as a dict; `data.options.fields` names the members of a tuple."""
+        """Return an item or a batch as a dict. `data.options.fields` names the members of a tuple."""
         if isinstance(value, (tuple, list)) and self.fields:
             if len(value) != len(self.fields):
                 self._refuse(f"has {len(value)} members, data.options.fields names {len(self.fields)}", number)
@@ -279,13 +278,13 @@ class ItemBatcher:
             f"item {number} of {self.name} {what}",
             where="data.options",
             allowed=KNOWN,
-            fix="give one of these",
+            fix="return items of an allowed type",
             code="data.unknown-item-type",
         )
 
 
 def _name(drawn: DrawnItem) -> str:
-    """Return what ledgers and quarantine lists call an item."""
+    """Return the id of an item, as the ledger and `quarantine.jsonl` write it."""
     if isinstance(drawn.item, (Sample, Encoded)):
         return drawn.item.id
     return str(drawn.item.get("id", drawn.number)) if isinstance(drawn.item, Mapping) else str(drawn.number)

@@ -1,4 +1,4 @@
-"""Data sets by number, data sets that only go forward, and loaders, each as a `RowSource`."""
+"""Adapt the user's own data sets and loaders to `RowSource`: with random access, iterable, and `DataLoader`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PASS, _ROW = 0x4F574E, 0x524F57
 
 
 class ItemRows(RowSource):
-    """Read rows of a data set that has a length and items by number.
+    """Read rows of a data set with `__len__` and `__getitem__`.
 
-    Row r of pass p holds item shuffle(seed, p)(r), so any row is found without the ones before it.
+    Row r of epoch e is item shuffle(seed, e)(r), so any row can be read without the rows before it.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class ItemRows(RowSource):
         return Shuffle.of(self.count, self.seed, _PASS, epoch)(offset) if self.shuffle else offset
 
     def without(self, samples: Mapping[str, str]) -> ItemRows:
-        """Return the same rows without some samples. Sequential data has no such method: it would start over."""
+        """Return the same rows, in which these samples are skipped."""
         copied = copy.copy(self)
         copied.items = replace(self.items, left_out={**self.items.left_out, **samples})
-        copied._data, copied._collate = self._data, self._collate  # a copy for a worker has neither
+        copied._data, copied._collate = self._data, self._collate  # `copy.copy` drops them, as pickling does
         return copied
 
     def batch(self, rows: Sequence[int]) -> Batch:
         return self.guarded(rows, {}, _unnoted)
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
-        if self._data is None:  # in a worker process
+        if self._data is None:  # in a worker process, after unpickling
             self._data = self.imported.make()
             self._collate = None if self.collate is None else self.collate.function()
             if len(self._data) != self.count:
                 raise TesseraError(
-                    f"{self.imported.path} has {len(self._data)} items here and {self.count} elsewhere",
+                    f"{self.imported.path} has {len(self._data)} items in a worker process, {self.count} in the run",
                     code="data.length-differs",
                 )
         return self.items.batch([self._drawn(row, lost, note) for row in rows], self._collate)
@@ -87,9 +87,9 @@ class ItemRows(RowSource):
         number, seed = self.number(row), _seed(self.seed, row)
         if number in lost:
             raise TesseraError(
-                f"item {number} of {self.imported.path} cannot be had: {lost[number]}",
+                f"reading item {number} of {self.imported.path} ended its worker process: {lost[number]}",
                 where="data.options.dataset",
-                fix="mend the data set; data.sample_timeout_s is how long an item may take",
+                fix="correct the data set, or raise data.sample_timeout_s if the item takes long",
                 code="data.item-ends-worker",
             )
         note(number)
@@ -98,25 +98,25 @@ class ItemRows(RowSource):
                 return DrawnItem(row, number, self._data[number], seed)
         except TesseraError:
             raise
-        except Exception as error:  # of the user's own code, in which anything may happen
+        except Exception as error:  # the user's code may raise anything
             raise TesseraError(
                 f"item {number} of {self.imported.path} failed: {type(error).__name__}: {first_line(error)}",
                 where="data.options.dataset",
-                fix="mend the data set; with data.workers=0 a debugger can follow",
+                fix="correct the data set; with data.workers=0 a debugger can step into it",
                 code="data.item-fails",
             ) from error
 
 
 class SequentialRows(RowSource):
-    """Give numbers to data that can only be read in order. For a lower number reading begins again."""
+    """Number the items of data that can only be read in order. A lower number than the last starts over."""
 
-    sequential = True  # rows are asked for in rising order by one process: others would go through all of it again
+    sequential = True  # one process reads all rows in order: every further process would read all of the data again
 
     def __init__(self, imported: ImportedObject, data: Any, *, seed: int) -> None:
         self.imported, self.seed = imported, seed
         self._data: Any = data
         self._iterator: Iterator[Any] | None = None
-        self._next = 0  # number of the next item of the iterator
+        self._next = 0  # number of the item that the iterator returns next
         self._pass = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,10 +132,10 @@ class SequentialRows(RowSource):
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch: ...
 
     def check_none(self, lost: Mapping[int, str]) -> None:
-        """Raise if anything was lost: what only goes forward cannot leave one out."""
+        """Raise if an item ended its worker process: sequential data cannot skip an item."""
         for number, reason in lost.items():
             raise TesseraError(
-                f"{self.imported.path} failed at {number}: {reason}",
+                f"reading item {number} of {self.imported.path} ended its worker process: {reason}",
                 where=self.imported.where,
                 code="data.item-ends-worker",
             )
@@ -147,11 +147,11 @@ class SequentialRows(RowSource):
         return self._data
 
     def take(self, number: int, note: Callable[[int], None]) -> Any:
-        """Return item `number`. `note` is called for all that is drawn on the way: a long way is no standstill."""
+        """Return item `number`. `note` is called for every item before it as well, so that skipping is no time-out."""
         if self._iterator is None or number < self._next:
             self._begin(number)
         if number - self._next >= 1000:
-            log.info("%s: drawing %d to reach where the run stood", self.imported.path, number - self._next)
+            log.info("%s: skipping %d items to reach the position of the run", self.imported.path, number - self._next)
         while self._next < number:
             note(self._next)
             self._draw()
@@ -163,7 +163,7 @@ class SequentialRows(RowSource):
         self._iterator = self._new_pass()
 
     def _new_pass(self) -> Iterator[Any]:
-        """Begin an epoch. What shuffles by the common streams gets the same order on every rank and after a resume."""
+        """Begin an epoch. Seed the global random generators, so that all ranks and a resume see the same order."""
         with drawing_from(mix(self.seed, _PASS, self._pass) >> 1):
             iterator = iter(self.data)
             return itertools.chain(list(itertools.islice(iterator, 1)), iterator)
@@ -180,11 +180,11 @@ class SequentialRows(RowSource):
                 continue
             self._next += 1
             return item
-        raise TesseraError(f"{self.imported.path} gives nothing", where="data.options", code="data.empty-dataset")
+        raise TesseraError(f"{self.imported.path} yields no item", where="data.options", code="data.empty-dataset")
 
 
 class StreamRows(SequentialRows):
-    """Read rows of an iterable data set: row r is the r-th item. Each rank reads all of it and keeps its own rows."""
+    """Read rows of an iterable data set: row r is the r-th item. Each rank reads all items and keeps its own."""
 
     def __init__(
         self, imported: ImportedObject, data: Any, items: ItemBatcher, collate: ImportedObject | None, *, seed: int
@@ -199,7 +199,7 @@ class StreamRows(SequentialRows):
 
 
 class LoaderBatches(SequentialRows):
-    """Give the batches of a loader by number. Where an epoch needs nothing from earlier ones, it begins there."""
+    """Number the batches of a loader. If epochs do not depend on each other, reading begins at the epoch of a batch."""
 
     def _new_pass(self) -> Iterator[Any]:
         sampler = distributed_sampler(self.data)
@@ -215,9 +215,9 @@ class LoaderBatches(SequentialRows):
 
 
 class LoaderRows(LoaderBatches):
-    """Use the batches of a loader as they are: row r is its r-th batch, and a micro-batch of its own.
+    """Use the batches of a loader unchanged: row r is its r-th batch, and one micro-batch.
 
-    With a `DistributedSampler` it has batches of this rank alone; otherwise ranks take its batches in turn.
+    With a `DistributedSampler` every rank reads its own batches; otherwise the ranks take the batches in turn.
     """
 
     def __init__(self, imported: ImportedObject, data: Any, items: ItemBatcher, *, seed: int) -> None:
@@ -233,20 +233,20 @@ class LoaderRows(LoaderBatches):
         return 1 if sampler is None else sampler.num_replicas
 
     def check_ranks(self, position: int, count: int) -> None:
-        """Raise unless a `DistributedSampler` splits over the ranks that read different rows.
+        """Raise if a `DistributedSampler` does not have `count` replicas, with this rank as number `position`.
 
-        This rank is number `position` of `count`. By default a sampler splits over all ranks, also over those that must
-        see the same rows.
+        `count` is the number of ranks that read different rows. The default of the sampler is all ranks, which is wrong
+        with tensor, context or pipeline parallelism.
         """
         sampler = distributed_sampler(self.data)
         if sampler is None or (sampler.num_replicas, sampler.rank) == (count, position):
             return
         raise TesseraError(
-            f"the DistributedSampler of {self.imported.path} splits over {sampler.num_replicas} ranks, and here it is "
-            f"number {sampler.rank}; of this run {count} read different batches, this one is number {position}: ranks "
-            "that work on the same rows (tp, cp, pp) would be given different ones",
+            f"the DistributedSampler of {self.imported.path} has rank {sampler.rank} of {sampler.num_replicas}, but "
+            f"this rank is number {position} of the {count} that read different batches: ranks of one tp, cp or pp "
+            "group must read the same batches",
             where=self.imported.where,
-            fix="leave the sampler out: ranks then take the batches of one loader in turn; or make it with "
+            fix="remove the sampler, and the ranks take the batches in turn; or create it with "
             f"num_replicas={count} (ranks / (tp x cp x pp)) and, on this rank, rank={position} "
             f"(rank // (cp x tp) % {count})",
             code="data.sampler-ranks-differ",
@@ -256,9 +256,9 @@ class LoaderRows(LoaderBatches):
         self.check_none(lost)
         if len(rows) != 1:
             raise TesseraError(
-                "a loader makes its own micro-batches, and each counts as one row",
+                "every batch of a loader is one micro-batch and counts as one row",
                 where="train.micro_batch",
-                fix="set train.micro_batch=1, and train.global_batch to the loader's batches in one step",
+                fix="set train.micro_batch=1, and train.global_batch to the number of the loader's batches per step",
                 code="data.loader-makes-batches",
             )
         batch = self.take(rows[0] // self.ranks, note)
@@ -276,11 +276,11 @@ def _seed(seed: int, row: int) -> int:
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Let the streams that people's code draws from begin at `seed`, and restore them afterwards."""
+    """Seed the global generators of random, numpy and torch inside the block, and restore them afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # of the host alone
+    torch.default_generator.manual_seed(seed)  # of the CPU; those of devices stay
     try:
         yield
     finally:
@@ -297,7 +297,7 @@ def _length(data: Any) -> int | None:
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """Return the sampler that gives each rank its own part, directly or inside of a batch sampler."""
+    """Return the `DistributedSampler` of a loader, which may be inside of a batch sampler; None if it has none."""
     if not isinstance(loader, DataLoader):
         return None
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
@@ -307,7 +307,7 @@ def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
 
 
 def starts_anywhere(loader: Any) -> bool:
-    """Return whether an epoch needs nothing from those before it, such as the state of a generator."""
+    """Return whether any epoch of a loader can be read without the epochs before it: no generator keeps a state."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     generators = (loader.generator, getattr(loader.sampler, "generator", None))

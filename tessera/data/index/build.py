@@ -1,9 +1,9 @@
-"""Make the index of a split: how many tokens every sample will be, and which samples cannot be used.
+"""Make the index of a split: the number of tokens of every sample, and the samples that are unusable.
 
-An index is a file named by a hash of what it depends on: other rows, another root, or another preprocessing give
-another name. A run keeps it in its folder, and shares it with other runs through the user's cache. Pixels are never
-decoded here and never stored. A media file that is exchanged later is noticed when it is decoded, as a sample whose
-length is not the indexed one. Before a run takes an index from the cache, some samples are measured again and compared.
+An index is a file whose name is a hash of all inputs: records, media root and preprocessing. A run stores it in its run
+folder and copies it to the user's cache for other runs. Only headers of media are read, never pixels. If a media file
+is replaced later, its sample has another length than the index when it is decoded, and counts as bad. Before a run uses
+an index of the cache, it measures some samples again and compares.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from tessera.errors import TesseraError
 
 log = logging.getLogger("tessera")
 
-FORMAT = 3  # of the kept files, and of what an index means: raise it when either changes
+FORMAT = 3  # version of index files: increase it when their layout or their meaning changes
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
-_COMPARED = 256  # usable samples, and unusable ones, that are measured again before an index of the cache is taken
-_NOT_MEASURED = ("jpeg_draft",)  # limits that change how media is decoded, and no measure
+_COMPARED = 256  # usable and as many unusable samples are measured again before a cached index is used
+_NOT_MEASURED = ("jpeg_draft",)  # limits that do not change any measure, and are no part of the key
 
 
 def build_index(
@@ -64,10 +64,10 @@ def build_index(
     timeout_s: float = 60.0,
     max_bad_share: float = 1.0,
 ) -> SplitIndex:
-    """Return the index of a split. Samples that are unusable or too long are left out and listed, or end the run.
+    """Return the index of a split. By `on_bad_sample`, unusable or too long samples are skipped and listed, or raise.
 
-    `workers`: processes that measure records; 0: this one does; auto: this one does when that takes few seconds.
-    `max_bad_share`: of a data set.
+    `workers`: number of processes that measure records; 0: the calling process; auto: the calling process if that takes
+    few seconds. `max_bad_share`: raise if a larger share of a data set is unusable.
     """
     if not sections:
         raise TesseraError(
@@ -82,7 +82,7 @@ def build_index(
         count = sum(part.bad_count for part in parts)
         reasons = [f"\n    {id}: {reason}" for part in parts for id, reason in part.bad[:5]]
         nothing = NothingUsable(
-            f"no usable sample is left of {count}; the first reasons:{''.join(reasons[:5])}",
+            f"none of the {count} samples is usable; the first reasons:{''.join(reasons[:5])}",
             where=", ".join(str(section.path) for section in sections),
             fix=f"{doctor_command(sections)} lists all reasons",
             code="data.no-usable-sample",
@@ -130,9 +130,9 @@ class IndexMaker:
         return part
 
     def _measured(self, work: MeasureRows) -> AnyTables:
-        """Return every usable sample, however long. The key is all that measures depend on, and nothing else."""
+        """Return the measures of all usable samples, however long. The key is a hash of all inputs of the measures."""
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
-        if self.limits.urls is None:  # as if there were no such limit: indexes of before are still good
+        if self.limits.urls is None:  # keeps the key of indexes that were made before this limit existed
             del limits["urls"]
         key = _digest([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
@@ -153,27 +153,27 @@ class IndexMaker:
             log.info("index of %s: %d samples cannot be used", work.source.path.name, measured.bad_count)
         if measured.crashed:
             log.warning(
-                "%s: %d rows ended the process that read them, or never let it go; they count as bad%s",
+                "%s: %d rows crashed or hung the process that read them and count as bad%s",
                 work.source.path.name,
                 measured.crashed,
-                "" if file is None else f" until {file} is removed",
+                "" if file is None else f" until {file} is deleted",
             )
         return self._write(file, key, measured.tables(), work.folder)
 
     def _still_holds(self, work: MeasureRows, tables: AnyTables) -> bool:
-        """Return whether some samples of an index of the cache measure today as they did: media may have changed."""
+        """Measure some samples again. Return whether they agree with a cached index; media files may have changed."""
         usable, bad = np.asarray(tables["row"]), np.array([row.row for row in bad_rows(tables)], dtype=np.int64)
         rows = np.unique(np.concatenate([_spread(usable), _spread(bad)]))
         some = dataclasses.replace(work, rows=rows)
         again = measure_all(some, workers=self.workers, title=work.source.path.name).arrays
         at = np.flatnonzero(np.isin(usable, rows))
         same = len(at) == len(again["row"]) and all(np.array_equal(tables[n][at], again[n]) for n in again if len(at))
-        how = "taken from the cache" if same else "measured again: its media has changed since another run did it"
+        how = "taken from the cache" if same else "measured again: media files have changed since it was made"
         log.info("index of %s: %s", work.source.path.name, how)
         return same
 
     def _fitted(self, work: MeasureRows, tables: AnyTables) -> AnyTables:
-        """Return the samples that fit into a row, and those that fit after truncation."""
+        """Return the tables of the samples that fit into a row, truncated if necessary."""
         long = too_long(tables, self.length)
         if len(long) == 0:
             return tables
@@ -200,7 +200,7 @@ class IndexMaker:
         return fitted
 
     def repeats(self, parts: Sequence[SourceIndex], identity: str) -> AnyTables:
-        """Return which samples have the id of an earlier one."""
+        """Return a table of the samples whose id occurs earlier in the split."""
         file = self._file("ids", identity)
         tables = None if file is None else open_tables(file, identity)
         if tables is not None and {"sample", "times"} <= set(tables) and len(tables["sample"]) == len(tables["times"]):
@@ -212,8 +212,7 @@ class IndexMaker:
         return None if self.folder is None else self.folder.absolute() / f"{kind}-{key[:32]}.safetensors"
 
     def _read(self, file: Path | None, key: str) -> AnyTables | None:
-        """Return the tables in a file; None if it is missing or damaged, or if rows that took too long now get more
-        time."""
+        """Return the tables in a file; None if it is missing or damaged, or was made with a shorter time limit."""
         tables = None if file is None else open_tables(file, key)
         if tables is None or not is_sound(tables) or "digest" not in tables.about:
             return None
@@ -246,7 +245,7 @@ def _content(tables: AnyTables) -> str:
 
 
 def _spread(rows: np.ndarray) -> np.ndarray:
-    """Return at most `_COMPARED` of these rows, evenly spread."""
+    """Return at most `_COMPARED` of these rows, evenly spaced."""
     return rows[np.linspace(0, len(rows) - 1, min(len(rows), _COMPARED)).astype(np.int64)]
 
 

@@ -1,8 +1,8 @@
-"""Measure records: the cost of each from headers alone, or the reason why it cannot be used.
+"""Measure records: tokens and other costs of each sample from media headers, or the reason why it is unusable.
 
-Few records are measured in this process, many in worker processes, in chunks that are written to disk immediately: a
-killed run loses only the chunks in progress. A record that crashes or hangs its worker counts as bad. Videos and audio
-are never read in this process, unless `data.workers` is 0: the libraries that read them may crash.
+A small data set is measured in the calling process, a large one in worker processes. Each chunk is written to disk at
+once, so a killed run loses only the chunks in progress. A record that crashes or hangs its worker counts as bad. Videos
+and audio are read in worker processes only, because their libraries may crash; `data.workers=0` is the exception.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tessera.runtime.progress import WorkProgress
 
 log = logging.getLogger("tessera")
 
-CHUNK = 1024  # rows: some tenths of a second of work
-FIRST_CHUNK = 64  # its time is an estimate for the others
-SOON = 3.0  # seconds of work that are not worth starting processes for
+CHUNK = 1024  # rows that a worker measures at a time
+FIRST_CHUNK = 64  # rows of the first chunk, whose time is an estimate for the others
+SOON = 3.0  # seconds: less work than that is done without worker processes
 MAX_WORKERS = 32
 Workers = int | Literal["auto"]
-MAX_BAD = 10_000  # bad rows that are named; all are counted
-COMMON = ("row", "id_hash", "content")  # arrays that every table of samples has, besides its columns
+MAX_BAD = 10_000  # bad rows that are listed with the reason; further ones are only counted
+COMMON = ("row", "id_hash", "content")  # arrays of every table of samples, besides the measures
 Measure = Callable[[Sample, Sequence[MediaSize]], dict[str, int]]
 
 
@@ -54,22 +54,22 @@ class BadRow(NamedTuple):
 
 
 class NeedsWorkerProcess(Exception):
-    """Report that a record must be measured by a process that can be replaced: readers of its media may crash."""
+    """Report a record with video or audio, which must be measured in a worker process: its decoder may crash."""
 
 
 @dataclass(frozen=True)
 class RecordRange:
-    """Name the positions [first, last) of records of a data set: an item of work."""
+    """Name a range [first, last) of record positions, which one worker measures."""
 
     first: int
     last: int
-    lost: tuple[tuple[int, str], ...] = ()  # positions whose record ended its worker, with the reason: not read again
+    lost: tuple[tuple[int, str], ...] = ()  # (position, reason) of records that ended their worker: not read again
 
     def __len__(self) -> int:
         return self.last - self.first
 
     def without(self, lost: Lost) -> RecordRange | None:
-        """Return the range without the record that crashed or hung its reader: it counts as bad."""
+        """Return the range with one more record that crashed or hung its worker and counts as bad."""
         return None if lost.at is None else replace(self, lost=(*self.lost, (lost.at, lost.reason)))
 
 
@@ -78,7 +78,7 @@ def id_hash(id: str) -> int:
 
 
 def content_hash(sample: Sample) -> int:
-    """Return a hash that changes with the content of a sample, also where it has no id of its own."""
+    """Return a hash of roles, texts and media references of a sample."""
     crc, words = 0, []
     for message in sample.messages:
         words.append(message.role)
@@ -90,7 +90,7 @@ def content_hash(sample: Sample) -> int:
                 words.append(part.value)
             elif isinstance(part.value, StoredTensors):
                 words.append(part.value.content)
-            elif isinstance(part.value, ArchiveMember):  # in the text that indexes on disk hold the hash of
+            elif isinstance(part.value, ArchiveMember):  # the spelling must stay: stored indexes have its hash
                 member = part.value
                 words.append(
                     f"Within(file={member.file!r}, start={member.start}, size={member.size}, name={member.name!r})"
@@ -100,13 +100,13 @@ def content_hash(sample: Sample) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold measures of some records: arrays over the usable ones (row, id_hash, content, column.*), and bad ones."""
+    """Hold the measures of some records: arrays of the usable ones (row, id_hash, content, column.*), and bad rows."""
 
     arrays: dict[str, np.ndarray]
     bad: tuple[BadRow, ...] = ()
     bad_count: int = 0
-    slow_at: float = 0.0  # seconds after which a row was given up; 0: none was. A longer limit may save it
-    crashed: int = 0  # rows that ended the process that read them
+    slow_at: float = 0.0  # time limit in seconds that a row exceeded; 0: none did. A longer limit may make it usable
+    crashed: int = 0  # rows that crashed or hung the process that read them
 
     def tables(self, **about: str) -> MemoryTables:
         words = json.dumps(self.bad).encode()
@@ -116,10 +116,10 @@ class Measured:
 
     @staticmethod
     def of(tables: AnyTables) -> Measured:
-        """Return the measures in tables. Raise ValueError, KeyError or TypeError when these are something else."""
+        """Return the measures in tables. Raise ValueError, KeyError or TypeError for tables of another kind."""
         arrays = {name: array for name, array in tables.items() if name in COMMON or name.startswith("column.")}
         if len({len(arrays[name]) for name in (*COMMON, *arrays)}) != 1:
-            raise ValueError("columns of different lengths")
+            raise ValueError("the columns have different lengths")
         about = tables.about
         return Measured(
             arrays, bad_rows(tables), int(about["bad_count"]), float(about["slow_at"]), int(about["crashed"])
@@ -127,7 +127,7 @@ class Measured:
 
     @staticmethod
     def join(parts: Sequence[Measured]) -> Measured:
-        """Join parts that are in the order of their records."""
+        """Concatenate the measures of consecutive ranges of records."""
         full = [part.arrays for part in parts if len(part.arrays["row"])] or [parts[0].arrays]
         bad: list[BadRow] = []
         for part in parts:
@@ -159,10 +159,10 @@ def _arrays(usable: Sequence[tuple[int, Sample, dict[str, int]]]) -> dict[str, n
 
 @dataclass(frozen=True, eq=False)
 class MeasureRows:
-    """Measure a range of records, as work of a pool, and write the measures to disk at once."""
+    """Measure ranges of records: the work of a `Pool`. Each range is written to disk at once."""
 
     source: Source
-    rows: range | np.ndarray  # rising; an item of work is a part of their positions
+    rows: range | np.ndarray  # record numbers, rising; a `RecordRange` is a slice of them
     measure: Measure
     limits: Limits
     sampling: VideoSampling
@@ -170,8 +170,7 @@ class MeasureRows:
     timeout_s: float
     key: str = ""
     folder: Path | None = None
-    # In the training process: headers of videos and sounds are read by large foreign libraries.
-    only_images: bool = False
+    only_images: bool = False  # raise `NeedsWorkerProcess` for video and audio, whose decoders may crash
 
     def __call__(self, part: RecordRange, note: Note) -> Measured:
         usable, bad, slow = [], [], bool(part.lost)
@@ -188,7 +187,7 @@ class MeasureRows:
         return measured
 
     def _outcomes(self, part: RecordRange, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception | str]]:
-        """Yield (number, sample or what has its id, measures or why there are none) of each record."""
+        """Yield (row, sample or `RecordError` or None, measures or the reason why there are none) of each record."""
         samples, lost = self._samples(part), dict(part.lost)
         for position in range(part.first, part.last):
             row, sample = int(self.rows[position]), None
@@ -203,11 +202,11 @@ class MeasureRows:
                     sample = next(samples)
                     outcome = sample if isinstance(sample, RecordError) else self._cost(sample)
             except TooSlow as error:
-                if sample is None:  # the reader was torn out of its work: another one goes on behind this row
+                if sample is None:  # the interrupted generator is lost: a new one continues after this row
                     samples = self._samples(RecordRange(position + 1, part.last))
                 outcome = error
             except (TesseraError, OSError) as error:
-                if sample is None:  # an error of the data set, and not of this row
+                if sample is None:  # the data set cannot be read at all
                     raise
                 outcome = error
             yield row, sample, outcome
@@ -234,12 +233,12 @@ class MeasureRows:
 
     def write_chunk(self, part: RecordRange, measured: Measured) -> None:
         if self.folder is not None:
-            # Not kept is only measured again: another process may have finished, and have taken the folder away.
+            # May fail: another process that finished the index has deleted the folder. The chunk is measured again.
             with suppress(TesseraError):
                 keep_tables(self._file(part), measured.tables(key=self._key(part)))
 
     def read_chunk(self, part: RecordRange) -> Measured | None:
-        """Return a chunk that an earlier process has measured, or None."""
+        """Return the measures of a range that an earlier process wrote to disk, or None."""
         tables = None if self.folder is None else open_tables(self._file(part), self._key(part))
         if tables is None:
             return None
@@ -247,7 +246,9 @@ class MeasureRows:
             measured = Measured.of(tables)
         except (ValueError, KeyError, TypeError):
             return None
-        copies = {name: np.array(array) for name, array in measured.arrays.items()}  # not thousands of open maps
+        copies = {
+            name: np.array(array) for name, array in measured.arrays.items()
+        }  # copies, so that not thousands of files stay mapped
         return None if 0 < measured.slow_at < self.timeout_s else replace(measured, arrays=copies)
 
     def _key(self, part: RecordRange) -> str:
@@ -268,10 +269,10 @@ def measure_all(
     title: str,
     look: Callable[[Measured], None] | None = None,
 ) -> Measured:
-    """Return the measures of all records of `work`, in order. `look` is called with each chunk and may raise."""
+    """Measure all records of `work`, in order. `look` is called with the measures of each chunk and may raise."""
     starts = [0, *range(FIRST_CHUNK, len(work.rows), CHUNK)]
     ranges = [RecordRange(*bounds) for bounds in pairwise([*starts, len(work.rows)])]
-    # An earlier run began this and did not finish. A record may have crashed it: use worker processes at once.
+    # An earlier run did not finish. A record may have crashed it, so worker processes are used from the start.
     careful = work.folder is not None and work.folder.is_dir()
     earlier = {part: measured for part in ranges if (measured := work.read_chunk(part)) is not None} if careful else {}
     if work.folder is not None:
@@ -279,7 +280,7 @@ def measure_all(
             work.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TesseraError(
-                f"an index cannot be kept: {error}", where=str(work.folder), code="data.index-not-writable"
+                f"the index cannot be written: {error}", where=str(work.folder), code="data.index-not-writable"
             ) from None
     parts: list[Measured] = []
     missing = [part for part in ranges if part not in earlier]
@@ -297,7 +298,7 @@ def measure_all(
 
 
 def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, careful: bool) -> Generator[Measured]:
-    """Yield the measures of each part, in order."""
+    """Yield the measures of each range, in order: by the calling process, by worker processes, or by both."""
     if workers == "auto" and ranges:
         workers = default_workers()
         if not careful:
@@ -319,9 +320,9 @@ def _run(work: MeasureRows, ranges: Sequence[RecordRange], workers: Workers, car
         for _, measured in pool.map(ranges, again=RecordRange.without):
             if isinstance(measured, Lost):
                 raise TesseraError(
-                    f"the processes that read the data end before they read a row: {measured.reason}",
+                    f"the worker processes end before they read a record: {measured.reason}",
                     where=str(work.source.path),
-                    fix="set data.workers=0 to see why",
+                    fix="set data.workers=0 to see the error",
                     code="data.workers-end-early",
                 )
             yield measured

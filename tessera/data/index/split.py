@@ -1,8 +1,7 @@
-"""All usable samples of a split, as other packages read them; samples longer than a row are left out or truncated.
+"""All usable samples of a split. Samples longer than a row are dropped or truncated.
 
-A truncation keeps complete turns from the beginning of a conversation, with their media, and ends with a trained turn.
-Plain text has no turns; it is cut between two words. Nothing is copied: a truncation is two numbers that are applied
-when a sample is read.
+A truncated conversation keeps its first complete turns, with their media, and ends with a trained turn. Plain text is
+cut between two words. The index stores a truncation as two numbers, which are applied when the sample is read.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def too_long(tables: AnyTables, length: int) -> np.ndarray:
 
 
 def drop_long(tables: AnyTables, source: Source, long: np.ndarray, length: int) -> Measured:
-    """Return that no long sample is usable: no rows, the reasons of the first ones, and how many there are."""
+    """Return a `Measured` without rows in which all long samples are bad."""
     tokens, rows = tables["column.tokens"], tables["row"]
     bad = [
         BadRow(int(rows[at]), _id(source, int(rows[at])), f"{tokens[at]} tokens do not fit into data.length {length}")
@@ -43,7 +42,7 @@ def drop_long(tables: AnyTables, source: Source, long: np.ndarray, length: int) 
 
 
 def with_cuts(measured: Measured, cut: Measured, long: np.ndarray) -> MemoryTables:
-    """Return the tables of the samples that fit, and of the long ones that could be truncated."""
+    """Merge the measures of the samples that fit with those of truncated long samples."""
     keep = np.ones(len(measured.arrays["row"]), dtype=bool)
     keep[long] = False
     arrays = {name: array[keep] for name, array in measured.arrays.items()}
@@ -78,8 +77,8 @@ def _id(source: Source, row: int) -> str:
 
 @dataclass(frozen=True)
 class Truncation:
-    messages: int
-    characters: int = 0  # of the last of them; 0: all
+    messages: int  # that are kept
+    characters: int = 0  # that are kept of the last message; 0: all
 
     def __call__(self, sample: Sample) -> Sample:
         messages = sample.messages[: self.messages]
@@ -91,7 +90,7 @@ class Truncation:
 
 @dataclass(frozen=True)
 class TruncateToLength:
-    """Measure a sample after the truncation that makes it fit; two further measures describe the truncation."""
+    """Truncate a sample to the row length and measure it. Two further measures describe the truncation."""
 
     processor: MediaProcessor
     length: int
@@ -114,7 +113,7 @@ class TruncateToLength:
         if turns_fit == 0:
             tokens = self.processor.measure(sample, sizes)["tokens"]
             raise TesseraError(
-                f"{tokens} tokens, and not even the first exchange fits into data.length {self.length}",
+                f"a sample of {tokens} tokens, whose first exchange alone is longer than data.length {self.length}",
                 code="data.sample-too-long",
             )
         return Truncation(turns_fit), measured(0, turns_fit)
@@ -128,7 +127,7 @@ class TruncateToLength:
         def fits(characters: int) -> bool:
             return characters == 0 or measured(characters)["tokens"] <= self.length
 
-        # A long document is not tokenised again and again: what fits is near its share, if its words are alike.
+        # Narrow the search first: the part that fits is about length / tokens of the text. Each trial tokenizes it.
         low, high = 0, len(text)
         guess = max(1, len(text) * self.length // max(1, self.processor.measure(sample, [])["tokens"]))
         for near in (guess * 3 // 4, guess * 3 // 2):
@@ -139,12 +138,14 @@ class TruncateToLength:
         if between > fitting // 2 and fits(between):
             fitting = between
         if fitting == 0:
-            raise TesseraError(f"not even a character fits into data.length {self.length}", code="data.sample-too-long")
+            raise TesseraError(
+                f"not even one character of a text fits into data.length {self.length}", code="data.sample-too-long"
+            )
         return Truncation(1, fitting), measured(fitting)
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number of low..high that fits, when `low` does and all below one that fits do too."""
+    """Return the largest number in low..high for which `fits` is true, by bisection. `low` is known to fit."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -160,12 +161,12 @@ def _text(message: Message) -> str:
     return "".join(str(part.value) for part in message.parts)
 
 
-Bad = tuple[str, str]  # sample id, why
+Bad = tuple[str, str]  # (sample id, reason)
 
 
 @dataclass(frozen=True, eq=False)
 class SourceIndex:
-    """Hold the usable rows of one data set with their measures, and the unusable ones with the reason."""
+    """Hold the usable rows of one data set with their measures, and the unusable rows with the reasons."""
 
     source: Source
     tables: AnyTables
@@ -175,7 +176,7 @@ class SourceIndex:
 
     @property
     def rows(self) -> np.ndarray:
-        """Return the row numbers in `source` of the usable samples, rising."""
+        """Return the row numbers of the usable samples in `source`, rising."""
         return self.tables["row"]
 
     @property
@@ -185,12 +186,12 @@ class SourceIndex:
 
     @property
     def id_hash(self) -> np.ndarray:
-        """Return the hash of each id: it finds ids that are given twice."""
+        """Return the hash of each sample id, by which repeated ids are found."""
         return self.tables["id_hash"]
 
     @property
     def bad(self) -> tuple[Bad, ...]:
-        """Return the first unusable samples, in the order of rows; `bad_count` counts all."""
+        """Return the first unusable samples, in the order of rows. `bad_count` is the number of all."""
         return tuple((bad.id, bad.reason) for bad in bad_rows(self.tables))
 
     @property
@@ -199,7 +200,7 @@ class SourceIndex:
 
     @property
     def unusable_count(self) -> int:
-        """Return how many samples are bad for another reason than that they are longer than a row."""
+        """Return the number of unusable samples without those that are only too long for a row."""
         return self.bad_count - int(self.tables.about.get("dropped", 0))
 
     def read(self, at: int) -> Sample:
@@ -219,13 +220,13 @@ class SourceIndex:
 
 @dataclass(frozen=True, eq=False)
 class SplitIndex:
-    """Number and read all usable samples of a split, in the order of sources and rows."""
+    """Number and read all usable samples of a split, one data set after another."""
 
     parts: tuple[SourceIndex, ...]
     starts: np.ndarray  # [parts + 1]: number of the first sample of each part
-    repeats: AnyTables  # of samples whose id was given before: "sample", rising, and "times" it was
-    identity: str  # hash of samples, measures and paths of files
-    content: str  # hash of samples and lengths, without the paths of files
+    repeats: AnyTables  # samples with a repeated id: "sample" (rising), and "times" that the id occurred before
+    identity: str  # hash of samples, measures and file paths
+    content: str  # hash of samples and lengths, without file paths
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -244,7 +245,7 @@ class SplitIndex:
         return np.concatenate(columns, dtype=np.int64)
 
     def measure(self, name: str, sample: int) -> int:
-        """Return one measure of one sample: from the map, where `column` would bring all into memory."""
+        """Return one measure of one sample, from the mapped file; `column` would load all samples into memory."""
         part, at = self._at(sample)
         return int(part.tables[f"column.{name}"][at])
 
@@ -259,15 +260,15 @@ class SplitIndex:
         return part.source, int(part.rows[at])
 
     def read(self, sample: int) -> tuple[Sample, Path]:
-        """Return a sample, its id made unique, and the root of its media."""
+        """Return a sample with a unique id, and the root folder of its media."""
         part, at = self._at(sample)
         sample_read = part.read(at)
         return Sample(self.unique_id(sample, sample_read.id), sample_read.messages), part.source.root
 
     def unique_id(self, sample: int, id: str) -> str:
-        """Return an id that names one sample: a repeated one gets a suffix.
+        """Return the id of a sample; a repeated id gets a suffix, such as ~2.
 
-        Data sets repeat ids (several conversations about one image), so that is no mistake of the user.
+        Repeated ids are not an error: some data sets have several conversations about one image under one id.
         """
         samples = self.repeats["sample"]
         nth = int(np.searchsorted(samples, sample))
@@ -281,7 +282,7 @@ class SplitIndex:
 
 
 def find_repeats(hashes: np.ndarray, **about: str) -> MemoryTables:
-    """Return which samples have the id of an earlier one, and of how many."""
+    """Return the samples whose id occurs earlier, and how often it does."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     begins = np.concatenate([[True], ordered[1:] != ordered[:-1]])
@@ -293,7 +294,7 @@ def find_repeats(hashes: np.ndarray, **about: str) -> MemoryTables:
 
 
 def is_sound(tables: AnyTables) -> bool:
-    """Return whether these can be the tables of a source."""
+    """Return whether tables have the form of an index of a data set."""
     try:
         measured = Measured.of(tables)
     except (KeyError, ValueError, TypeError):

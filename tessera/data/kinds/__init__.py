@@ -21,16 +21,16 @@ Work = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Hold the arguments from which a kind of data makes its rows."""
+    """Hold the arguments of a data kind: a function that returns the rows of a split."""
 
     section: DataSection
     split: Literal["train", "eval"]
     processor: Processor | None
     seed: int
-    cache_folder: Path | None = None  # for indexes; None: they are not stored
-    work: Work | None = None  # measures of samples by name -> FLOPs of each in each stream
-    dataset: Any = None  # a data set or loader as an object of the caller
-    step: StepSize | None = None  # where a step is a number of samples
+    cache_folder: Path | None = None  # where indexes are stored; None: nowhere
+    work: Work | None = None  # (measures of samples by name) -> FLOPs of each sample by stream
+    dataset: Any = None  # data set or loader that the caller passed as an object
+    step: StepSize | None = None  # set if steps count samples and not rows
 
 
 KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(KIND_NAMES, Maker("source of rows", bases=(RowSource,)))

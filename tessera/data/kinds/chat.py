@@ -27,19 +27,22 @@ log = logging.getLogger("tessera")
 
 
 def build(request: RowRequest) -> RowSource:
-    """Return the rows of a split. Held-out rows have the same order for every seed, so that runs can be compared."""
+    """Return the rows of a split. The order of held-out rows does not depend on the seed, so runs can be compared."""
     section, processor = request.section, chat_processor(request, "chat")
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(
-            f"not roles to train on: {section.train_on}", where="data.train_on", allowed=ROLES, code="data.unknown-role"
+            f"data.train_on has a role that cannot be trained on: {section.train_on}",
+            where="data.train_on",
+            allowed=ROLES,
+            code="data.unknown-role",
         )
     trained = processor.training_on(section.train_on, last_only=section.mask_history)
     if section.stream and request.split == "train":
         if request.step is not None:
             raise TesseraError(
-                "a step of so many samples needs the lengths of all of them, and those of streamed ones are not known",
+                "train.samples_per_step needs the lengths of all samples, which are unknown for streamed data",
                 where="train.samples_per_step",
-                fix="count rows: train.global_batch; or set data.stream=false",
+                fix="set train.global_batch, which counts rows, or data.stream=false",
                 code="data.stream-lengths-unknown",
             )
         pack = PackFile(request, trained)
@@ -48,20 +51,20 @@ def build(request: RowRequest) -> RowSource:
 
 
 def chat_processor(request: RowRequest, kind: str) -> ChatProcessor:
-    """Return the processor of a request. Raise if it serves no conversations."""
+    """Return the processor of a request. Raise if it cannot encode conversations."""
     processor = request.processor
     if not isinstance(processor, ChatProcessor):
         raise TesseraError(
-            f"{type(processor).__name__} cannot serve conversations",
+            f"{type(processor).__name__} cannot encode conversations",
             where=f"data.kind={kind}",
-            fix="use a family whose processor serves conversations (tessera.data.media.read.ChatProcessor)",
+            fix="use a family whose processor implements tessera.data.media.read.ChatProcessor",
             code="data.no-chat-processor",
         )
     return processor
 
 
 def with_format(section: DataSection, record_format: RecordFormat) -> DataSection:
-    """Return a section whose data sets all have one format."""
+    """Return a section in which all data sets have the given format."""
     sets = {
         name: [source.model_copy(update={"format": record_format}) for source in getattr(section, name)]
         for name in ("train", "eval")
@@ -71,7 +74,7 @@ def with_format(section: DataSection, record_format: RecordFormat) -> DataSectio
 
 @dataclass(frozen=True)
 class PackFile:
-    """Make the rows of a part of the data. Worker processes are given it, too."""
+    """Pack the samples of a part of the data into rows. It is pickled for worker processes."""
 
     request: RowRequest
     processor: MediaProcessor
@@ -88,8 +91,10 @@ def pack_rows(
     count_names: Sequence[str] = COUNTS,
     report: bool = True,
 ) -> PackedRows:
-    """Return the rows of a split: indexed, ordered and packed. `hole`, `count_names`: see `PackedRows`. `report`:
-    whether to log the number of rows; a stream of many files logs one line for all of them."""
+    """Return the rows of a split: indexed, ordered and packed.
+
+    `hole`, `count_names`: see `PackedRows`. `report`: log the number of rows; off for each file of a stream.
+    """
     section = request.section
     limits = limits_of(section)
     sections = section.train if request.split == "train" else section.eval
@@ -109,7 +114,7 @@ def pack_rows(
     pack = section.pack
     if pack and isinstance(processor, PadsSamples) and not processor.packs:
         pack = False
-        log.info("this class is not known to keep samples of one row apart: every row has one sample, with padding")
+        log.info("no packing: this model class may mix samples of one row, so every row is one sample with padding")
     packing = PackingConfig(section.length, seed, pack, section.shuffle, section.balance)
     order = _order(weigh(index, sections, request.work), packing, request)
     if report:
@@ -135,7 +140,7 @@ def _order(samples: Samples, packing: PackingConfig, request: RowRequest) -> Ord
 
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
-    """Return the measures of all samples that the order of rows depends on."""
+    """Return tokens, weights and FLOPs of all samples, from which rows are packed."""
     explicit = [section.weight for section in sections if section.weight is not None]
     weights = tuple(explicit) if len(explicit) == len(sections) else None
     tokens, starts = index.column("tokens"), np.asarray(index.starts, dtype=np.int64)
@@ -147,10 +152,10 @@ def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | Non
         token_work = {stream: float(flops[0]) for stream, flops in work(token).items()}
     except KeyError as error:
         raise TesseraError(
-            f"the model's work depends on {error}, which its processor does not measure",
+            f"ModelSpec.work of the model reads {error}, which its processor does not measure",
             where="data.balance",
             allowed=index.names,
-            fix="let Processor.measure return it, or leave ModelSpec.work out",
+            fix="add it to the result of Processor.measure, or remove ModelSpec.work",
             code="model.work-not-measured",
         ) from None
     return Samples(
@@ -169,7 +174,7 @@ def chat(request: RowRequest) -> RowSource:
     ):
         if any(source.format == kind for source in (*request.section.train, *request.section.eval)):
             raise TesseraError(
-                f"{what} are no conversations",
+                f"the data consists of {what}, which data.kind=chat does not read",
                 where="data.kind=chat",
                 fix=f"data.kind={kind}, with train.task={task}",
                 code="data.wrong-kind",

@@ -1,4 +1,4 @@
-"""A data set or loader that the user wrote, unchanged.
+"""Data kind `custom`: the user's own data set or loader, unchanged.
 
 data: {kind: custom, options: {dataset: "pkg.module:name", arguments: {...}}}
 data: {kind: custom, options: {loader: "pkg.module:make", arguments: {...}}}
@@ -47,7 +47,7 @@ def build(request: RowRequest) -> RowSource:
             raise TesseraError(
                 "no held-out data is given",
                 where=where,
-                fix="give data.options.eval its own dataset",
+                fix="set data.options.eval.dataset",
                 code="data.no-held-out-data",
             )
         options, where = options.eval, "data.options.eval"
@@ -71,9 +71,9 @@ def build(request: RowRequest) -> RowSource:
     forward = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__")
     if forward and not hasattr(data, "__iter__"):
         raise TesseraError(
-            f"{imported.path} gives a {type(data).__name__}, which is no {'loader' if is_loader else 'dataset'}",
+            f"{imported.path} is a {type(data).__name__}, which is not a {'loader' if is_loader else 'dataset'}",
             where=where,
-            fix="it needs __getitem__ and __len__, or __iter__",
+            fix="implement __getitem__ and __len__, or __iter__",
             code="data.not-a-dataset",
         )
     if is_loader:
@@ -85,14 +85,14 @@ def build(request: RowRequest) -> RowSource:
 
 
 def _check_key(imported: ImportedObject, data: Any, is_loader: bool, where: str) -> None:
-    """Raise for a loader that was named as a data set, whose batches would be taken for samples, and the reverse."""
+    """Raise if a loader is given as `dataset`, which would treat its batches as samples, or a data set as `loader`."""
     map_style = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
     if is_loader == isinstance(data, DataLoader) or (is_loader and not map_style):
         return
     right, wrong = ("dataset", "loader") if is_loader else ("loader", "dataset")
-    rows = "" if is_loader else "; each of its batches counts as one row: train.micro_batch=1"
+    rows = "" if is_loader else "; every batch of a loader is one row: train.micro_batch=1"
     raise TesseraError(
-        f"{imported.path} gives a {type(data).__name__}, which is no {wrong} but a {right}",
+        f"{imported.path} is a {type(data).__name__}, which is not a {wrong} but a {right}",
         where=f"{where}.{wrong}",
         fix=f"{where}.{right}={imported.path}{rows}",
         code="data.dataset-is-loader",

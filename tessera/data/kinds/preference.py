@@ -1,8 +1,8 @@
-"""Pairs of answers to one question, the better and the worse: what `train.task=dpo` learns from.
+"""Data kind `preference`: pairs of a chosen and a rejected answer to one question, for `train.task=dpo` and others.
 
 A pair is one sample: two segments in one row, each with the full question. Media is decoded once and used twice.
-`pair` [T] has the answer that each token of the batch belongs to: 2 n for the better one of pair n, 2 n + 1 for the
-worse one, -1 for padding. `pair_ids` [pairs] counts the pairs.
+`pair` [T] has the answer of each token: 2 n for the chosen answer of pair n, 2 n + 1 for the rejected one, -1 for
+padding. `pair_ids` [pairs] is 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tessera.errors import TesseraError
 
 @dataclass
 class EncodedPair(Encoded):
-    """Both answers one behind the other, and each of them."""
+    """Hold the question with the chosen answer, then with the rejected answer; `answers` holds them separately."""
 
     answers: tuple[Encoded, ...] = ()
 
@@ -56,7 +56,7 @@ class PairProcessor:
         return self.inner.target(kind, size)
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> PairProcessor:
-        """Return the same processor: only the answers are compared, not earlier turns of the assistant."""
+        """Return a processor that trains on the last answer only, whatever `roles` are."""
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:
@@ -93,7 +93,7 @@ class PairProcessor:
                         pair[at : at + len(answer.tokens)] = 2 * count + side
                         at += len(answer.tokens)
                     count += 1
-                else:  # a hole, where a sample could not be read
+                else:  # masked tokens in place of an unreadable sample
                     at += len(item.tokens)
         counts = {**batch.counts, "samples": sum(len(row) for row in rows), "pairs": count}
         return replace(batch.with_tensors(pair=pair, pair_ids=torch.arange(count)), counts=counts)
@@ -117,7 +117,7 @@ class PairProcessor:
 
 
 def _apart(sample: Sample) -> tuple[Sample, Sample]:
-    """Return the conversation with the better answer, and with the worse one."""
+    """Return the conversation with the chosen answer, and the one with the rejected answer."""
     *question, better, worse = sample.messages
     assert (better.role, worse.role) == (CHOSEN, REJECTED), "a pair ends with its two answers"
     return tuple(Sample(sample.id, (*question, Message("assistant", one.parts))) for one in (better, worse))  # type: ignore[return-value]
@@ -127,14 +127,14 @@ def build(request: RowRequest) -> RowSource:
     section, processor = request.section, chat_processor(request, "preference")
     if isinstance(processor, PadsSamples):
         raise TesseraError(
-            "classes of transformers are not trained on pairs of answers yet",
+            "data.kind=preference does not support the family transformers yet",
             where="data.kind=preference",
-            fix="use a model that has a family of its own, or data.kind=chat",
+            fix="use a model that has its own family, or data.kind=chat",
             code="data.pairs-not-supported",
         )
     if section.truncate != "never":
         raise TesseraError(
-            "a pair cannot be cut by turns: both of its answers are at its end",
+            "a pair cannot be truncated: its answers are the last turns",
             where="data.truncate",
             allowed=["never"],
             code="data.cannot-truncate",

@@ -1,10 +1,9 @@
-"""Single answers that were found good or bad: what `train.task=kto` learns from.
+"""Data kind `unpaired_preference`: single answers with a label, good or bad, for `train.task=kto`.
 
-A sample is a question with one answer and a label. A row also holds each of its questions with the answer of another
-sample: the log-probability of mismatched answers measures how far the model has moved. Together they take exactly twice
-the tokens. `pair` [T] has the segment of each token: 2 n for sample n, 2 n + 1 for its question with another answer, -1
-for padding. `desirable` [samples] has the label, `pair_row` [samples] the row in the batch, and `pair_ids` [samples]
-counts the samples.
+A sample is a question with one answer and a label. A row also contains each question with the answer of another sample
+of the row: KTO estimates the KL divergence from such mismatched answers. So a sample takes twice its tokens. `pair` [T]
+has the segment of each token: 2 n for sample n, 2 n + 1 for its question with another answer, -1 for padding.
+`desirable` [samples] has the label, `pair_row` [samples] the row in the batch, and `pair_ids` [samples] is 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tessera.errors import TesseraError
 
 @dataclass
 class RatedAnswer(Encoded):
-    """One answer with its label. Its length is that of the sample and of its question with another answer."""
+    """Hold an answer with its label. The length counts the sample twice: also its question with another answer."""
 
     desirable: bool = True
 
@@ -41,7 +40,7 @@ class RatedAnswer(Encoded):
 
 @dataclass(frozen=True)
 class RatedProcessor(PairProcessor):
-    """Wrap a `ChatProcessor` for samples whose last turn is an answer that was found good or bad."""
+    """Wrap a `ChatProcessor` for samples whose last turn is an answer with a label, good or bad."""
 
     @property
     def fingerprint(self) -> str:
@@ -76,7 +75,7 @@ class RatedProcessor(PairProcessor):
                     at += len(answer.tokens)
             marks += [(answer.desirable, number) for answer in rated]
             count += len(rated)
-            # Behind them, so that no token of theirs moves: holes, where a sample could not be read.
+            # Masked tokens of unreadable samples come last, so that the positions of the others do not change.
             spread.append([*rated, *moved, *(item for item in row if not isinstance(item, RatedAnswer))])
         batch = self.inner.collate(spread, length)
         return replace(
@@ -105,7 +104,7 @@ def _as_chat(sample: Sample) -> Sample:
 
 
 def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
-    """Return the question of one sample with the answer of another. Answers are text, which counts positions by one."""
+    """Return the question of one sample with the answer of another. Positions of an answer rise by 1: it is text."""
     asks, begins = _answer_start(question), _answer_start(answer_of)
     answer = answer_of.tokens[begins:]
     ahead = torch.arange(len(answer)) + _position_after(question.positions[..., :asks])
@@ -120,7 +119,7 @@ def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
 
 
 def _answer_start(encoded: Encoded) -> int:
-    """Return the place of the first token that has a label: the answer's own."""
+    """Return the index of the first token with a label: the beginning of the answer."""
     trained = (encoded.labels != IGNORE).nonzero()
     return int(trained[0]) if len(trained) else len(encoded.tokens)
 
@@ -133,7 +132,7 @@ def build(request: RowRequest) -> RowSource:
     section, processor = request.section, chat_processor(request, "unpaired_preference")
     if section.truncate != "never":
         raise TesseraError(
-            "a rated answer cannot be cut by turns: it is at the end",
+            "an answer with a label cannot be truncated: it is the last turn",
             where="data.truncate",
             allowed=["never"],
             code="data.cannot-truncate",

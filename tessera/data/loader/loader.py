@@ -1,4 +1,4 @@
-"""From rows to batches on the device: rows of each rank, worker processes and how many, copies ahead of use."""
+"""From rows to batches on the device: rows of each rank, worker processes, and copies to the device ahead of use."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tessera.runtime.process import usable_cpus
 
 class _Copying(NamedTuple):
     batch: Batch
-    done: Any  # the event of its copy; None where nothing is copied
+    done: Any  # event of the copy; None if nothing is copied
 
 
 class DeviceCopy:
-    """Copy batches to the device through page-locked memory, on a stream of its own; do nothing on a CPU."""
+    """Copy batches to the device through page-locked memory, on a separate stream. On a CPU, do nothing."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -43,7 +43,7 @@ class DeviceCopy:
         return _Copying(*self._copies.start(lambda: batch.pin_memory().to(device, non_blocking=True)))
 
     def finish(self, copying: _Copying) -> Batch:
-        """Return the batch once it is on the device. To be called by the thread that computes."""
+        """Wait for the copy and return the batch. To be called by the thread that computes."""
         if self._copies is not None:
             bounds = [segments.bounds for segments in copying.batch.segments.values()]
             self._copies.finish(copying.done, [*copying.batch.tensors.values(), *bounds])
@@ -51,9 +51,9 @@ class DeviceCopy:
 
 
 class Prefetcher:
-    """Draw batches in a thread of its own, with at most `depth` of them on the device, or being copied, ahead of use.
+    """Read batches and copy them to the device in a background thread, at most `depth` batches ahead of use.
 
-    Page-locking and copying cost the computing thread nothing. What drawing raises is raised in turn.
+    An exception of the background thread is raised by the `__next__` call that would return its batch.
     """
 
     def __init__(self, batches: Generator[Batch], to_device: DeviceCopy, depth: int) -> None:
@@ -73,7 +73,7 @@ class Prefetcher:
         return self._to_device.finish(ready)
 
     def close(self) -> None:
-        """End the thread. The pool that makes the batches must have been stopped before."""
+        """End the thread. The pool that makes the batches must be stopped before."""
         self._stopped.set()
         self._thread.join()
 
@@ -97,22 +97,22 @@ class Prefetcher:
         return False
 
 
-WAIT = 0.02  # share of a step that may be spent in waiting
-_WINDOW = 8  # steps that are judged together
-_LONG_S = 2.0  # so much waiting is enough to judge by
-_WORTH_S = 5.0  # what processes must save in all to be begun
-_UNSETTLED = 2  # steps that are not judged: the first ones, and those after a change
-_WINDOWS = 8  # judged at most
+WAIT = 0.02  # share of a step's time that may be spent waiting for data
+_WINDOW = 8  # steps per decision
+_LONG_S = 2.0  # seconds of waiting after which a decision is made before a window is full
+_WORTH_S = 5.0  # seconds that the first worker processes must save over the run
+_UNSETTLED = 2  # steps that are ignored at the start and after each change
+_WINDOWS = 8  # decisions at most
 
 
 class Tuner:
-    """Find the best number of worker processes, `workers`. It begins at `first`: cheap data needs no process."""
+    """Find the best number of worker processes, `workers`, from measured times. It starts at `first`."""
 
     def __init__(self, cpus: int, micro_batches: int, steps: int | None = None, first: int = 0) -> None:
         self.workers = first
         self.settled = False
-        self.batch_seconds = 0.0  # to make one, in the training process
-        self.step_seconds = 0.0  # without the wait for data
+        self.batch_seconds = 0.0  # time to make a batch in the training process
+        self.step_seconds = 0.0  # time of a step without the wait for data
         self._cpus = max(1, cpus)
         self._micro_batches = micro_batches
         self._steps_left = math.inf if steps is None else float(steps)
@@ -121,7 +121,7 @@ class Tuner:
         self._restart()
 
     def observe(self, waited: float, elapsed: float) -> None:
-        """Take the times of one step: seconds since the step before, of which `waited` for data."""
+        """Record one step: `elapsed` seconds since the previous step, of which `waited` were spent waiting for data."""
         self._steps_left -= 1
         if self._unsettled and (self.workers or waited < _LONG_S):
             self._unsettled -= 1
@@ -150,7 +150,7 @@ class Tuner:
             return
         if self.workers == 0:
             needed = 1.25 * waiting / computing
-        else:  # so many made a step's batches in all of its time
+        else:  # `workers` make the batches of a step in waiting + computing seconds
             needed = self.workers * (waiting + computing) / computing
         self.workers = int(min(self._cpus, max(self.workers + 1, math.ceil(needed))))
         self._unsettled = _UNSETTLED
@@ -166,8 +166,7 @@ class Tuner:
 
 
 def workers_per_rank(ranks_here: int = 1) -> int:
-    """Return how many worker processes one of the ranks on this machine may have: its share of the processors, less the
-    one that it uses itself."""
+    """Return the number of worker processes per rank: an equal share of the CPUs, minus one for the rank itself."""
     return max(1, int(usable_cpus() / ranks_here) - 1)
 
 
@@ -177,24 +176,23 @@ def _ms(seconds: float) -> str:
 
 log = logging.getLogger("tessera")
 
-_ON_DEVICE = 8  # batches of the next step that are on the device before it begins, at most
+_ON_DEVICE = 8  # limit of batches that are copied to the device ahead of use
 
-_Item = tuple[list[int], Mapping[int, str]]  # rows of a micro-batch; samples to leave out, with the reason
+_Item = tuple[list[int], Mapping[int, str]]  # (rows of a micro-batch, {number of a sample to skip: reason})
 
 
 class Loader:
-    """Yield, for each step without end, this rank's micro-batches, on `device`.
+    """Yield the micro-batches of this rank on `device`, one list per step, without end.
 
-    Step s has the rows from start_row + s * global_batch on; `split_rows` assigns them to ranks and
-    micro-batches. So any number of ranks, micro-batches or workers together see the same rows at the same
-    step. The start is a row and not a step: a run that is resumed with another global batch goes on where it stood.
+    Step s has the rows from start_row + s * global_batch on. `split_rows` assigns them to ranks and micro-batches, so
+    the rows of a step do not depend on the numbers of ranks, micro-batches and workers. The start is given as a row,
+    because a resumed run may have another global batch.
 
-    With workers, at most workers * prefetch batches wait in host memory, and one step's, 8 at most, on the device;
-    nothing more is read until one is taken. `workers="auto"` begins without processes and adds them as the wait for
-    data asks for; `steps`, if known, bounds the possible gain. A source that decodes media has a process from
-    the beginning: a decoder that crashes must not take the run along. `prepare` is applied to every batch before it
-    goes to the device, in the thread that copies batches ahead where there are workers. `encode` is applied to those of
-    `encode_steps` steps together, on the device, before the first of them is given.
+    With workers, at most workers * prefetch batches wait in host memory, and those of one step, at most 8, on the
+    device. `workers="auto"` starts without worker processes and adds some if steps wait for data; `steps`, if known,
+    limits the possible gain. A source with media starts with one worker, because a decoder that crashes would end the
+    run. `prepare` is applied to every batch before the copy to the device. `encode` is applied to the batches of
+    `encode_steps` steps at once, on the device.
     """
 
     def __init__(
@@ -219,7 +217,7 @@ class Loader:
         check_batch(global_batch, micro_batch, ranks)
         assert 0 <= rank < ranks
         self.micro_batches = global_batch // (micro_batch * ranks)
-        self.wait_seconds = 0.0  # spent in waiting for data since the start
+        self.wait_seconds = 0.0  # total time spent waiting for data
         self._tuner: Tuner | None = None
         one_reader = source.sequential
         first = 0
@@ -240,7 +238,7 @@ class Loader:
         self._batches = self._make(rows)
         self._to_device = DeviceCopy(device)
         self._prefetcher = self._start_prefetch() if self._pool.workers else None
-        self._last: float | None = None  # when the last step was given
+        self._last: float | None = None  # time at which the last step was returned
         self._closed = False
 
     def __iter__(self) -> Loader:
@@ -258,19 +256,19 @@ class Loader:
         now = time.perf_counter()
         self.wait_seconds += now - began
         if self._tuner is not None:
-            waited = now - began  # how long the first step computes is not known yet: as long as it waits, say
+            waited = now - began  # the computing time of the first step is unknown: assume the same
             self._tune(self._tuner, waited, 2 * waited if self._last is None else now - self._last)
         self._last = now
         return step
 
     def _step(self) -> list[Batch]:
-        """Return the micro-batches of the next step; where several steps are encoded together, all of them are read."""
+        """Return the micro-batches of the next step. With `encode`, read and encode those of several steps at once."""
         count = self.micro_batches
         if self._encode is None:
             return [self._next() for _ in range(count)]
         if not self._encoded:
             steps_left = self._encode_steps if self._steps_left is None else max(1, self._steps_left)
-            steps = min(self._encode_steps, steps_left)  # nothing is encoded that no step will use
+            steps = min(self._encode_steps, steps_left)  # none beyond the end of the run
             self._encoded = self._encode([self._next() for _ in range(count * steps)])
         if self._steps_left is not None:
             self._steps_left -= 1
@@ -283,7 +281,7 @@ class Loader:
         return self._to_device.finish(self._to_device.start(next(self._batches)))
 
     def close(self) -> None:
-        """End the workers, also one that is stuck in a decoder."""
+        """End all worker processes, also one that hangs in a decoder."""
         self._closed = True
         self._pool.stop()
         if self._prefetcher is not None:
@@ -323,7 +321,7 @@ class Loader:
     def _grow(self, workers: int) -> bool:
         try:
             self._pool.grow(workers)
-        except Exception as error:  # of a class that only this process knows, say: such data is read here
+        except Exception as error:  # the source cannot be pickled: read it in this process
             log.info("loader: no worker processes: %s", first_line(error))
             self._tuner = None
             return False
@@ -331,9 +329,9 @@ class Loader:
 
 
 class RowReader:
-    """Make batches of any rows, in the order asked for, in processes that are started when first needed and then kept.
+    """Make batches of given rows, in order, in worker processes that are started at the first call and reused.
 
-    Without workers, or where the source cannot be pickled, batches are made in this process.
+    Without workers, or if the source cannot be pickled, batches are made in the calling process.
     """
 
     def __init__(self, source: RowSource, workers: int, sample_timeout_s: float | None = None) -> None:
@@ -349,7 +347,7 @@ class RowReader:
         work = partial(_make_batch, self.source)
         try:
             return Pool(work, self.workers, timeout_s=self.sample_timeout_s)
-        except Exception as error:  # as in `Loader`
+        except Exception as error:  # the source cannot be pickled
             log.info("no worker processes: %s", first_line(error))
             return Pool(work, 0)
 
@@ -364,16 +362,16 @@ def _batches(pool: Pool, rows: Iterable[list[int]]) -> Generator[Batch]:
     for item, batch in pool.map(items, _without_lost):
         if isinstance(batch, Lost):
             raise TesseraError(
-                f"a batch of rows {few_names([str(row) for row in item[0]])} could not be made: {batch.reason}",
+                f"the batch of rows {few_names([str(row) for row in item[0]])} ended its worker: {batch.reason}",
                 where="data",
-                fix="set data.workers=0 to see where; fewer workers need less memory",
+                fix="set data.workers=0 to see the error, or a lower number to save memory",
                 code="data.batch-ends-worker",
             )
         yield batch
 
 
 def _make_batch(source: RowSource, item: _Item, note: Note) -> Batch:
-    """Make one micro-batch: the work of a pool."""
+    """Make one micro-batch: the work function of the `Pool`."""
     rows, lost = item
     return source.guarded(rows, lost, note)
 
@@ -388,7 +386,7 @@ def _without_lost(item: _Item, lost: Lost) -> _Item | None:
 def _row_lists(
     source: RowSource, global_batch: int, micro_batch: int, rank: int, ranks: int, start_row: int
 ) -> Iterator[list[int]]:
-    """Yield the row numbers of one micro-batch after another, without end."""
+    """Yield the row numbers of this rank's micro-batches, without end."""
     for first in itertools.count(start_row, global_batch):
         rows = range(first, first + global_batch)
         for indices in split_rows(source.work(rows), global_batch, ranks, micro_batch)[rank]:

@@ -13,17 +13,17 @@ from tessera.data.media.files import Limits, Opened, Target, refusing, size_of
 from tessera.data.media.images import open_image, rgb_of
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
 
-_MIN_DELAY = 0.011  # seconds: shorter frames are shown for a tenth of a second, as every browser does
+_MIN_DELAY = 0.011  # seconds: a shorter duration means 0.1 s, as in every browser
 _DEFAULT_DELAY = 0.1
 
 
 def _check_end(file: BinaryIO) -> None:
-    """Raise for a GIF that was cut off: Pillow would read the frames before the cut without an error."""
+    """Raise if a GIF is truncated. Pillow would read the frames before the cut without an error."""
     file.seek(max(0, size_of(file) - 16))
     end = file.read(16).rstrip(b"\0\r\n")
     file.seek(0)
     if file.read(4) == b"GIF8" and not end.endswith(b";"):
-        raise ValueError("it ends within a frame")
+        raise ValueError("the file is truncated")
 
 
 def is_animation(file: BinaryIO) -> bool:
@@ -48,7 +48,7 @@ def decode(
         header = _header(image)
         size = checked_size(header, source.name, limits, sampling, target)
         frames = Frames(sampling.choose(header.total, header.rate), size, target, source.name)
-        with suppress(EOFError):  # fewer frames than in the header: `Frames.stacked` decides
+        with suppress(EOFError):  # fewer frames than the header states: `Frames.stacked` repeats one or raises
             while (number := frames.next) is not None:
                 image.seek(number + _still_images(image))
                 image.load()
@@ -57,18 +57,18 @@ def decode(
 
 
 def _header(image: Image.Image) -> VideoHeader:
-    """Return the frames of an animation and their rate. Durations are known once Pillow reaches the frames."""
+    """Return size, number of frames and frame rate of an animation. Pillow reads a duration with its frame."""
     before = _still_images(image)
     total = max(1, getattr(image, "n_frames", 1) - before)  # a still image is a video of one frame
     seconds = 0.0
     for number in range(total if total > 1 else 0):
         image.seek(number + before)
-        image.load()  # sets the duration of a WebP
+        image.load()  # a WebP has the duration only after that
         delay = float(image.info.get("duration", 0)) / 1000
         seconds += delay if delay >= _MIN_DELAY else _DEFAULT_DELAY
     return VideoHeader(*image.size, total, total / seconds if seconds else None)
 
 
 def _still_images(image: Image.Image) -> int:
-    """Return how many images come before the frames: a PNG may have one for viewers without animation."""
+    """Return the number of images before the first frame: 1 for a PNG with a default image, otherwise 0."""
     return 1 if getattr(image, "default_image", False) and getattr(image, "n_frames", 1) > 1 else 0

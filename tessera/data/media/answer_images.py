@@ -1,6 +1,6 @@
-"""Write small copies of the images of answers into the folder of a run, for its report.
+"""Write small copies of the images of evaluated questions into the run folder, for the report.
 
-A report embeds files of the run's folder alone: a run may come from somebody else, and name any file of this machine.
+A report embeds only files of the run folder: the records of a run from somebody else may name any file of this machine.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from tessera.errors import TesseraError
 from tessera.runtime.files import replace_file
 
 FOLDER = "answer_images"
-SHOWN = "shown"  # of a row: a copy of each of its images, {file, width, height}, or None
-IMAGE_PIXELS = 420  # the longer side of a copy
-TINY = 64  # an image no larger is kept exactly
+SHOWN = "shown"  # key of a row for the copies of its images: {file, width, height}, or None
+IMAGE_PIXELS = 420  # longer side of a copy
+TINY = 64  # images up to this size are copied without loss, as PNG
 MOST_COPIES = 400
-_MOST_IMAGES = 6  # of an answer
+_MOST_IMAGES = 6  # per row
 
 
 def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of `answers.jsonl` that name copies of their images in the folder of a run; of many rows, those with
-    mistakes and then the first ones."""
+    """Copy the images of rows of `answers.jsonl` into a run folder. Return the rows with the names of the copies.
+
+    At most `MOST_COPIES` images are copied, first those of wrong answers.
+    """
     copies: dict[str, dict[str, Any] | None] = {}
     for row in sorted(rows, key=lambda row: bool(row["correct"])):
         for path in row["images"][:_MOST_IMAGES]:
@@ -38,11 +40,11 @@ def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 
 def _copy(folder: Path, path: str) -> dict[str, Any] | None:
-    """Write a copy of an image and return its row; None if the path names no file or no readable image."""
+    """Write a copy of an image and return its file name and size; None if the image cannot be read."""
     try:
         changed = Path(path).stat().st_mtime_ns
         image = read_image(Path(path), Limits())
-    except (TesseraError, OSError, ValueError):  # a path may hold anything
+    except (TesseraError, OSError, ValueError):  # missing, no image, or an invalid path
         return None
     width, height = image.size
     name = hashlib.sha256(f"{path} {changed}".encode("utf-8", "surrogateescape")).hexdigest()[:20]
@@ -54,7 +56,7 @@ def _copy(folder: Path, path: str) -> dict[str, Any] | None:
 
 
 def small_copy(image: Image.Image) -> tuple[bytes, str]:
-    """Return an image of at most `IMAGE_PIXELS` a side, encoded, and its format: a tiny one exactly, others as JPEG."""
+    """Return an encoded copy of at most `IMAGE_PIXELS` per side, and its format: tiny images as PNG, others as JPEG."""
     tiny = max(image.size) <= TINY
     image.thumbnail((IMAGE_PIXELS, IMAGE_PIXELS), Image.Resampling.BICUBIC)
     content = io.BytesIO()

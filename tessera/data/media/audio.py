@@ -13,18 +13,18 @@ from tessera.data.media.containers import container, decoder
 from tessera.data.media.files import Limits, Opened, refusing, size_of
 from tessera.errors import TesseraError
 
-# The length in headers of these formats is a guess from the bit rate: packets are read (not decoded) and counted.
+# FFmpeg only estimates the length of these formats from the bit rate, so the durations of all packets are added up.
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}
-_SLACK_SECONDS = 0.1  # encoders put a little silence before and behind
+_SLACK_SECONDS = 0.1  # encoders add a little silence at both ends
 _SLACK_SHARE = 0.005
 _RATES = range(1000, 768_001)
-_WAV_CHUNKS = 100  # before the samples
-_WAV_UNKNOWN = 0x7FFF0000  # bytes: programs that write to a pipe claim about so many, or more
+_WAV_CHUNKS = 100  # limit of RIFF chunks before the samples
+_WAV_UNKNOWN = 0x7FFF0000  # bytes: a larger size in the header means unknown, as programs write it to a pipe
 
 
 @dataclass(frozen=True)
 class AudioSampling:
-    """State how audio is decoded: one channel of `rate` samples per second. Longer than `max_seconds` is refused."""
+    """State how audio is decoded: to one channel of `rate` samples per second. Audio above `max_seconds` is refused."""
 
     rate: int
     max_seconds: float = 1800.0
@@ -37,7 +37,7 @@ def probe(source: Opened, limits: Limits, sampling: AudioSampling) -> MediaSize:
 
 
 def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.ndarray, MediaSize]:
-    """Return float32 [samples] in -1..1, as many as `probe` returns, and the size."""
+    """Return float32 [samples] between -1 and 1, as many as `probe` promises, and the size."""
     _check_wav(source)
     with container(source, "audio", limits) as held:
         expected = _sample_count(held, source.name, sampling)
@@ -47,8 +47,8 @@ def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.
     decoded = sum(len(chunk) for chunk in chunks)
     if abs(decoded - expected) > slack:
         raise TesseraError(
-            f"damaged audio: {source.name} (its header says {expected / sampling.rate:.2f} s, "
-            f"{'more' if decoded > expected else f'{decoded / sampling.rate:.2f} s'} could be decoded)",
+            f"damaged audio: {source.name} (the header states {expected / sampling.rate:.2f} s, "
+            f"{'more' if decoded > expected else f'only {decoded / sampling.rate:.2f} s'} could be decoded)",
             code="media.damaged-file",
         )
     sound = np.concatenate([*chunks, np.zeros(max(0, expected - decoded))], dtype=np.float32)[:expected]
@@ -56,7 +56,7 @@ def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.
 
 
 def _check_wav(source: Opened) -> None:
-    """Refuse a WAV file that was cut off: FFmpeg would read the rest without an error."""
+    """Raise if a WAV file is truncated. FFmpeg would read it without an error."""
     source.file.seek(0)
     head, at, size = source.file.read(12), 12, size_of(source.file)
     if head[:4] != b"RIFF" or head[8:] != b"WAVE":
@@ -69,14 +69,14 @@ def _check_wav(source: Opened) -> None:
         at += 8 + length + length % 2
     if name == b"data" and size < at + 8 + length < _WAV_UNKNOWN:
         raise TesseraError(
-            f"damaged audio: {source.name} (its header says {length} bytes of sound, {size - at - 8} are in it)",
+            f"damaged audio: {source.name} (the header states {length} bytes of samples, the file has {size - at - 8})",
             code="media.damaged-file",
         )
 
 
 def _stream(held: Any, name: str) -> Any:
     if not held.streams.audio:
-        raise TesseraError(f"unreadable audio: {name} (no sound in it)", code="media.no-such-stream")
+        raise TesseraError(f"unreadable audio: {name} (no audio stream)", code="media.no-such-stream")
     return held.streams.audio[0]
 
 
@@ -95,27 +95,27 @@ def _sample_count(held: Any, name: str, sampling: AudioSampling) -> int:
             seconds = float(ticks * stream.time_base)
     if rate not in _RATES or seconds <= 0:
         raise TesseraError(
-            f"unreadable audio: {name} ({seconds:.2f} s at {rate} samples a second)", code="media.unreadable-file"
+            f"unreadable audio: {name} ({seconds:.2f} s at {rate} samples per second)", code="media.unreadable-file"
         )
     if seconds > sampling.max_seconds:
         raise TesseraError(
-            f"audio header claims too much: {name} lasts {seconds:.0f} s, {sampling.max_seconds:g} are allowed",
-            fix="cut it, or raise max_seconds",
+            f"audio is too long: {name} lasts {seconds:.0f} s, the limit is {sampling.max_seconds:g} s",
+            fix="shorten the file, or raise max_seconds",
             code="media.audio-too-long",
         )
     return max(1, round(seconds * sampling.rate))
 
 
 def _decoded_chunks(held: Any, stream: Any, rate: int, most: int) -> Iterator[np.ndarray]:
-    """Yield the decoded audio frame by frame; stop when there is more than in the header."""
+    """Yield the decoded audio frame by frame. Stop after more than `most` samples."""
     from av import AudioResampler
 
     decoder(stream)
-    # Channels are joined by their mean: FFmpeg would add them up, beyond 1.
+    # Channels are averaged below: FFmpeg's own mix adds them, which exceeds 1.
     resampler = AudioResampler(format="fltp", rate=rate)
     decoded = 0
     for frame in held.decode(stream):
-        frame.pts = None  # gaps in the times of a file are not filled
+        frame.pts = None  # otherwise the resampler fills gaps between timestamps
         for chunk in resampler.resample(frame):
             decoded += chunk.samples
             yield chunk.to_ndarray().mean(axis=0)

@@ -1,8 +1,8 @@
-"""Video and audio containers, opened by PyAV. FFmpeg sees one stream of bytes without a name and may open nothing else.
+"""Video and audio containers, opened by PyAV. FFmpeg gets one stream of bytes without a name and may open nothing else.
 
-Two things are read from the boxes of MP4 files here. PyAV gives the rotation of a video only with a decoded frame, and
-an index decodes none. And FFmpeg unpacks a compressed header of any size, and may build a table of all samples that a
-header claims, before anything is read: such claims are compared with the file first.
+Two things are read from the boxes of MP4 files here. First, the rotation of a video: PyAV returns it only with a
+decoded frame, and an index decodes none. Second, the number of samples in the header: FFmpeg allocates a table for all
+of them, and decompresses headers of any size, so a false number is refused before FFmpeg opens the file.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from tessera.data.media.files import Limits, Opened, reason, size_of
 from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 
-# Containers that hold their own data. Playlists, concatenations and patterns of file names are not among them.
+# Formats that contain their data. Formats that open other files are not allowed: playlists, concat, image patterns.
 _DEMUXERS = (
     "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,h264,hevc,av1,obu,ivf,flv,asf,ogg,mxf,dv,mjpeg,yuv4mpegpipe,"
     "wav,w64,aiff,au,caf,mp3,aac,flac,ac3,eac3,amr,amrnb,amrwb,ape,wv,tta"
 )
 _BUFFER = 1 << 17
-_PIXEL_BYTES = 64  # of memory for each pixel of a frame: decoders hold up to 17 frames
+_PIXEL_BYTES = 64  # memory per pixel of a frame: decoders keep up to 17 frames
 _SLACK_BYTES = 512 << 20
 _NESTED = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"}
 _MAX_BOXES = 100_000
-# (a, b, c, d) of the matrix in a track's header -> quarters of a turn, clockwise
+# (a, b, c, d) of the matrix in a track header -> clockwise rotation in quarter turns
 _QUARTERS = {(1, 0, 0, 1): 0, (0, 1, -1, 0): 1, (-1, 0, 0, -1): 2, (0, -1, 1, 0): 3}
 
 
 @contextmanager
 def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
-    """Open a PyAV container. `kind` is what errors call the file."""
+    """Open a file with PyAV. `kind`: "video" or "audio", for error messages."""
     try:
         import av
     except ModuleNotFoundError:
@@ -44,28 +44,28 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
     options = {
         "format_whitelist": _DEMUXERS,
         "protocol_whitelist": "none",
-        # Decoders add edges. Frames that are really too large are refused later, with a message.
+        # Twice the limit, because decoders pad frames. `checked_size` refuses frames that are too large.
         "max_pixels": str(2 * limits.max_image_pixels + (1 << 20)),
     }
     with memory_limit(_PIXEL_BYTES * limits.max_image_pixels + 4 * limits.max_video_pixels + _SLACK_BYTES):
         try:
-            # FFmpeg requests bytes from the Python file: that is when the time limit of a sample can act.
+            # FFmpeg reads through the Python file, so the time limit of a sample can interrupt it.
             opened = av.open(source.file, options=options, metadata_errors="replace", buffer_size=_BUFFER)
         except TesseraError:
             raise
-        except Exception as error:  # what a demuxer raises on foreign bytes is not listed anywhere
-            listed = not isinstance(error, av.error.ArgumentError)  # the error for a container that is not on the list
-            why = reason(error) if listed else f"not a {kind} file of a known kind"
+        except Exception as error:  # demuxers raise undocumented errors on damaged files
+            allowed = not isinstance(error, av.error.ArgumentError)  # raised for a format that is not in _DEMUXERS
+            why = reason(error) if allowed else f"not a supported {kind} format"
             raise TesseraError(f"unreadable {kind}: {source.name} ({why})", code="media.unreadable-file") from None
         with opened:
             yield opened
 
 
 def decoder(stream: Any, max_pixels: int | None = None) -> Any:
-    """Return the decoder of a stream, with one thread: a loader has processes enough."""
+    """Return the decoder of a stream, limited to one thread: the loader runs several processes."""
     context = stream.codec_context
     if context is None:
-        raise TesseraError("no decoder for it", code="media.no-decoder")
+        raise TesseraError("FFmpeg has no decoder for this stream", code="media.no-decoder")
     context.thread_count = 1
     if max_pixels is not None:
         context.options = {"max_pixels": str(max_pixels)}
@@ -76,27 +76,27 @@ def decoder(stream: Any, max_pixels: int | None = None) -> Any:
 
 
 def check_boxes(source: Opened, kind: str) -> None:
-    """Refuse a header that claims more samples than the file has bytes, or that is compressed."""
+    """Raise if an MP4 header states more samples than the file has bytes, or is compressed."""
     if not _is_mp4(source.file):
         return
     size, claimed = size_of(source.file), 0
     for name, start, _ in boxes(source, kind, size):
         if name == b"cmov":
             raise TesseraError(
-                f"unreadable {kind}: {source.name} (a compressed header)", code="media.compressed-header"
+                f"unreadable {kind}: {source.name} (its header is compressed)", code="media.compressed-header"
             )
         if name in (b"stsz", b"stz2", b"trun"):
             source.file.seek(start + (4 if name == b"trun" else 8))
             claimed += int.from_bytes(source.file.read(4), "big")
             if claimed > size:
                 raise TesseraError(
-                    f"unreadable {kind}: {source.name} (its header claims {claimed} samples in {size} bytes)",
+                    f"unreadable {kind}: {source.name} (its header states {claimed} samples in {size} bytes)",
                     code="media.header-claims-too-much",
                 )
 
 
 def quarters(source: Opened, kind: str) -> int:
-    """Return the clockwise quarter turns that show the first video track upright."""
+    """Return by how many clockwise quarter turns the first video track must be rotated."""
     if not _is_mp4(source.file):
         return 0
     turned = 0
@@ -119,7 +119,7 @@ def _is_mp4(file: BinaryIO) -> bool:
 
 
 def boxes(source: Opened, kind: str, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (name, start, end) of the content of each box, in file order; boxes of boxes are entered."""
+    """Yield (name, start, end) of the content of each MP4 box, in file order, including nested boxes."""
     at, seen = 0, 0
     while at + 8 <= size:
         seen += 1

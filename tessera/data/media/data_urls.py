@@ -1,4 +1,4 @@
-"""Media written into a text: `data:image/png;base64,iVBOR...`."""
+"""Decode `data:` URLs, such as `data:image/png;base64,iVBOR...`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tessera.errors import TesseraError
 
-MAX_BYTES = 256 << 20  # of one medium, decoded
+MAX_BYTES = 256 << 20  # limit of the decoded content
 _HEAD = re.compile(
     r"data:(?:(?:image|video|audio)/[\w.+-]+|application/octet-stream)?(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE
 )
@@ -18,7 +18,7 @@ def is_data_url(text: str) -> bool:
 
 
 def decode_data_url(text: str) -> bytes:
-    """Return the bytes of a `data:` URL, which must be an image, video or audio in base64."""
+    """Return the content of a `data:` URL, which must be an image, a video or audio in base64."""
     head = _HEAD.match(text)
     if head is None:
         raise TesseraError(
@@ -27,11 +27,11 @@ def decode_data_url(text: str) -> bytes:
             code="media.bad-data-url",
         )
     if (len(text) - head.end()) // 4 * 3 > MAX_BYTES:
-        raise TesseraError(f"a data: URL of more than {MAX_BYTES >> 20} MB", code="media.data-url-too-large")
+        raise TesseraError(f"the data: URL has more than {MAX_BYTES >> 20} MB", code="media.data-url-too-large")
     try:
         content = binascii.a2b_base64(text[head.end() :].encode("ascii"), strict_mode=True)
     except (ValueError, binascii.Error) as error:
-        raise TesseraError(f"the base64 of a data: URL cannot be read ({error})", code="media.bad-data-url") from None
+        raise TesseraError(f"the data: URL is not valid base64 ({error})", code="media.bad-data-url") from None
     if not content:
-        raise TesseraError("a data: URL without content", code="media.bad-data-url")
+        raise TesseraError("the data: URL has no content", code="media.bad-data-url")
     return content

@@ -1,4 +1,4 @@
-"""The bytes of a media part: a file under the data root, a member of an archive, or memory."""
+"""Open the bytes of a media part: a file below the data root, a member of an archive, a URL, or bytes in memory."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from tessera.data.media.urls import UrlPolicy, fetch_image, is_url
 from tessera.errors import TesseraError, first_line
 from tessera.runtime.files import leads_out
 
-Target = Callable[[MediaSize], "tuple[int, int] | None"]  # size in the header -> (width, height) it is resized to
+Target = Callable[[MediaSize], "tuple[int, int] | None"]  # (size in the header) -> (width, height) after resizing
 _URL = re.compile(r"^(?:[A-Za-z][A-Za-z0-9+.\-]*://|data:|file:)")
 
 
 @dataclass(frozen=True)
 class ArchiveMember:
-    """Locate a file inside an archive. Its bytes are read from the archive, which is never unpacked."""
+    """Locate a file inside an archive. The bytes are read in place; nothing is unpacked."""
 
     file: Path
     start: int
     size: int
-    name: str  # in the archive, for errors and for the kind of media
+    name: str  # file name in the archive
 
 
 @dataclass(frozen=True)
 class Limits:
-    """State limits that are checked against headers, whatever Pillow's own global limit is set to."""
+    """State the limits of media. They are checked against headers, before decoding."""
 
-    max_image_pixels: int = 64_000_000  # of an image, or of one frame of a video
-    max_video_pixels: int = 1_000_000_000  # of all frames taken from a video: they are in memory together
-    urls: UrlPolicy | None = None  # None: no image is fetched
-    jpeg_draft: bool = False  # decode large JPEGs at 1/2, 1/4 or 1/8 of their size: quick, and not exact
+    max_image_pixels: int = 64_000_000  # pixels of an image, or of one frame of a video
+    max_video_pixels: int = 1_000_000_000  # pixels of all sampled frames of a video, which are in memory at once
+    urls: UrlPolicy | None = None  # rules for images by URL; None: URLs are refused
+    jpeg_draft: bool = False  # decode large JPEGs at 1/2, 1/4 or 1/8 of their size: faster, but not exact
 
 
 def limits_of(section: DataSection) -> Limits:
-    """Return the limits that a recipe states."""
+    """Return the limits of a recipe's data section."""
     policy = None
     if section.urls is not None:
         urls = section.urls
@@ -55,24 +55,24 @@ def limits_of(section: DataSection) -> Limits:
 
 
 class Opened(NamedTuple):
-    """Hold a readable, seekable stream, and the name that errors give it."""
+    """Hold a seekable binary stream and its name in error messages."""
 
     file: BinaryIO
     name: str
 
 
 def reason(error: BaseException) -> str:
-    """Return the error of a decoder in one line."""
+    """Return the message of a decoder's error as one line."""
     if isinstance(error, EOFError):
-        return "it ends before anything in it"
+        return "the file ends before the first frame"
     if isinstance(error, MemoryError):
-        return "it needs more memory than the size in its header allows"
+        return "decoding needs more memory than the size in the header allows"
     return str(getattr(error, "strerror", None) or first_line(error))
 
 
 @contextmanager
 def refusing(what: str, name: str) -> Iterator[None]:
-    """Raise any error of a decoder as a refusal of the file: what decoders raise on foreign bytes is listed nowhere."""
+    """Convert every exception of a decoder in the block to a `TesseraError`. Decoders raise undocumented exceptions."""
     try:
         yield
     except TesseraError:
@@ -83,26 +83,23 @@ def refusing(what: str, name: str) -> Iterator[None]:
 
 
 def resolve(value: Any, root: Path) -> Path:
-    """Return the file of a path in a data set. It must exist, and be below `root` after links are followed.
+    """Return the absolute path of a media file. It must exist, and be below `root` after links are resolved.
 
-    A path may also begin with the name of the root itself, as in data sets whose paths begin at the folder above it:
-    with the root `project/data`, `./data/COCO2017/1.jpg` means `project/data/COCO2017/1.jpg`.
+    A path may begin with the last folders of the root: with the root `project/data`, `./data/COCO2017/1.jpg` means
+    `project/data/COCO2017/1.jpg`.
     """
     return Path(_locate(value, root)[0])
 
 
 def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
-    """Return the path of a file and its stat.
-
-    Links are followed only if there is one between the root and the file.
-    """
+    """Return the path and the stat of a media file. Links are resolved only if there is one below the root."""
     if not isinstance(value, (str, Path)) or "\0" in str(value):
         raise TesseraError(f"not a path: {value!r:.80}", code="media.not-a-path")
     text = str(value)
     if _URL.match(text):
         raise TesseraError(
-            f"media is read from files, not from URLs: {text:.80}",
-            fix="download it below the data root; or let images be fetched: data.urls={}",
+            f"URLs of media are not allowed: {text:.80}",
+            fix="download the file below the data root, or allow URLs of images: data.urls={}",
             code="media.url-not-allowed",
         )
     base = os.path.abspath(root)
@@ -110,10 +107,12 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
     parts = inner.split(os.sep)
     if ".." in parts:
         raise TesseraError(
-            f"path with '..': {text}", fix="write paths relative to the data root", code="media.path-leads-up"
+            f"a media path contains '..': {text}",
+            fix="write paths relative to the data root",
+            code="media.path-leads-up",
         )
     try:
-        if inner.startswith(os.sep):  # another folder than the root, or another name of it
+        if inner.startswith(os.sep):  # an absolute path outside of the root, or a link to the root
             return _follow_links(text, base)
         names = [part for part in parts if part and part != "."]
         try:
@@ -127,7 +126,7 @@ def _locate(value: Any, root: Path) -> tuple[str, os.stat_result]:
         raise TesseraError(f"no such file: {text:.200}", code="media.no-such-file") from None
     except UnicodeEncodeError:  # half of a surrogate pair
         raise TesseraError(f"not a usable path: {text!a:.80} (not valid Unicode)", code="media.not-a-path") from None
-    except OSError as error:  # a name too long, a circle of links, a folder that may not be entered
+    except OSError as error:  # too long a name, a loop of links, no permission
         raise TesseraError(f"not a usable path: {text:.80} ({error.strerror})", code="media.not-a-path") from None
 
 
@@ -143,7 +142,7 @@ def _walk(base: str, names: Sequence[str]) -> tuple[str, os.stat_result]:
 
 
 def _without_root(names: Sequence[str], base: str) -> Sequence[str] | None:
-    """Return a path without the folders at its beginning that are the last ones of the root's own path."""
+    """Remove leading folders of a path that repeat the last folders of the root; None if there are none."""
     root = [part for part in base.split(os.sep) if part]
     for count in range(min(len(names) - 1, len(root)), 0, -1):
         if root[-count:] == list(names[:count]):
@@ -156,14 +155,14 @@ def _follow_links(text: str, base: str) -> tuple[str, os.stat_result]:
     if leads_out(Path(text), Path(base)):
         raise TesseraError(
             f"path outside the data root: {text}",
-            fix="set `root` of the data set (in data.json: dataset_dir) to a folder above it",
+            fix="set `root` of the data set (in data.json: dataset_dir) to a folder that contains the file",
             code="media.outside-root",
         )
     return path, os.stat(path)
 
 
 def folder_of(value: Any, root: Path) -> Path | None:
-    """Return the folder that a path means, or None when it means something else."""
+    """Return the path of a folder of frames; None if the value is not the path of a folder."""
     if not isinstance(value, (str, Path)):
         return None
     path, stat_result = _locate(value, root)
@@ -172,7 +171,7 @@ def folder_of(value: Any, root: Path) -> Path | None:
 
 @contextmanager
 def opened(value: Any, root: Path, kind: str, urls: UrlPolicy | None = None) -> Iterator[Opened]:
-    """Open the bytes of a media part. `kind` is what errors call it; `urls`: how images may be fetched."""
+    """Open the bytes of a media part. `kind`: of the media, for error messages. `urls`: rules for images by URL."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         yield Opened(io.BytesIO(value), f"{kind} given as bytes")
         return
@@ -187,7 +186,7 @@ def opened(value: Any, root: Path, kind: str, urls: UrlPolicy | None = None) -> 
         return
     path, stat_result = _locate(value, root)
     name = os.path.basename(path)
-    if not stat.S_ISREG(stat_result.st_mode):  # opening a pipe would wait for someone to write into it
+    if not stat.S_ISREG(stat_result.st_mode):  # opening a named pipe would block
         raise TesseraError(f"not a file: {name}", code="media.not-a-file")
     with _open(path, name) as file:
         yield Opened(file, name)
@@ -204,7 +203,7 @@ def _part_of(file: BinaryIO, member: ArchiveMember) -> BinaryIO:
     size = os.fstat(file.fileno()).st_size
     if member.start < 0 or member.size < 0 or member.start + member.size > size:
         raise TesseraError(
-            f"{member.name} ends behind the end of {member.file.name}: the archive was cut or changed",
+            f"{member.name} is beyond the end of {member.file.name}: the archive was truncated or changed",
             code="data.archive-changed",
         )
     return byte_ranges(file, [(member.start, member.size)])
@@ -215,7 +214,7 @@ def size_of(file: BinaryIO) -> int:
 
 
 def byte_ranges(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> BinaryIO:
-    """Return ranges of a file, each (start, size), one after another as a file; nothing is copied."""
+    """Return a file object over ranges (start, size) of a file, one after another. Nothing is copied."""
     return cast(BinaryIO, io.BufferedReader(_ByteRanges(file, spans)))
 
 

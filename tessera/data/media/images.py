@@ -17,7 +17,7 @@ from tessera.data.media.files import Limits, Opened, Target, byte_ranges, refusi
 from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 
-# Formats that are only pixels. Others that Pillow knows run programs (EPS) or hold documents.
+# Pillow's other formats are not allowed: some run programs (EPS) or are documents.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -29,11 +29,11 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _PNG = b"\x89PNG\r\n\x1a\n"
-# Chunks of a PNG without pixels, which may unpack to any size.
+# PNG chunks with text or a colour profile, which may decompress to any size.
 _TEXT_CHUNKS = (b"zTXt", b"iTXt", b"tEXt", b"iCCP")
-_MAX_CHUNKS = 200_000  # of a PNG; an image of the largest size in chunks of 8 KiB has half as many
-_MAX_BYTES = 256 << 20  # of a file that is read as a whole
-_PIXEL_BYTES = 64  # of memory for each pixel: the decoder's buffers, deep colours, conversions
+_MAX_CHUNKS = 200_000  # limit of the chunks of a PNG: twice as many as the largest image has in chunks of 8 KiB
+_MAX_BYTES = 256 << 20  # limit of a file that Pillow reads into memory at once
+_PIXEL_BYTES = 64  # memory per pixel for buffers of the decoder, 16-bit colours and conversions
 _SLACK_BYTES = 96 << 20
 
 
@@ -64,7 +64,7 @@ def _upright_size(image: Image.Image) -> MediaSize:
 
 
 def read_image(path: Path, limits: Limits) -> Image.Image:
-    """Return the image in a file that the caller names, in any folder."""
+    """Read an image file at a trusted path, in any folder."""
     try:
         with path.open("rb") as file:
             return decode_image(Opened(file, path.name), limits)[0]
@@ -73,22 +73,22 @@ def read_image(path: Path, limits: Limits) -> Image.Image:
 
 
 def smaller(image: Image.Image, wanted: tuple[int, int] | None) -> Image.Image:
-    """Return the image in the wanted size if that is smaller; enlarging is left to the processor."""
+    """Resize an image if the wanted size is smaller. Never enlarge it: the processor does that."""
     if wanted is None or wanted[0] * wanted[1] >= image.width * image.height:
         return image
     return image.resize(wanted, Image.Resampling.BICUBIC)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return eight-bit RGB: transparency over white, deeper greys reduced to eight bits."""
+    """Convert an image to 8-bit RGB: transparency on white, 16-bit grey reduced to 8 bits."""
     return _detached(rgb_of(image))
 
 
 def check_pixels(width: int, height: int, name: str, limits: Limits) -> None:
     if width * height > limits.max_image_pixels:
         raise TesseraError(
-            f"image header claims too many pixels: {name} is {width}x{height}, {limits.max_image_pixels} are allowed",
-            fix="raise data.max_image_pixels, or make the image smaller",
+            f"too many pixels in an image: {name} is {width}x{height}, the limit is {limits.max_image_pixels}",
+            fix="raise data.max_image_pixels, or scale the image down",
             code="media.too-many-pixels",
         )
     if width < 1 or height < 1:
@@ -99,24 +99,24 @@ def check_pixels(width: int, height: int, name: str, limits: Limits) -> None:
 def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
     """Open an image with Pillow, and check the size in its header. No pixel is decoded yet.
 
-    Inside the block, a worker process may allocate what an image of the size in the header needs.
+    Inside the block the memory of a worker process is limited to the needs of an image of this size.
     """
     size = _webp_size(source.file)
     if size is not None:  # Pillow allocates all pixels of a WebP when it opens the file
         check_pixels(*size, source.name, limits)
-    file_bytes = 2 * min(size_of(source.file), _MAX_BYTES)  # asked before: Pillow goes on where it stopped to read
+    file_bytes = 2 * min(size_of(source.file), _MAX_BYTES)  # before Pillow reads: it changes the file position
     with refusing("unreadable image", source.name), warnings.catch_warnings():
-        # Pillow warns of sizes below our limit, and of oddities in EXIF that have no effect.
+        # Pillow warns about sizes below our limit, and about harmless errors in EXIF.
         warnings.simplefilter("ignore")
         try:
             image = Image.open(_for_pillow(source), formats=FORMATS)
         except Image.DecompressionBombError as error:
             raise TesseraError(
-                f"image header claims too many pixels: {source.name} ({error})", code="media.too-many-pixels"
+                f"too many pixels in an image: {source.name} ({error})", code="media.too-many-pixels"
             ) from None
-        except UnidentifiedImageError:  # its text names an object in memory
+        except UnidentifiedImageError:  # its message contains a memory address
             raise TesseraError(
-                f"unreadable image: {source.name} (not an image in a known format)", code="media.unknown-format"
+                f"unreadable image: {source.name} (not a supported image format)", code="media.unknown-format"
             ) from None
     check_pixels(*image.size, source.name, limits)
     with image, memory_limit(_PIXEL_BYTES * image.width * image.height + file_bytes + _SLACK_BYTES):
@@ -124,8 +124,10 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
 
 
 def _for_pillow(source: Opened) -> BinaryIO:
-    """Return what Pillow may read: a PNG without its texts and colour profile, which may unpack to any size; and no
-    endless file of a format that is read as a whole."""
+    """Return the file for Pillow: a PNG without texts and colour profile, which may decompress to any size.
+
+    Raise for a huge WebP or AVIF file, which Pillow would read into memory at once.
+    """
     file, size = source.file, size_of(source.file)
     file.seek(0)
     head = file.read(12)
@@ -161,28 +163,28 @@ def _without_texts(file: BinaryIO, size: int, name: str) -> BinaryIO:
 def _turn(image: Image.Image) -> int:
     """Return the EXIF orientation of an image, 1 to 8."""
     if image.format == "TIFF":
-        return 1  # Pillow turns TIFF itself, and has already swapped its size
+        return 1  # Pillow rotates a TIFF itself, and has already swapped width and height
     try:
-        # Of the base class: that of a PNG decodes all pixels, in search of EXIF behind them.
+        # The method of the base class: that of PNG decodes all pixels, to find EXIF after them.
         turn = int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
-    except Exception:  # damaged EXIF in a sound image: it has no orientation then
+    except Exception:  # damaged EXIF: ignore it
         return 1
     return turn if turn in _TURNS else 1
 
 
 def _uninverted(image: Image.Image) -> Image.Image:
-    """Invert CMYK JPEGs that are not Adobe's: Pillow takes all of them for inverted, as Adobe writes them."""
+    """Invert a CMYK JPEG that Adobe did not write. Pillow inverts all of them, which is right for Adobe's only."""
     if image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         return ImageChops.invert(image)
     return image
 
 
 def _detached(image: Image.Image) -> Image.Image:
-    return image if type(image) is Image.Image else image.copy()  # a copy lets go of the file
+    return image if type(image) is Image.Image else image.copy()  # a copy has no reference to the file
 
 
 def rgb_of(image: Image.Image) -> Image.Image:
-    """Return `to_rgb(image)`, or the image itself, which still holds its file."""
+    """Convert an image to 8-bit RGB like `to_rgb`. An RGB image is returned itself, with its open file."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16") or image.mode == "I":
@@ -192,7 +194,7 @@ def rgb_of(image: Image.Image) -> Image.Image:
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         floats = np.nan_to_num(np.asarray(image), posinf=0.0, neginf=0.0)
-        scaled = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # both ranges are in use
+        scaled = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # values are 0..1 or 0..255
         return Image.fromarray(np.clip(scaled, 0, 255).astype(np.uint8)).convert("RGB")
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         see_through = image.convert("RGBA")

@@ -1,7 +1,7 @@
-"""Media parts of samples: their sizes from headers, and their decoded content.
+"""Read the media parts of samples: sizes from headers (`probe`), and decoded content (`decode`).
 
-`probe` and `decode` agree on the size: the cost of a sample is known from headers alone. Everyone who reads the media
-of a sample, be it for training, evaluation or serving, does it by `read_media`.
+Both return the same size, so the tokens of a sample are known from headers alone. Training, evaluation and inference
+read all media of a sample by `read_media`.
 """
 
 from __future__ import annotations
@@ -24,65 +24,65 @@ from tessera.data.media.images import check_pixels, decode_image, probe_image, s
 from tessera.data.media.video_frames import VideoSampling
 from tessera.errors import TesseraError
 
-KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]  # as `ChatProcessor.target`
+KindTarget = Callable[[PartKind, MediaSize], "tuple[int, int] | None"]  # signature of `MediaProcessor.target`
 
 
 @dataclass(frozen=True)
 class MediaSampling(VideoSampling):
-    """State how videos and audio are sampled, for families that read both."""
+    """State how videos and audio are sampled, for families with audio input."""
 
     audio: AudioSampling = field(kw_only=True)
 
 
 @runtime_checkable
 class MediaProcessor(Processor, Protocol):
-    """Declare what an index of samples with media needs of a family's processor beyond `Processor`."""
+    """Declare the methods of a family's processor that an index of samples with media needs, beyond `Processor`."""
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash that changes whenever `measure` could give another answer."""
+        """Return a hash of all settings that affect `measure`."""
         ...
 
     @property
     def sampling(self) -> VideoSampling:
-        """Return how videos are sampled; `MediaSampling` of families that also read audio."""
+        """Return how videos are sampled; a `MediaSampling` for families with audio input."""
         ...
 
     def target(self, kind: PartKind, size: MediaSize) -> tuple[int, int] | None:
-        """Return (width, height) that an image, or each video frame, of this size is resized to; None: not resized.
+        """Return (width, height) to which an image or video frame of this size is resized; None: it is not resized.
 
-        Decoders use it to decode no more than is used.
+        Decoders use it to decode at a lower resolution.
         """
         ...
 
 
 @runtime_checkable
 class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
-    """Declare what conversations need of a family's processor."""
+    """Declare the methods of a family's processor that conversations need."""
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> Self:
-        """Return the same processor with other roles to train on; `last_only`: on the last turn of those roles."""
+        """Return the same processor with other roles to train on. `last_only`: only on the last turn of these roles."""
         ...
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens with special words, for people who want to see what a model sees."""
+        """Return the text of tokens including special tokens, to show what a model reads."""
         ...
 
 
 @runtime_checkable
 class KeepsMediaWhole(Protocol):
-    """Mark a processor that resizes some media of a sample by itself, from their full size."""
+    """Mark a processor that needs some media of a sample in their original size."""
 
     def whole_media(self, sample: Sample) -> Sequence[int]:
-        """Return the numbers of the media of a sample that are decoded in their own size, not in that of `target`."""
+        """Return the indices of the media of a sample that are decoded in their original size, without `target`."""
         ...
 
 
 @runtime_checkable
 class PadsSamples(Protocol):
-    """Mark a processor whose batches have rows [rows, tokens] that are as long as the longest, not of constant length.
+    """Mark a processor that pads the rows of a batch to the longest row, not to a constant length.
 
-    Its models keep samples that share a row apart, or do not.
+    Its models may attend across samples of one row; `packs` is False for these.
     """
 
     @property
@@ -98,14 +98,14 @@ def probe(
     sampling: VideoSampling,
     target: KindTarget | None = None,
 ) -> MediaSize:
-    """Return the size of a media part from headers alone; `frames` and `samples` are how many `decode` will return.
+    """Return the size of a media part from its header. `decode` will return so many `frames` or `samples`.
 
-    A video whose resized frames are too large is refused here if `target` is given, otherwise when it is decoded.
+    With a `target`, also raise if the resized frames of a video are too large; otherwise `decode` does.
     """
     decoded = _decoded_size(part, limits)
     if decoded is not None:
         return decoded
-    # Without a target, (0, 0): then the limit on the resized frames of a video does not apply.
+    # Without a target: (0, 0), so that the limit on the resized frames of a video does not apply.
     wanted: Target = (lambda size: (0, 0)) if target is None else partial(target, part.kind)
     folder = folder_of(part.value, root) if part.kind == "video" else None
     if folder is not None:
@@ -125,10 +125,9 @@ def decode(
     sampling: VideoSampling,
     target: KindTarget | None = None,
 ) -> Any:
-    """Return a decoded media part: an upright RGB image, uint8 frames [F, H, W, 3], float32 audio [samples], or tensors
-    by name.
+    """Decode a media part: an upright RGB image, uint8 frames [F, H, W, 3], float32 audio [samples], or named tensors.
 
-    What `target` wants smaller than it is comes in that size.
+    Images and frames are resized to `target` if that is smaller.
     """
     return _decode(part, root, limits, sampling, target)[0]
 
@@ -136,7 +135,7 @@ def decode(
 def read_media(
     sample: Sample, root: Path, limits: Limits, processor: MediaProcessor
 ) -> tuple[list[Any], list[MediaSize]]:
-    """Return all media of a sample, decoded for a processor, and the sizes in their headers."""
+    """Decode all media of a sample for a processor. Return them and the sizes in their headers."""
     whole = processor.whole_media(sample) if isinstance(processor, KeepsMediaWhole) else ()
     read = [
         _decode(part, root, limits, processor.sampling, None if number in whole else processor.target)
@@ -172,13 +171,13 @@ def _decode(
 def _audio_of(sampling: VideoSampling) -> AudioSampling:
     if not isinstance(sampling, MediaSampling):
         raise TesseraError(
-            "this model has no audio input", fix="leave such samples out", code="media.kind-not-supported"
+            "this model has no audio input", fix="remove samples with audio", code="media.kind-not-supported"
         )
     return sampling.audio
 
 
 def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
-    """Return the size of media that is decoded already; None for what has to be read."""
+    """Return the size of media that is given decoded, as an image or array; None if it has to be read."""
     value = part.value
     if part.kind == "features":
         return MediaSize(0, 0, 0)
@@ -188,14 +187,14 @@ def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
     if part.kind == "video" and isinstance(value, np.ndarray):
         if value.ndim != 4 or value.shape[-1] != 3 or value.dtype != np.uint8 or 0 in value.shape:
             raise TesseraError(
-                f"frames are uint8 [frames, height, width, 3], these are {value.dtype} {value.shape}",
+                f"a video array must be uint8 [frames, height, width, 3], not {value.dtype} {value.shape}",
                 code="media.wrong-array",
             )
         return MediaSize(value.shape[2], value.shape[1], value.shape[0])
     if part.kind == "audio" and isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype != np.float32 or not len(value):
             raise TesseraError(
-                f"sound is float32 [samples], this is {value.dtype} {value.shape}", code="media.wrong-array"
+                f"an audio array must be float32 [samples], not {value.dtype} {value.shape}", code="media.wrong-array"
             )
         return MediaSize(0, 0, 0, samples=len(value))
     return None
@@ -204,5 +203,5 @@ def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
 def _shrunk(value: Any, size: MediaSize, target: Target | None) -> Any:
     if not isinstance(value, Image.Image):
         return value
-    with refusing("damaged image", "opened elsewhere and read only now"):
+    with refusing("damaged image", "image object of the data set"):
         return smaller(to_rgb(value), None if target is None else target(size))

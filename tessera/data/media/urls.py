@@ -1,8 +1,8 @@
-"""Fetch images that data names by http(s) URLs, where the recipe allows it (`data.urls`), and keep them by their hash.
+"""Download images by http(s) URL, if the recipe allows it (`data.urls`), and cache them by the hash of the URL.
 
-URLs come from strangers. Every address of a host is checked before a connection, and the connection goes to the checked
-address: a name that means another address a moment later changes nothing. Redirects are checked in the same way. A
-server has a limited time and a limited number of bytes, whatever it sends. Proxies are not used.
+URLs in data are not trusted. All addresses of a host are checked, and the connection goes to a checked address, so a
+second DNS answer cannot change it. Redirects are checked in the same way. Time and size of a download are limited.
+Proxies are not used.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _MAX_URL = 4096
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# What counts as public by its number alone, and is not: local to a site, of protocols, of a cloud's own services.
+# Not public, although Python's `is_global` is true: site-local, documentation, protocols, services of Azure.
 _NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("fec0::/10", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")))
-_NOTE = ".json"  # beside a kept image: the URLs that led to it, where they are more than its own
+_NOTE = ".json"  # suffix of a file beside a cached image: the URLs of its redirects, and whether any was private
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P4", b"P5", b"P6", b"P1", b"P2", b"P3")
 
 
 @dataclass(frozen=True)
 class UrlPolicy:
-    """State what may be fetched."""
+    """State which URLs may be downloaded."""
 
-    hosts: tuple[str, ...] = ()  # these and their subdomains; none: all
+    hosts: tuple[str, ...] = ()  # allowed hosts, including subdomains; empty: all
     max_bytes: int = 32 << 20
     timeout_s: float = 20.0
-    private: bool = False  # addresses of private networks and of this machine are allowed, too
-    cache: str = ""  # folder; empty: that of the user
+    private: bool = False  # also allow addresses of private networks and of this machine
+    cache: str = ""  # folder for images; empty: the user's cache
 
 
 def is_url(value: object) -> bool:
@@ -53,10 +53,9 @@ def is_url(value: object) -> bool:
 
 
 def fetch_image(url: str, policy: UrlPolicy) -> Path:
-    """Return the file that holds the image of a URL, fetched now or before. Raise `TesseraError` if it may not be
-    fetched, or cannot be.
+    """Return the cached file of an image URL. Download it first if necessary.
 
-    A fetched image is judged by the policy of now: one of a host that is no longer allowed is refused.
+    The current policy also applies to cached images: an image of a host that is no longer allowed is refused.
     """
     _checked_url(url, policy)
     key = hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()
@@ -65,37 +64,37 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
         return file
     content, way = _followed(url, policy)
     if not _is_image(content):
-        raise TesseraError(f"no image: {url:.200} ({len(content)} bytes of something else)", code="media.not-an-image")
+        raise TesseraError(f"not an image: {url:.200} ({len(content)} bytes)", code="media.not-an-image")
     part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note = file.with_name(file.name + _NOTE)
         note.unlink(missing_ok=True)
-        if policy.private or len(way) > 1:  # before the image: without it nothing is known of the way
+        if policy.private or len(way) > 1:  # written first: an image without this file counts as public
             part.write_text(json.dumps({"urls": way, "private": policy.private}), encoding="utf-8")
             os.replace(part, note)
         part.write_bytes(content)
         os.replace(part, file)
     except OSError as error:
         raise TesseraError(
-            f"a fetched image cannot be kept: {error.strerror}",
+            f"a downloaded image cannot be written: {error.strerror}",
             where=str(file.parent),
-            fix="set data.urls.cache",
+            fix="set data.urls.cache to a writable folder",
             code="media.cache-not-writable",
         ) from None
     return file
 
 
 def _is_still_allowed(file: Path, url: str, policy: UrlPolicy) -> bool:
-    """Return whether a kept image need not be asked for again; raise where it may not be used."""
+    """Return whether a cached image can be used without a new download. Raise if the policy forbids it."""
     if file.stat().st_size > policy.max_bytes:
         raise TesseraError(
-            f"cannot be fetched: {url:.200} (more than {policy.max_bytes} bytes)", code="media.download-too-large"
+            f"image too large: {url:.200} (more than {policy.max_bytes} bytes)", code="media.download-too-large"
         )
     try:
         record = json.loads(file.with_name(file.name + _NOTE).read_text(encoding="utf-8"))
         way, private = list(record["urls"]), bool(record["private"])
-    except FileNotFoundError:  # it came from the host of the URL, at a public address
+    except FileNotFoundError:  # no redirects, and a public address
         return True
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -111,18 +110,18 @@ def _cache_folder(policy: UrlPolicy) -> Path:
 
 
 def _is_image(content: bytes) -> bool:
-    """Return whether bytes begin like an image, and not like the page of an error."""
+    """Return whether content begins with the signature of an image format."""
     webp = content[:4] == b"RIFF" and content[8:12] == b"WEBP"
     return webp or content[4:12] in (b"ftypavif", b"ftypavis", b"ftypmif1") or content.startswith(_MAGIC)
 
 
 def download(url: str, policy: UrlPolicy) -> bytes:
-    """Return the content of a URL, within the limits of a policy."""
+    """Return the content of a URL, within the limits of the policy."""
     return _followed(url, policy)[0]
 
 
 def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
-    """Return the content of a URL, and all URLs on the way to it, the first and the last included."""
+    """Return the content of a URL, and all URLs of its redirects, including the first and the last."""
     deadline, at = time.monotonic() + policy.timeout_s, url
     way: list[str] = []
     for _ in range(_MAX_REDIRECTS + 1):
@@ -134,25 +133,23 @@ def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             slow = time.monotonic() >= deadline
             why = f"took longer than {policy.timeout_s:g} s" if slow else first_line(error)
-            raise TesseraError(f"cannot be fetched: {at:.200} ({why})", code="media.download-failed") from None
+            raise TesseraError(f"download failed: {at:.200} ({why})", code="media.download-failed") from None
         if isinstance(answer, bytes):
             return answer, way
         try:
             there = urljoin(at, answer)
         except ValueError as error:
             raise TesseraError(
-                f"cannot be fetched: {at:.200} (it redirects to an invalid URL: {error})", code="media.bad-redirect"
+                f"download failed: {at:.200} (redirect to an invalid URL: {error})", code="media.bad-redirect"
             ) from None
         if at[:6].lower() == "https:" and there[:5].lower() == "http:":
-            raise TesseraError(f"cannot be fetched: {at:.200} (it leads from https to http)", code="media.bad-redirect")
+            raise TesseraError(f"download failed: {at:.200} (redirect from https to http)", code="media.bad-redirect")
         at = there
-    raise TesseraError(
-        f"cannot be fetched: {url:.200} (more than {_MAX_REDIRECTS} redirects)", code="media.bad-redirect"
-    )
+    raise TesseraError(f"download failed: {url:.200} (more than {_MAX_REDIRECTS} redirects)", code="media.bad-redirect")
 
 
 def _checked_url(url: str, policy: UrlPolicy) -> SplitResult:
-    """Return a URL in parts, or raise why it is not fetched."""
+    """Return the parts of a URL. Raise if the URL is invalid or not allowed."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -162,16 +159,17 @@ def _checked_url(url: str, policy: UrlPolicy) -> SplitResult:
         raise TesseraError(f"not a URL of http or https: {url:.200}", code="media.bad-url")
     if parts.username is not None or parts.password is not None:
         raise TesseraError(
-            f"a URL with a user or a password: {parts.scheme}://...@{host:.200}", code="media.url-with-password"
+            f"the URL contains a user name or a password: {parts.scheme}://...@{host:.200}",
+            code="media.url-with-password",
         )
     below = any(host == one.lower() or host.endswith(f".{one.lower()}") for one in policy.hosts)
     if policy.hosts and not below:
-        raise TesseraError(f"{host:.100} is none of data.urls.hosts: {url:.200}", code="media.host-not-allowed")
+        raise TesseraError(f"{host:.100} is not in data.urls.hosts: {url:.200}", code="media.host-not-allowed")
     return parts
 
 
 def _addresses(host: str, port: int, policy: UrlPolicy) -> list[tuple[int, str]]:
-    """Return the addresses of a host, all of which must be allowed."""
+    """Return all addresses of a host. Raise if any of them is not allowed."""
     try:
         name = host.encode("idna").decode("ascii") if not host.isascii() else host
         records = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -181,26 +179,26 @@ def _addresses(host: str, port: int, policy: UrlPolicy) -> list[tuple[int, str]]
     for _, address in addresses:
         if not is_allowed(address, policy.private):
             raise TesseraError(
-                f"{host:.100} is {address}, which is no public address",
-                fix="data.urls.private=true allows addresses of your own network, for data that you trust",
+                f"{host:.100} has the address {address}, which is not public",
+                fix="set data.urls.private=true to allow private addresses, if you trust the data",
                 code="media.private-address",
             )
     return addresses
 
 
 def is_allowed(address: str, private: bool) -> bool:
-    """Return whether a connection to an address may be made."""
+    """Return whether an IP address may be connected to. `private`: addresses of private networks are allowed."""
     ip: ipaddress.IPv4Address | ipaddress.IPv6Address | None = ipaddress.ip_address(address.partition("%")[0])
     assert ip is not None
     inner: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [ip]
-    if isinstance(ip, ipaddress.IPv6Address):  # it may stand for an address of version 4
+    if isinstance(ip, ipaddress.IPv6Address):  # check IPv4 addresses that are embedded in it as well
         inner += [part for part in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())) if part is not None]
         if ip in _NAT64:
             inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
         if ip.ipv4_mapped is not None:
             inner.remove(ip)
     if any(part.is_multicast or part.is_unspecified or part.is_link_local for part in inner):
-        return False  # the last one: services for the machine itself, such as a cloud's 169.254.169.254
+        return False  # link-local addresses include the metadata service of clouds, 169.254.169.254
     return private or all(
         part.is_global and not part.is_reserved and not any(part in network for network in _NOT_PUBLIC)
         for part in inner
@@ -209,7 +207,7 @@ def is_allowed(address: str, private: bool) -> bool:
 
 @contextmanager
 def _connection(parts: SplitResult, policy: UrlPolicy, deadline: float) -> Iterator[http.client.HTTPConnection]:
-    """Connect to a checked address. When the time is over the connection is cut, whatever the server is doing."""
+    """Connect to a checked address. A timer closes the connection at the deadline, whatever the server sends."""
     host, secure = str(parts.hostname), parts.scheme.lower() == "https"
     port = parts.port or (443 if secure else 80)
     connection = http.client.HTTPConnection(host, port)
@@ -256,7 +254,7 @@ def _cut(sock: socket.socket) -> None:
 
 
 def _ask(connection: http.client.HTTPConnection, parts: SplitResult, policy: UrlPolicy, deadline: float) -> bytes | str:
-    """Return the content, or the URL of a redirect."""
+    """Send the request. Return the content as bytes, or the target of a redirect as text."""
     path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._") + (
         f"?{quote(parts.query, safe='/%:@!$&()*+,;=~?-._[]')}" if parts.query else ""
     )
@@ -268,7 +266,7 @@ def _ask(connection: http.client.HTTPConnection, parts: SplitResult, policy: Url
     if answer.status != 200:
         raise ValueError(f"the server answers {answer.status}")
     if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise ValueError("its content is compressed, which was not asked for")
+        raise ValueError("the answer is compressed, against the request")
     too_large = f"more than {policy.max_bytes} bytes"
     if (answer.length or 0) > policy.max_bytes:
         raise ValueError(too_large)
@@ -279,8 +277,8 @@ def _ask(connection: http.client.HTTPConnection, parts: SplitResult, policy: Url
             raise ValueError(too_large)
         if time.monotonic() >= deadline:
             break
-    if time.monotonic() >= deadline:  # a connection that was cut looks like the end of what has no length
+    if time.monotonic() >= deadline:  # a connection that the timer closed looks like the end of the content
         raise ValueError("too slow")
     if answer.length:
-        raise ValueError(f"it ends {answer.length} bytes too early")
+        raise ValueError(f"the answer ends {answer.length} bytes too early")
     return bytes(content)

@@ -1,7 +1,8 @@
-"""Videos: files that PyAV reads, animations, or a folder of images. Frames are chosen by the header.
+"""Decode sampled frames of videos: files for PyAV, animated images, or folders of images.
 
-Only packets that a chosen frame needs are decoded. All packets are read first, without decoding: they have the time of
-each frame and the points where decoding may begin. The result is the same as with all frames decoded.
+Which frames are sampled follows from the header. All packets are read first, without decoding, for the time of each
+frame and for the key frames. Then only the packets that a sampled frame depends on are decoded. The result is the same
+as with all packets decoded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tessera.errors import TesseraError
 __all__ = ["VideoSampling", "decode", "decode_folder", "probe", "probe_folder"]
 
 _FRAME_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
-_SLACK = 10  # a tenth of the frames may be missing: headers are often wrong by a few
+_SLACK = 10  # 1 / _SLACK of the frames may be missing, because headers are often wrong by a few
 _TURNS = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
 
 
@@ -42,7 +43,7 @@ def probe(source: Opened, limits: Limits, sampling: VideoSampling, target: Targe
 def decode(
     source: Opened, limits: Limits, sampling: VideoSampling, target: Target | None = None
 ) -> tuple[np.ndarray, MediaSize]:
-    """Return the chosen frames [F, H, W, 3], no larger than `target` wants them, and the size in the header."""
+    """Return the sampled frames [F, H, W, 3], resized to `target` if that is smaller, and the size in the header."""
     if animation.is_animation(source.file):
         return animation.decode(source, limits, sampling, target)
     turned = quarters(source, "video")
@@ -56,13 +57,13 @@ def decode(
             packets = _packets(held, stream_header, source.name)
     total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.displayed
     numbers = sampling.choose(max(1, total), header.rate)
-    if len(numbers) != size.frames:  # the index has counted so many
+    if len(numbers) != size.frames:  # the index relies on the number of `probe`
         numbers = sampling.spread(size.frames, max(1, total))
     seconds = packets.seconds()
     if seconds is not None:
         numbers = sampling.choose_by_time(seconds, size.frames) or numbers
     chosen = [min(number, packets.displayed - 1) for number in numbers]
-    max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # of a frame, with edges decoders add
+    max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # limit of a frame with its padding
     for attempt in (_decoded_parts, _decoded_all):
         frames = Frames(chosen, size, target, source.name)
         with container(source, "video", limits) as held:
@@ -87,10 +88,10 @@ class _StreamHeader(NamedTuple):
     width: int  # as coded
     height: int
     total: int
-    counted: bool  # `total` is a count in the header; otherwise it follows from duration and rate
+    counted: bool  # whether `total` is in the header; otherwise it was computed from duration and rate
     rate: float | None
     seconds: float | None
-    unread: bool  # no packet was read to know all this
+    unread: bool  # whether the packets are still to be read
 
     def upright(self, turned: int) -> VideoHeader:
         width, height = (self.height, self.width) if turned % 2 else (self.width, self.height)
@@ -103,7 +104,7 @@ def _stream(held: Any, name: str) -> Any:
     for stream in held.streams.video:
         if not stream.disposition & Disposition.attached_pic:
             return stream
-    what = "only sound in it" if held.streams.audio else "no image in it"
+    what = "only an audio stream" if held.streams.audio else "no video stream"
     raise TesseraError(f"unreadable video: {name} ({what})", code="media.no-such-stream")
 
 
@@ -122,7 +123,7 @@ def _header(held: Any, name: str) -> _StreamHeader:
         if not counted and seconds is not None and rate:
             total = round(seconds * rate)
         unread = total > 0
-        if not unread:  # some containers have neither
+        if not unread:  # the header has neither a count nor a duration
             total = sum(1 for packet in held.demux(stream) if packet.size)
     if total < 1 or width < 1 or height < 1:
         raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)", code="media.unreadable-file")
@@ -135,28 +136,28 @@ def _header(held: Any, name: str) -> _StreamHeader:
 class _Packets(NamedTuple):
     """Describe all packets of a stream, in decoding order."""
 
-    times: list[int | None]  # when the frame of the packet is shown
-    keys: list[bool]  # decoding may begin here
-    hidden: list[bool]  # it is decoded and not shown
-    time_base: float | None  # seconds of one unit of `times`
+    times: list[int | None]  # presentation timestamps
+    keys: list[bool]  # whether decoding may begin at the packet
+    hidden: list[bool]  # whether its frame is decoded but not shown
+    time_base: float | None  # seconds per unit of `times`
 
     @property
     def displayed(self) -> int:
         return len(self.hidden) - sum(self.hidden)
 
     def order(self) -> list[int] | None:
-        """Return the times of shown frames, in display order; None if two frames share a time."""
+        """Return the timestamps of the shown frames in display order; None if they are not unique."""
         times = [time for time, hidden in zip(self.times, self.hidden, strict=True) if not hidden]
         distinct = sorted(time for time in times if time is not None)
         return distinct if len(distinct) == len(times) == len(set(distinct)) else None
 
     def seconds(self) -> list[float] | None:
-        """Return when each shown frame is shown; None when that is not known."""
+        """Return the presentation time of each shown frame in seconds; None if it is unknown."""
         times = self.order()
         return None if times is None or self.time_base is None else [time * self.time_base for time in times]
 
     def starts(self, times: list[int]) -> list[int]:
-        """Return for each frame, by its time, the last key packet from which it can be decoded."""
+        """Return for each timestamp the last key packet at or before it, where decoding has to begin."""
         keys = sorted(
             (time, number)
             for number, (time, key) in enumerate(zip(self.times, self.keys, strict=True))
@@ -180,7 +181,7 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
     count = len(packets.times)
     off = abs(count - stream_header.total) > max(1, stream_header.total // _SLACK)
-    # A number that was estimated may be wrong where frames come at any pace: then the duration must be right.
+    # An estimated number of frames may be wrong for a variable frame rate. Then the duration decides.
     cut_off = (
         count < stream_header.total
         and stream_header.seconds is not None
@@ -188,7 +189,7 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
     )
     if packets.displayed < 1 or (off and (stream_header.counted or cut_off)):
         raise TesseraError(
-            f"damaged video: {name} (its header says {stream_header.total} frames, {count} are in it)",
+            f"damaged video: {name} (the header states {stream_header.total} frames, the file has {count})",
             code="media.damaged-file",
         )
     return packets
@@ -198,20 +199,20 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
 
 
 class _FrameLostError(TesseraError):
-    """Report that a frame did not appear at the time of its packet; then all frames are decoded."""
+    """Report that the decoder returned no frame with the timestamp of its packet. Then all packets are decoded."""
 
 
 def _decoded_parts(
     held: Any, stream: Any, packets: _Packets, frames: Frames, max_pixels: int
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number, frame) of the chosen frames; packets that none of them needs are not decoded."""
+    """Yield (number, frame) of the sampled frames. Only packets that these depend on are decoded."""
     order = packets.order()
     if order is None:
-        raise _FrameLostError("a frame did not appear where its packet said", code="media.damaged-file")
+        raise _FrameLostError("a frame does not have the timestamp of its packet", code="media.damaged-file")
     context = decoder(stream, max_pixels)
     numbers = {time: number for number, time in enumerate(order)}
     starts = dict(zip(frames.chosen, packets.starts([order[number] for number in frames.chosen]), strict=True))
-    last = -1  # the packet that the decoder saw last
+    last = -1  # index of the last packet that was decoded
     for index, packet in enumerate(packet for packet in held.demux(stream) if packet.size):
         if frames.next is None:
             return
@@ -224,24 +225,24 @@ def _decoded_parts(
         yield from _wanted(context.decode(packet), numbers, frames, packets.times[start])
     yield from _wanted(context.decode(None), numbers, frames, None)
     if frames.next is not None:
-        raise _FrameLostError("a frame did not appear where its packet said", code="media.damaged-file")
+        raise _FrameLostError("a frame does not have the timestamp of its packet", code="media.damaged-file")
 
 
 def _wanted(
     decoded: list[Any], numbers: dict[int, int], frames: Frames, start: int | None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield the decoded frames that are chosen. `start`: when the key frame is shown from which decoding began."""
+    """Yield the decoded frames that are sampled. `start`: timestamp of the key frame at which decoding began."""
     for frame in decoded:
         number = numbers.get(frame.pts)
         if frames.next is None:
             return
-        # Frames that are shown before their key frame may need ones that were not decoded: they are not chosen.
+        # A frame shown before its key frame may depend on packets that were skipped, and look corrupt.
         if start is None or frame.pts is None or frame.pts >= start:
             _check_sound(frame)
         if number == frames.next:
             yield number, frame
         elif number is not None and number > frames.next:
-            raise _FrameLostError("a frame did not appear where its packet said", code="media.damaged-file")
+            raise _FrameLostError("a frame does not have the timestamp of its packet", code="media.damaged-file")
 
 
 def _decoded_all(
@@ -255,9 +256,9 @@ def _decoded_all(
 
 
 def _check_sound(frame: Any) -> None:
-    """Raise for a frame whose decoder met damage, chosen or not: others are predicted from it."""
+    """Raise if the decoder marked a frame as corrupt, sampled or not: other frames are predicted from it."""
     if frame.is_corrupt:
-        raise ValueError("its decoder says that a frame is corrupt")
+        raise ValueError("a frame is corrupt")
 
 
 # ---------------------------------------------------------------------------------------------- folders
@@ -278,7 +279,8 @@ def decode_folder(
             image, its_size = decode_image(Opened(file, files[number].name), limits, target)
         if (its_size.width, its_size.height) != (size.width, size.height):
             raise TesseraError(
-                f"frames of different sizes in {folder.name}: {files[number].name}", code="media.frame-sizes-differ"
+                f"the frames in {folder.name} have different sizes: {files[number].name}",
+                code="media.frame-sizes-differ",
             )
         frames.put(number, image)
     return frames.stacked(), size
@@ -291,11 +293,11 @@ def _folder_header(files: list[Path], limits: Limits) -> VideoHeader:
 
 
 def _frame_files(folder: Path) -> list[Path]:
-    """Return the frames of a folder in the order a person would count them: 2 before 10."""
+    """Return the image files of a folder, sorted by the numbers in their names: 2 before 10."""
     files = [file for file in folder.iterdir() if file.suffix.lower() in _FRAME_SUFFIXES and file.is_file()]
     inside = [file for file in files if not file.is_symlink() or file.resolve().is_relative_to(folder.resolve())]
     if not files:
         raise TesseraError(f"no images in the folder {folder.name}", code="media.no-frames")
     if len(inside) != len(files):
-        raise TesseraError(f"a frame in {folder.name} is a link to somewhere else", code="media.outside-root")
+        raise TesseraError(f"a frame in {folder.name} is a link out of the folder", code="media.outside-root")
     return sorted(files, key=lambda file: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", file.name)])

@@ -1,4 +1,4 @@
-"""What videos of every kind have in common: which frames are sampled, and the array they are put into."""
+"""Choose which frames of a video are sampled, and collect them in an array."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from tessera.data.media.files import Limits, Target
 from tessera.data.media.images import smaller
 from tessera.errors import TesseraError
 
-# Which frames of a video are taken, once it is known how many. Each family has the rule of the preprocessor it was
-# published with, and the timestamps follow from it:
-#   even     at i x total / count, rounded down (LLaVA-OneVision)
-#   steps    the same, computed in fp32 as the reference does: very long videos differ by a frame (Qwen2-VL, Qwen2.5-VL)
-#   middles  as steps, from the middle of each part (InternVL)
-#   ends     from the first frame to the last, rounded to the nearest; any number of frames (Qwen3-VL)
-#   clock    at every tick of `fps`, rounded up; from a video that is too long, evenly over its seconds (GLM-4.1V)
-#   pace     what is shown at every tick of `fps` from the beginning on, so that motion keeps its speed, up to
-#            `max_frames`; one frame and a multiple of `multiple` more; `fps` 0: every frame (generation)
+# Rules for the numbers of the sampled frames. Each family uses the rule of its published preprocessor:
+#   even     i x total / count, rounded down (LLaVA-OneVision)
+#   steps    the same in fp32, which differs by a frame for very long videos (Qwen2-VL, Qwen2.5-VL)
+#   middles  like steps, from the middle of each interval (InternVL)
+#   ends     from the first to the last frame, rounded to the nearest; any number of frames (Qwen3-VL)
+#   clock    every 1 / fps seconds, rounded up; a video that is too long evenly over its duration (GLM-4.1V)
+#   pace     the frame shown every 1 / fps seconds from the start, up to `max_frames`: motion keeps its speed. The
+#            number of frames is 1 plus a multiple of `multiple`; `fps` 0: every frame (generation)
 Rule = Literal["even", "steps", "middles", "ends", "clock", "pace"]
 
 
-_CLOSE = 1e-4  # times in files are rounded
+_CLOSE = 1e-4  # tolerance for rounded timestamps
 
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """State how many frames are taken from a video: `fps` for each second, within bounds, or just `frames`.
+    """State how many frames are sampled from a video: `fps` per second between two limits, or exactly `frames`.
 
-    It is always a multiple of `multiple`, and never more than the video has.
+    The number is a multiple of `multiple`, and at most the number of frames of the video.
     """
 
     fps: float = 2.0
@@ -46,22 +45,22 @@ class VideoSampling:
     rule: Rule = "even"
 
     def count(self, total: int, rate: float | None) -> int:
-        """Return how many of `total` frames at `rate` a second are taken; without a rate: of a sampled video."""
+        """Return how many of `total` frames are sampled. `rate`: frames per second; None: all count as samples."""
         if self.rule == "clock" and self.frames is None and rate is not None:
             return len(self._ticks(total, rate))
         if self.rule == "pace":
-            ticks = max(1, math.ceil(total / self._step(rate) - _CLOSE))  # ticks while the video lasts
+            ticks = max(1, math.ceil(total / self._step(rate) - _CLOSE))  # sampling times within the duration
             return (min(ticks, self.max_frames) - 1) // self.multiple * self.multiple + 1
         if self.frames is not None:
             taken = min(self.frames, total)
         else:
             wanted = float(total) if rate is None else total / rate * self.fps
             taken = int(min(max(wanted, self.min_frames), self.max_frames, total))
-        # A video shorter than one temporal patch is padded with its last frame when patches are made.
+        # For a video shorter than one temporal patch, the processor repeats the last frame.
         return max(taken // self.multiple * self.multiple, 1)
 
     def choose(self, total: int, rate: float | None) -> list[int]:
-        """Return the numbers of the frames that are taken."""
+        """Return the numbers of the sampled frames."""
         if self.rule == "clock" and self.frames is None and rate is not None:
             return self._ticks(total, rate)
         if self.rule == "pace":
@@ -70,19 +69,21 @@ class VideoSampling:
         return self.spread(self.count(total, rate), total)
 
     def choose_by_time(self, seconds: Sequence[float], count: int) -> list[int] | None:
-        """Return the numbers of `count` frames by the times at which frames are shown, rising; None where only their
-        number matters. Frames of one video may be shown for different times."""
+        """Return the numbers of `count` frames by the presentation times of all frames, which may be irregular.
+
+        `seconds`: rising. None for rules that do not depend on times.
+        """
         if self.rule != "pace" or self.fps <= 0:
             return None
         ticks = (seconds[0] + i / self.fps + _CLOSE for i in range(count))
         return [max(0, bisect_right(seconds, tick) - 1) for tick in ticks]
 
     def _step(self, rate: float | None) -> float:
-        """Return how many frames of a video lie between two ticks."""
+        """Return the number of frames between two sampling times."""
         return 1.0 if rate is None or self.fps <= 0 else rate / self.fps
 
     def spread(self, count: int, total: int) -> list[int]:
-        """Return the numbers of `count` frames spread over a video; some come twice where it has fewer."""
+        """Return the numbers of `count` evenly spaced frames. A short video has some of them twice."""
         if self.rule in ("ends", "pace"):
             return [int(n) for n in np.linspace(0, total - 1, count).round()]
         if self.rule in ("steps", "middles"):
@@ -107,9 +108,9 @@ class VideoSampling:
 
 
 class VideoHeader(NamedTuple):
-    """Hold the size, the frames and the rate in the header of a video."""
+    """Hold frame size, number of frames and frame rate of a video, from its header."""
 
-    width: int  # the right way up
+    width: int  # after rotation
     height: int
     total: int  # frames
     rate: float | None  # frames per second
@@ -118,20 +119,20 @@ class VideoHeader(NamedTuple):
 def checked_size(
     header: VideoHeader, name: str, limits: Limits, sampling: VideoSampling, target: Target | None
 ) -> MediaSize:
-    """Return the size that a video counts as. Raise if a frame of it, or all that is kept of it, is beyond limits."""
+    """Return the size of the sampled video. Raise if one frame, or all sampled frames together, exceed the limits."""
     taken = sampling.count(header.total, header.rate)
     size = MediaSize(header.width, header.height, taken, total=header.total, rate=header.rate)
     if header.width * header.height > limits.max_image_pixels:
         raise TesseraError(
-            f"video header claims too many pixels: {name} is {header.width}x{header.height}, "
-            f"{limits.max_image_pixels} are allowed",
-            fix="raise data.max_image_pixels, or make the video smaller",
+            f"too many pixels in a video frame: {name} is {header.width}x{header.height}, "
+            f"the limit is {limits.max_image_pixels}",
+            fix="raise data.max_image_pixels, or scale the video down",
             code="media.too-many-pixels",
         )
     width, height = kept_size(size, target)
     if width * height * size.frames > limits.max_video_pixels:
         raise TesseraError(
-            f"too many pixels in one video: {size.frames} frames of {width}x{height} are taken from {name}",
+            f"too many pixels in one video: {size.frames} frames of {width}x{height} are sampled from {name}",
             fix="lower max_frames, fps or video_max_pixels of data.processor",
             code="media.video-too-large",
         )
@@ -139,7 +140,7 @@ def checked_size(
 
 
 def kept_size(size: MediaSize, target: Target | None) -> tuple[int, int]:
-    """Return (width, height) in which frames are kept until they are used: the smaller of their own and the target."""
+    """Return (width, height) of frames in memory: the original size or the target, whichever is smaller."""
     wanted = target(size) if target is not None else None
     if wanted is None or wanted[0] * wanted[1] >= size.width * size.height:
         return size.width, size.height
@@ -147,7 +148,7 @@ def kept_size(size: MediaSize, target: Target | None) -> tuple[int, int]:
 
 
 class Frames:
-    """Hold the array of chosen frames, which is filled as they are decoded."""
+    """Collect the sampled frames in an array while the video is decoded."""
 
     def __init__(self, chosen: list[int], size: MediaSize, target: Target | None, name: str) -> None:
         self.chosen = chosen
@@ -159,14 +160,14 @@ class Frames:
 
     @property
     def next(self) -> int | None:
-        """Return the number of the frame that is needed next; None when all are there."""
+        """Return the number of the next sampled frame; None if all frames are stored."""
         return self.chosen[self.filled] if self.filled < len(self.chosen) else None
 
     def put(self, number: int, frame: Image.Image) -> None:
-        """Store frame `number`, also for frames that were chosen before it and never came."""
+        """Store frame `number`, also in the place of earlier sampled frames that the decoder never returned."""
         if frame.size not in (self._size, self._stored_size):
             raise TesseraError(
-                f"damaged video: {self._name} (frames of different sizes: {frame.width}x{frame.height} "
+                f"damaged video: {self._name} (its frames have different sizes: {frame.width}x{frame.height} "
                 f"after {self._size[0]}x{self._size[1]})",
                 code="media.frame-sizes-differ",
             )
@@ -176,8 +177,10 @@ class Frames:
         self._pixels[first : self.filled] = np.asarray(smaller(frame, self._stored_size))
 
     def stacked(self) -> np.ndarray:
-        """Return [F, H, W, 3]. A file may lack a frame or two at its end, which the index has counted: the last one is
-        repeated. A video that lacks more than that is refused."""
+        """Return the frames as [F, H, W, 3]. If one or a few are missing at the end, repeat the last frame.
+
+        Raise if more than a tenth of the frames is missing.
+        """
         total = len(self.chosen)
         if self.filled == 0 or total - self.filled > max(1, total // 10):
             raise TesseraError(

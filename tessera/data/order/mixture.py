@@ -1,11 +1,11 @@
-"""Which sample a draw holds, and in which order draws come: pure functions of a seed, computed point by point.
+"""Weighted mixtures of data sets: which sample each draw of an epoch is, as a pure function of the seed.
 
-A permutation gives the image of one index without computing any other. Its integers are written out here rather than
-drawn from a library's generator: the order of a resumed run must not change with an upgrade of numpy.
+A permutation is computed for single indices, without an array of all of them. It does not use numpy's generators,
+because the order of a resumed run must not change with a new version of numpy.
 
-One epoch over a mixture has a fixed number of draws, so many for each set. A set with as many draws as samples gives
-each sample its draw; with more or fewer, a draw holds one of a few neighbours, another one in each epoch, such that
-after any number of epochs every sample of the set was drawn equally often, give or take one.
+An epoch has a fixed number of draws from each data set, by the weights. If a set has as many draws as samples, each
+sample is drawn once. Otherwise a draw takes one of a few similar samples, another one in each epoch. After any number
+of epochs, the samples of a set have been drawn equally often, up to a difference of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix(*values: int) -> int:
-    """Return a 64-bit hash of some integers: the same on every machine and in every version."""
+    """Return a 64-bit hash of integers, which is the same on every machine and in every version."""
     state = _STEP
     for value in values:
         state = _scramble((state ^ (value & _MASK)) + _STEP)
@@ -46,13 +46,13 @@ def _scramble_all(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Permute range(count) in a way that depends on a key alone.
+    """Permute range(count), determined by a key.
 
-    It is a Feistel network over the next power of four, applied again until the result is inside the range.
+    A Feistel network over the next power of four, which is applied again until the result is below `count`.
     """
 
     count: int
-    half: int  # bits of each side of the network
+    half: int  # bits of each half of the network
     keys: tuple[int, ...]
 
     @staticmethod
@@ -96,7 +96,7 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return the draws of each set in one epoch, which is as long as without weights; a set with samples has one."""
+    """Return the number of draws of each set in an epoch. Weights do not change their sum; no set has 0 draws."""
     if weights is None:
         return list(sizes)
     total = sum(sizes)
@@ -110,13 +110,13 @@ def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list
 class Mixture:
     starts: np.ndarray  # [sets + 1]: first sample of each set
     draws: np.ndarray  # [sets + 1]: first draw of each set
-    by_similarity: np.ndarray | None  # samples of each set, neighbours alike; None: as they are numbered
+    by_similarity: np.ndarray | None  # samples of each set, sorted so that neighbours are similar; None: not sorted
 
     def __len__(self) -> int:
         return int(self.draws[-1])
 
     def sample(self, draw: int, epoch: int) -> int:
-        """Return the sample that a draw holds in an epoch."""
+        """Return the sample of a draw in an epoch."""
         which = int(np.searchsorted(self.draws, draw, side="right")) - 1
         first, size = self._set(which)
         count = int(self.draws[which + 1] - self.draws[which])
@@ -124,14 +124,14 @@ class Mixture:
         return position if self.by_similarity is None else int(self.by_similarity[position])
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """Return for each draw the largest value among the samples that it ever holds."""
+        """Return for each draw the largest value of the samples that it takes in any epoch."""
         if self.by_similarity is not None:
             values = values[self.by_similarity]
         parts = [self._largest(values, which) for which in range(len(self.starts) - 1)]
         return np.concatenate(parts) if parts else values[:0]
 
     def mean(self, values: np.ndarray) -> float:
-        """Return the sum over the draws of one epoch, on average over epochs."""
+        """Return the sum of the values of one epoch's samples, averaged over epochs."""
         total = 0.0
         for which in range(len(self.starts) - 1):
             first, size = self._set(which)
@@ -157,9 +157,9 @@ class Mixture:
 def similarity_order(
     sets: np.ndarray, tokens: np.ndarray, excess: np.ndarray, step: int, ties: np.ndarray
 ) -> np.ndarray:
-    """Return an order of similar neighbours: by set, by excess in steps of a twentieth, and up and down in tokens.
+    """Sort samples so that neighbours are similar: by set, excess in steps of 5 %, then tokens, up and down in turn.
 
-    `step`: an excess that is too little to matter.
+    `step`: a smaller excess counts as none.
     """
     edges = [max(1, step)]
     while edges[-1] <= int(excess.max(initial=0)):

@@ -1,7 +1,7 @@
-"""The rows of every epoch: packed once, then found by (seed, row number) alone.
+"""The rows of every epoch: samples are packed into rows once, and the order of rows follows from (seed, row number).
 
-Nothing here knows ranks, workers or micro-batches, so any of them may change between two runs. Every row is computed
-by itself: the row of step 10^9 costs as much as the first.
+The order does not depend on ranks, workers or micro-batches, so these may change at a resume. The samples of a row are
+found without the rows before it, so a resume at step 10^9 costs no more than a start.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tessera.data.order.mixture import Mixture, Shuffle, draws_per_set, mix, per
 from tessera.data.order.packing import best_fit, pack_balanced, sequential_fit
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_or_adopt
 
-FORMAT = 2  # raise it when the same samples would be packed otherwise
-WINDOW = 8192  # draws packed together: large enough for full rows, small enough that neighbours stay well mixed
-_PACK, _SPREAD, _TIES = 0x5041434B, 0x4445414C, 0x54494553  # streams of randomness, apart from those of the epochs
+FORMAT = 2  # version of row tables: increase it when the same samples would be packed differently
+WINDOW = 8192  # draws packed together: enough for full rows, and few enough that the samples of a row are random
+_PACK, _SPREAD, _TIES = 0x5041434B, 0x4445414C, 0x54494553  # random keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +30,14 @@ class Samples:
 
     tokens: np.ndarray  # [N]
     starts: np.ndarray  # [sets + 1]: first sample of each set
-    weights: tuple[float, ...] | None = None  # of the sets
-    work: Mapping[str, np.ndarray] = field(default_factory=dict)  # FLOPs of each sample in each stream; empty: unknown
-    token_work: Mapping[str, float] = field(default_factory=dict)  # FLOPs of one token more: what padding costs
+    weights: tuple[float, ...] | None = None  # weight of each set in the mixture
+    work: Mapping[str, np.ndarray] = field(default_factory=dict)  # FLOPs of each sample by stream; empty: unknown
+    token_work: Mapping[str, float] = field(default_factory=dict)  # FLOPs of one padding token by stream
 
 
 @dataclass(frozen=True)
 class PackingConfig:
-    length: int  # tokens of a row
+    length: int  # tokens per row
     seed: int = 0
     pack: bool = True
     shuffle: bool = True
@@ -46,12 +46,12 @@ class PackingConfig:
 
 @dataclass(frozen=True)
 class PackingStats:
-    """Hold the figures of packing, which are the same in every epoch."""
+    """Hold the results of packing, which are the same in every epoch."""
 
     rows: int
     length: int
-    padding: float  # share of the tokens, over all rows
-    work: float | None = None  # the heaviest row over the mean; None: unknown
+    padding: float  # share of padding in all tokens
+    work: float | None = None  # FLOPs of the heaviest row / mean of all rows; None: unknown
     streams: Mapping[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -64,9 +64,9 @@ class PackingStats:
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """Row i of an epoch holds draws members[bounds[i]:bounds[i+1]].
+    """Hold which draws share a row: row i has the draws members[bounds[i]:bounds[i+1]].
 
-    Its arrays are mapped from a file where one is kept, so that processes share them and only a path is pickled.
+    If the arrays are mapped from a file, processes share them, and only the path is pickled.
     """
 
     arrays: Mapping[str, np.ndarray]  # members, bounds, starts, draws; balanced: work; with weights: by_similarity
@@ -77,7 +77,7 @@ class RowTable:
 
     @cached_property
     def digest(self) -> str:
-        """Return a hash of which draws share a row."""
+        """Return a hash of the assignment of draws to rows."""
         digest = hashlib.sha256()
         for name in ("members", "bounds", "draws"):
             digest.update(np.ascontiguousarray(self.arrays[name], dtype=np.int64).data)
@@ -93,7 +93,7 @@ class RowTable:
 
 
 def row_table(samples: Samples, config: PackingConfig, folder: Path | None = None) -> RowTable:
-    """Pack samples into rows, or read from `folder` the table that was packed from the same facts."""
+    """Pack samples into rows, or read the table from `folder` if the same samples were packed before."""
     if folder is None:
         return _make(samples, config)
     key = _key(samples, config)
@@ -107,7 +107,7 @@ def row_table(samples: Samples, config: PackingConfig, folder: Path | None = Non
 
 
 def _sound(tables: AnyTables) -> bool:
-    """Return whether these can be a table of rows."""
+    """Return whether tables have the form of a row table."""
     try:
         members, bounds, draws = tables["members"], tables["bounds"], tables["draws"]
         stats = PackingStats(**json.loads(tables.about["stats"]))
@@ -132,11 +132,11 @@ def _key(samples: Samples, config: PackingConfig) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Excess:
-    """Hold the FLOPs of samples beyond those of padding of the same length, as integers."""
+    """Hold the FLOPs of samples minus those of as many padding tokens, as integers."""
 
     values: np.ndarray  # [N] int64
-    unit: float  # FLOPs; a power of two
-    linear: int  # of a row before any excess
+    unit: float  # FLOPs per integer unit; a power of two
+    linear: int  # units of a row that is all padding
 
 
 def _make(samples: Samples, config: PackingConfig) -> RowTable:
@@ -145,7 +145,7 @@ def _make(samples: Samples, config: PackingConfig) -> RowTable:
     sizes = np.diff(samples.starts).tolist()
     draws = np.cumsum([0, *draws_per_set(sizes, samples.weights)])
     by_similarity = None
-    if samples.weights is not None and config.shuffle:  # unshuffled, draws follow the files
+    if samples.weights is not None and config.shuffle:  # without shuffling, draws keep the order of the files
         sets = np.repeat(np.arange(len(sizes)), sizes)
         ties = np.arange(len(tokens))
         by_similarity = similarity_order(sets, tokens, excess.values, excess.linear // 256, ties)
@@ -174,7 +174,7 @@ def _make(samples: Samples, config: PackingConfig) -> RowTable:
 
 
 def _excess(samples: Samples, length: int) -> _Excess:
-    """Return the excess in units whose sums and products stay far from the end of 64 bits."""
+    """Return the excess of all samples, in units that are large enough that products do not overflow 64 bits."""
     if not samples.work:
         return _Excess(np.zeros(len(samples.tokens), dtype=np.int64), 1.0, 0)
     per_token = sum(samples.token_work.values())
@@ -197,7 +197,7 @@ def _bound(samples: Samples, config: PackingConfig, mixture: Mixture, row_of: np
 
 
 def _rows_of_draws(tokens: np.ndarray, excess: np.ndarray, linear: int, config: PackingConfig) -> np.ndarray:
-    """Return the row of each draw. Every draw is in one row of at most `length` tokens; none is cut."""
+    """Return the row of each draw. A row has at most `length` tokens, and no sample is split."""
     count = len(tokens)
     assert count == 0 or int(tokens.max()) <= config.length, "the index leaves out or truncates longer samples"
     if not config.pack:
@@ -219,7 +219,7 @@ def _rows_of_draws(tokens: np.ndarray, excess: np.ndarray, linear: int, config: 
 
 
 def _windows(tokens: np.ndarray, excess: np.ndarray, linear: int, seed: int) -> list[np.ndarray]:
-    """Return windows with the mixture of all draws: similar draws are spread, one to each window."""
+    """Divide the draws into windows of equal composition: similar draws are dealt to different windows."""
     count = len(tokens)
     windows = -(-count // WINDOW)
     ties = permutation(count, seed, _TIES)
@@ -234,7 +234,7 @@ _PASS, _ROW = 0x50415353, 0x524F57
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Row number -> samples, over all epochs. The rows of every epoch hold the same draws, in another order."""
+    """Map row numbers to samples, over all epochs. Every epoch has the same rows of draws in another order."""
 
     table: RowTable
     seed: int
@@ -253,7 +253,7 @@ class Order:
         return len(self.table)
 
     def index(self, row: int) -> tuple[int, int]:
-        """Return (epoch, row of the table) of a row number."""
+        """Return the epoch of a row number, and its row in the table."""
         epoch, index = divmod(row, len(self.table))
         return epoch, Shuffle.of(len(self.table), self.seed, _PASS, epoch)(index) if self.shuffle else index
 
@@ -264,10 +264,10 @@ class Order:
         return [mixture.sample(draw, epoch) for draw in self.table[index].tolist()]
 
     def work(self, rows: Sequence[int]) -> list[float] | None:
-        """Return an upper bound on the FLOPs of each row; None where the work of samples is not known."""
+        """Return an upper bound on the FLOPs of each row; None if the FLOPs of samples are unknown."""
         work = self.table.arrays.get("work")
         return None if work is None else [float(work[self.index(row)[1]]) for row in rows]
 
     def row_seed(self, row: int) -> int:
-        """Return a seed that belongs to this row wherever it is computed; it fits a signed 64-bit integer."""
+        """Return the random seed of a row, on every rank the same; it fits a signed 64-bit integer."""
         return mix(self.seed, _ROW, row) >> 1

@@ -1,4 +1,4 @@
-"""Rows of packed samples: the data set as the loader sees it."""
+"""Rows of packed samples: the `RowSource` of indexed data."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tessera.data.sources.container import RecordError, bad_sample_error, reason
 from tessera.data.workers.worker import TooSlow, time_limit
 from tessera.errors import TesseraError
 
-COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")  # of conversations
+COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")  # names of the counts of a batch
 
 
 def hole(id: str, length: int) -> Encoded:
-    """Return what stands for a sample that could not be decoded: the same length, nothing to train on, no media."""
+    """Return masked tokens that replace an unreadable sample: the same length, no labels, no media."""
     return Encoded(
         id,
         tokens=torch.zeros(length, dtype=torch.int64),
@@ -40,7 +40,7 @@ def hole(id: str, length: int) -> Encoded:
 
 @dataclass(eq=False)
 class PackedRows(RowSource):
-    """Read rows of packed samples. `order` states which samples a row holds, by the number of the row."""
+    """Read rows of packed samples. `order` maps row numbers to samples."""
 
     index: SplitIndex
     order: Order | StepOrder
@@ -49,10 +49,10 @@ class PackedRows(RowSource):
     limits: Limits
     on_bad_sample: Policy = "skip"
     timeout_s: float | None = None
-    hole: Callable[[str, int], Any] = hole  # (id, length) -> what stands for a sample that could not be decoded
-    count_names: Sequence[str] = COUNTS  # always reported, so that ranks agree on the names
-    constants: Mapping[str, Tensor] = field(default_factory=dict)  # further tensors of every batch
-    left_out: Mapping[str, str] = field(default_factory=dict)  # samples to pass over, by name, with the reason
+    hole: Callable[[str, int], Any] = hole  # (id, length) -> replacement of an unreadable sample
+    count_names: Sequence[str] = COUNTS  # counts that every batch has, so that all ranks have the same names
+    constants: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that are added to every batch
+    left_out: Mapping[str, str] = field(default_factory=dict)  # {id of a sample to skip: reason}
 
     @property
     def bad_count(self) -> int:
@@ -60,7 +60,7 @@ class PackedRows(RowSource):
 
     @property
     def identity(self) -> str:
-        """Return a hash by the files, and one by the samples in them, which stays when files are moved or copied."""
+        """Return two hashes: one with file paths, and one of the content alone, which survives moving the files."""
         indexes = (self.index.identity, self.index.content)
         return "/".join(hashlib.sha256(f"{one} {self.order.identity}".encode()).hexdigest()[:16] for one in indexes)
 
@@ -73,12 +73,12 @@ class PackedRows(RowSource):
 
     @property
     def bad_samples(self) -> tuple[tuple[str, str], ...]:
-        """Return (id, reason) of samples that the index left out; the quarantine list begins with them."""
+        """Return (id, reason) of the samples that the index skipped: the first entries of `quarantine.jsonl`."""
         return self.index.bad
 
     @property
     def decodes_media(self) -> bool:
-        """Return whether any sample has media. Where a processor does not count them, it may have some."""
+        """Return whether any sample has media. True if the processor does not count media."""
         counted = [name for name in ("images", "frames", "patches") if name in self.index.names]
         return not counted or any(
             bool(np.any(part.columns[name])) for part in self.index.parts if len(part) for name in counted
@@ -101,13 +101,13 @@ class PackedRows(RowSource):
     def encode(
         self, row: int, lost: Mapping[int, str], note: Callable[[int], None], problems: list[tuple[str, str]]
     ) -> list[Any]:
-        """Return the samples of a row, encoded. What could not be is a hole, and is added to `problems`."""
+        """Encode the samples of a row. An unreadable sample is replaced by masked tokens and added to `problems`."""
         return [self._encode(sample, lost, note, problems) for sample in self.order.samples(row)]
 
     def collate(
         self, rows: Sequence[int], encoded: list[list[Any]], seeds: Sequence[int], problems: Sequence[tuple[str, str]]
     ) -> Batch:
-        """Return the micro-batch of encoded rows, under the numbers `rows`."""
+        """Make a micro-batch of encoded rows. `rows`: their numbers."""
         batch = self.processor.collate(encoded, self.length).with_tensors(**self.constants)
         return replace(
             batch,
@@ -127,7 +127,7 @@ class PackedRows(RowSource):
             if number in lost:
                 sample = self._words_of(number, lost, note)
                 raise TesseraError(lost[number], code="data.item-ends-worker")
-            for last_try in (False, True):  # a stopped process or a file system that hung is no fault of the sample
+            for last_try in (False, True):  # a time-out may have another cause, such as a slow file system
                 note(number)
                 try:
                     with time_limit(self.timeout_s):
@@ -149,9 +149,10 @@ class PackedRows(RowSource):
             return self.hole(id, tokens)
 
     def _words_of(self, number: int, lost: Mapping[int, str], note: Callable[[int], None]) -> Sample | None:
-        """Read a lost sample again without its media, to report its id; None if reading its row was fatal too.
+        """Read the record of a sample that ended a worker process, without its media, to report its id.
 
-        `~number` is noted first: if the row itself kills the worker, `~number` is in `lost` the next time.
+        `~number` is noted first: if the record itself ends the worker, `~number` is in `lost` at the next attempt. Then
+        return None.
         """
         if ~number in lost:
             return None
@@ -164,7 +165,7 @@ class PackedRows(RowSource):
         encoded = self.processor.encode(sample, media, sizes)
         if encoded.length != expected:
             raise TesseraError(
-                f"{encoded.length} tokens where the index has {expected}: the data changed since it was indexed",
+                f"a sample has {encoded.length} tokens, {expected} in the index: the data changed since it was indexed",
                 code="data.sample-changed",
             )
         return encoded

@@ -1,9 +1,9 @@
-"""Packing samples into rows: by length alone, or into rows of equal work.
+"""Pack samples into rows: by length, or into rows of equal FLOPs.
 
-Every sample is whole in one row. A row is as long as every other (padding included), so what is linear in tokens costs
-the same in each; what differs is the *excess* of its samples: images, and attention over long texts. Balanced packing
-first packs by length alone, with a little space left in every row; then heavy and light rows swap samples of about the
-same length. All of it is done in integers: the result is the same on every machine.
+No sample is split. All rows have the same number of tokens with padding, so FLOPs that are linear in tokens are equal.
+Rows differ in the *excess* of their samples: images, and attention over long texts. Balanced packing first packs by
+length, with a little space left in every row. Then rows with high and low excess swap samples of about the same length.
+All values are integers, so the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SPARE = 128  # a row keeps 1/128 of its tokens free: a full one can swap nothing
-CLOSE = 400  # rows within 1/400 of the mean work are good enough
-ROUNDS = 144  # of swaps, at most
-REACH = 48  # how far apart, in the order of their lengths, two swapped samples may be
-MIN_GAIN = 0.005  # a balanced split that saves less than this share of a step's time is not used
-QUIET_ROUNDS = 24  # rounds without a swap before it ends
+SPARE = 128  # 1 / SPARE of a row stays free before swapping: full rows can swap nothing
+CLOSE = 400  # swapping ends if all rows are within 1 / CLOSE of the mean
+ROUNDS = 144  # limit of the rounds of swaps
+REACH = 48  # limit of the distance of two swapped samples in the order of lengths
+MIN_GAIN = 0.005  # rows are distributed in turn if balancing saves less than this share of a step's time
+QUIET_ROUNDS = 24  # swapping ends after so many rounds without a swap
 
 
 def best_fit(tokens: np.ndarray, capacity: int, most: int | None = None) -> np.ndarray:
-    """Return the row of each sample: longest first, each into the fullest row that has space for it.
+    """Return the row of each sample: best-fit decreasing, each sample into the fullest row with enough space.
 
-    Samples longer than `capacity`, up to `most`, are alone in their row.
+    A sample longer than `capacity`, up to `most`, gets a row for itself.
     """
     assert len(tokens) == 0 or int(tokens.max()) <= (most or capacity), "the index leaves out longer samples"
     row_of = np.empty(len(tokens), dtype=np.int64)
@@ -50,7 +50,7 @@ def best_fit(tokens: np.ndarray, capacity: int, most: int | None = None) -> np.n
 def even_fit(tokens: np.ndarray, capacity: int, rows: int) -> np.ndarray:
     """Return the row of each sample: longest first, each into the emptiest of `rows` rows.
 
-    Every row so gets long and short samples; a further row is opened for a sample that fits nowhere.
+    So every row gets long and short samples. A sample that fits nowhere gets a further row.
     """
     row_of = np.empty(len(tokens), dtype=np.int64)
     longest_first = np.argsort(-tokens.astype(np.int64), kind="stable")
@@ -69,7 +69,7 @@ def even_fit(tokens: np.ndarray, capacity: int, rows: int) -> np.ndarray:
 
 
 def sequential_fit(tokens: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the row of each sample in the given order: a row is closed when the next sample does not fit."""
+    """Return the row of each sample, in the order of the samples: a new row begins if the next sample does not fit."""
     row_of = np.empty(len(tokens), dtype=np.int64)
     ends = np.cumsum(tokens, dtype=np.int64)
     start, row, before = 0, 0, 0
@@ -84,7 +84,7 @@ def sequential_fit(tokens: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def pack_balanced(tokens: np.ndarray, excess: np.ndarray, capacity: int, linear: int) -> np.ndarray:
-    """Return the row of each sample. `linear`: work of a row of `capacity` tokens before any excess."""
+    """Return the row of each sample, such that rows have equal work. `linear`: work of a row without excess."""
     row_of = _spread(tokens, capacity)
     rows = int(row_of.max()) + 1
     held = np.bincount(row_of, weights=excess, minlength=rows).astype(np.int64)
@@ -106,14 +106,14 @@ def pack_balanced(tokens: np.ndarray, excess: np.ndarray, capacity: int, linear:
 
 
 def _even(row_by_length: np.ndarray, weight: np.ndarray, held: np.ndarray, mean: int, slack: int) -> bool:
-    """Return whether no row is much heavier than the mean, or than its heaviest sample, which no swap can help."""
+    """Return whether no row exceeds the mean, or its own heaviest sample, by more than `slack`."""
     least = np.full(len(held), mean, dtype=np.int64)
     np.maximum.at(least, row_by_length, weight)
     return bool((held <= least + slack).all())
 
 
 def _spread(tokens: np.ndarray, capacity: int) -> np.ndarray:
-    """Return rows with like mixtures of long and short samples, unless the tightest packing takes fewer rows."""
+    """Return rows with similar mixes of long and short samples, or the tightest packing if it needs fewer rows."""
     reach = capacity - capacity // SPARE
     tight = best_fit(tokens, reach, capacity)
     least = int(tight.max()) + 1
@@ -130,15 +130,16 @@ def _swap(
     capacity: int,
     apart: int,
 ) -> int:
-    """Swap samples that stand `apart` in the order of lengths where that brings the work of their two rows closer.
+    """Swap samples at the distance `apart` in the order of lengths, if the work of their rows becomes more equal.
 
-    A row takes part in one swap at most, the best one for both. Changes its arguments; returns the number of swaps.
+    Each row takes part in at most one swap, the best one for both rows. The arguments are changed in place. Return the
+    number of swaps.
     """
     first_rows, second_rows = row_by_length[:-apart], row_by_length[apart:]
     gap = held[first_rows] - held[second_rows]
     moved = weight[:-apart] - weight[apart:]
     longer = size[:-apart] - size[apart:]
-    gain = moved * (gap - moved)  # by which the squares of the two sums shrink, halved
+    gain = moved * (gap - moved)  # half of the decrease of the sum of squares of both rows
     fits = (gain > 0) & (used[second_rows] + longer <= capacity) & (used[first_rows] - longer <= capacity)
     candidates = np.flatnonzero(fits)
     if len(candidates) == 0:
@@ -146,7 +147,7 @@ def _swap(
     candidates = candidates[np.argsort(-gain[candidates], kind="stable")]
     partners = np.stack([first_rows[candidates], second_rows[candidates]], axis=1).reshape(-1)
     first = np.full(len(held), -1, dtype=np.int64)
-    first[partners[::-1]] = np.arange(len(partners))[::-1]  # of repeated indices the last value written stays
+    first[partners[::-1]] = np.arange(len(partners))[::-1]  # for repeated indices numpy keeps the last value
     numbers = np.arange(len(candidates))
     best = (first[partners[0::2]] // 2 == numbers) & (first[partners[1::2]] // 2 == numbers)
     chosen = candidates[best]
@@ -163,10 +164,10 @@ def _swap(
 
 
 def split_rows(work: Sequence[float] | None, rows: int, ranks: int, micro_batch: int) -> np.ndarray:
-    """Return [ranks, micro-batches, micro_batch] indices among a step's rows: a pure function, the same on every rank.
+    """Assign the rows of a step to ranks and micro-batches. Return indices [ranks, micro-batches, micro_batch].
 
-    Micro-batches that run at the same time are made of rows of about the same work, and all ranks get the same in sum.
-    Where rows cost the same, or each rank has one, rows go to ranks in turn.
+    Micro-batches that run at the same time get about the same work, and so do the ranks in total. If all rows have the
+    same work, or each rank gets one row, rows are distributed in turn. All ranks compute the same result.
     """
     plain = np.arange(rows).reshape(-1, ranks, micro_batch).transpose(1, 0, 2)
     if work is None or ranks == 1 or rows == ranks:
@@ -190,7 +191,7 @@ def _balanced(weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
 
 
 def _micro_batches(together: np.ndarray, weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
-    """Return [ranks, micro_batch] of equal weight: to and fro over the rows, heaviest first."""
+    """Return micro-batches [ranks, micro_batch] of about equal weight. `together`: their rows, heaviest first."""
     laps = together.reshape(micro_batch, ranks)
     batches, held = np.empty((ranks, micro_batch), dtype=np.int64), np.zeros(ranks)
     for lap, row in enumerate(laps):
@@ -201,6 +202,6 @@ def _micro_batches(together: np.ndarray, weights: np.ndarray, ranks: int, micro_
 
 
 def _time(weights: np.ndarray) -> float:
-    """Return the time of a step: ranks wait for each other between after every micro-batch and once at its end."""
+    """Return a relative time of a step, in which ranks wait for the slowest after every micro-batch and at its end."""
     by_batch = weights.sum(axis=2)  # [ranks, micro-batches]
     return float(by_batch.max(axis=0).sum() + by_batch.sum(axis=1).max())

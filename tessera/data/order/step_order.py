@@ -1,9 +1,8 @@
-"""Steps of a fixed number of samples: which samples a step has is a function of (seed, step), and they always fit.
+"""Steps with a fixed number of samples (`train.samples_per_step`), which are a function of (seed, step).
 
-The draws of an epoch, sorted by length, are cut into as many strata as a step has samples. Every step takes one draw of
-each stratum, in an order that is drawn anew for every epoch. So all steps have about the same tokens, and the longest
-sample of each stratum bounds what any step holds: the place of a stratum among the rows of a step is found once, for
-these longest ones, and then serves every step.
+The draws of an epoch are sorted by length and divided into strata, one stratum per sample of a step. Every step takes
+one random draw of each stratum, so all steps have about the same number of tokens. The strata are packed into the rows
+of a step once, by the longest sample of each stratum. So the samples of every step fit.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from tessera.data.order.order import PackingConfig, PackingStats, Samples
 from tessera.data.order.packing import even_fit
 from tessera.errors import TesseraError
 
-_STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # streams of randomness
+_STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # random keys
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """Hold how large a step is to be."""
+    """State the size of a step."""
 
     samples: int
     least_rows: int = 1
-    multiple: int = 1  # rows are a multiple of it: those of one pass of all ranks
+    multiple: int = 1  # the number of rows is a multiple of this: one micro-batch on all ranks
 
 
 @dataclass(frozen=True, eq=False)
 class StepOrder:
-    """Row number -> samples, over all epochs, where every step has the same number of samples.
+    """Map row numbers to samples, over all epochs, if every step has the same number of samples.
 
-    An epoch has as many steps as are needed to draw everything. Where the last one would not be full, a few draws come
-    twice in an epoch, others in every epoch.
+    An epoch has enough steps for all draws. If these do not fill the last step, a few draws occur twice, other ones in
+    each epoch.
     """
 
     mixture: Mixture
-    by_length: np.ndarray  # draws, the shortest first
-    row_of: np.ndarray  # [samples of a step]: the row of each stratum within a step
+    by_length: np.ndarray  # draws, shortest first
+    row_of: np.ndarray  # [samples of a step]: row of each stratum within a step
     rows_per_step: int
     seed: int
     stats: PackingStats
@@ -50,7 +49,7 @@ class StepOrder:
 
     @property
     def steps(self) -> int:
-        """Return the steps of an epoch."""
+        """Return the number of steps of an epoch."""
         return -(-len(self.by_length) // len(self.row_of))
 
     def __len__(self) -> int:
@@ -58,7 +57,7 @@ class StepOrder:
 
     @property
     def identity(self) -> str:
-        """Return a key of the samples of each step. Their rows may differ under one key."""
+        """Return a key of the samples of each step. It does not depend on their distribution to rows."""
         draws = hashlib.sha256(np.ascontiguousarray(self.by_length, dtype=np.int64).data)
         draws.update(np.ascontiguousarray(self.mixture.draws, dtype=np.int64).data)
         return f"{draws.hexdigest()[:16]} {len(self.row_of)} samples {self.seed}"
@@ -84,21 +83,21 @@ class StepOrder:
         return samples
 
     def work(self, rows: Sequence[int]) -> list[float] | None:
-        """Return an upper bound on the FLOPs of each row; None where the work of samples is not known."""
+        """Return an upper bound on the FLOPs of each row; None if the FLOPs of samples are unknown."""
         return None if self.row_work is None else [float(self.row_work[row % self.rows_per_step]) for row in rows]
 
     def row_seed(self, row: int) -> int:
-        """Return a seed that belongs to this row wherever it is computed; it fits a signed 64-bit integer."""
+        """Return the random seed of a row, on every rank the same; it fits a signed 64-bit integer."""
         return mix(self.seed, _ROW, row) >> 1
 
 
 def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepOrder:
-    """Return the order of steps of `size`. They have the fewest rows that always hold their samples."""
+    """Return the order of rows for steps of a fixed number of samples, with as few rows per step as possible."""
     if not config.shuffle:
         raise TesseraError(
-            "steps of a number of samples are shuffled, and data.shuffle is off",
+            "train.samples_per_step needs data.shuffle, which is off",
             where="train.samples_per_step",
-            fix="leave data.shuffle out, or count rows: train.global_batch",
+            fix="remove data.shuffle, or set train.global_batch, which counts rows",
             code="data.steps-need-shuffle",
         )
     tokens = np.asarray(samples.tokens, dtype=np.int64)
@@ -130,7 +129,7 @@ def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepO
 
 
 def _bounds(draws: int, strata: int) -> np.ndarray:
-    """Return [strata, 2]: the first draw that a stratum ever holds, and the one behind the last."""
+    """Return [strata, 2]: the range of draws that a stratum takes in any epoch, first and end."""
     steps = -(-draws // strata)
     places = steps * strata
     first = np.arange(strata, dtype=np.int64) * steps * draws // places
@@ -140,7 +139,7 @@ def _bounds(draws: int, strata: int) -> np.ndarray:
 
 
 def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray:
-    """Return the row of each stratum, in the fewest rows that are a multiple and hold the longest samples of all."""
+    """Return the row of each stratum, with the fewest rows that are a multiple of `size.multiple` and fit all."""
     rows = size.samples if not config.pack else max(size.least_rows, -(-int(most.sum()) // config.length))
     rows = _up(rows, size.multiple)
     while rows <= size.samples:
@@ -149,11 +148,11 @@ def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray
             return row_of
         rows += size.multiple
     raise TesseraError(
-        f"{size.samples} samples cannot fill the rows of a step: there are {rows} of them or more, {size.multiple} in "
-        "each pass of all ranks, and none may be empty",
+        f"{size.samples} samples per step are too few: a step has at least {rows} rows, a multiple of {size.multiple}, "
+        "and every row needs a sample",
         where="train.samples_per_step",
-        fix=f"train.samples_per_step={_up(max(rows, size.samples), size.multiple)}, or fewer rows at once: "
-        "train.micro_batch, train.global_batch",
+        fix=f"set train.samples_per_step={_up(max(rows, size.samples), size.multiple)}, or lower train.micro_batch or "
+        "train.global_batch",
         code="run.too-few-samples-per-step",
     )
 

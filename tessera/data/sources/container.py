@@ -1,4 +1,4 @@
-"""The base of what holds the records of a data set: a class per kind of file, before records are parsed to samples."""
+"""Base class of containers: files or folders whose records are read by number, before they are parsed to samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tessera.config.registry import Instance, Registry
 from tessera.data.media.files import ArchiveMember
 from tessera.errors import TesseraError, first_line
 
-MAX_RECORD_BYTES = 64 << 20  # one record of text and paths; more than this is not a conversation
+MAX_RECORD_BYTES = 64 << 20  # limit of a record, which is text and media paths
 _HASHED_END_BYTES = 64 << 10
 
 
 class RecordError(Exception):
-    """Report a record that cannot be used; `data.on_bad_sample` states whether the run skips it or ends."""
+    """Report an unusable record. By `data.on_bad_sample`, the run skips it or ends."""
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(f"{id}: {reason}")
@@ -33,37 +33,37 @@ class RecordError(Exception):
 
 
 def reason_of(error: Exception) -> str:
-    """Return why something cannot be used, in one line."""
+    """Return the message of an error about a sample, without `where` and `fix`."""
     if isinstance(error, RecordError):
         return error.reason
     return error.what if isinstance(error, TesseraError) else first_line(error)
 
 
 def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> TesseraError:
-    """Return what ends a run whose policy is not to skip bad samples."""
+    """Return the error for a bad sample under `data.on_bad_sample=fail`."""
     more = f" (and {others} more)" if others else ""
-    fix = "mend the data, or set data.on_bad_sample=skip"
-    return TesseraError(f"sample {id} cannot be used: {reason}{more}", where=where, fix=fix, code="data.bad-sample")
+    fix = "correct the data, or set data.on_bad_sample=skip"
+    return TesseraError(f"sample {id} is unusable: {reason}{more}", where=where, fix=fix, code="data.bad-sample")
 
 
 class NothingUsable(TesseraError):
-    """Report data without a sample to train on."""
+    """Report data without a usable sample."""
 
-    samples = unusable = 0  # all, and those that are bad for another reason than their length
+    samples = unusable = 0  # number of all samples, and of those that are bad but not only too long
 
 
 class RawRecord(NamedTuple):
-    """Hold a record as it was found. `members`: media in the same archive, by each name that a record may call them."""
+    """Hold a record before parsing. `members`: media of its archive, by all names that a record may use for them."""
 
     content: dict[str, Any]
     members: Mapping[str, ArchiveMember] = {}
 
 
 class Container(ABC):
-    """Read records by number. A container is pickled for workers, so it holds no open file and no record."""
+    """Read records by number. A container is pickled for worker processes, so it keeps no open file and no record."""
 
     def __init__(self, name: str, count: int, facts: Any) -> None:
-        self.name = name  # what locations are called by
+        self.name = name  # file name in locations
         self.count = count
         self.facts = facts  # JSON that changes whenever the content may have changed
 
@@ -71,15 +71,15 @@ class Container(ABC):
         return self.count
 
     def location(self, number: int) -> str:
-        """Return where a record stands, for people: data.jsonl:17."""
+        """Return the location of a record for messages, such as data.jsonl:17."""
         return f"{self.name}:{number + 1}"
 
     @abstractmethod
     def load(self, number: int) -> RawRecord:
-        """Return a record. Raise `RecordError` if it cannot be read, `TesseraError` if the container cannot."""
+        """Return a record. Raise `RecordError` if the record is unreadable, `TesseraError` if the container is."""
 
     def scan(self, numbers: range) -> Iterator[tuple[int, RawRecord | RecordError]]:
-        """Yield records in order. Containers for which reading in order is cheaper than `load` override this."""
+        """Yield records in order. Subclasses override this if reading in order is faster than `load`."""
         for number in numbers:
             try:
                 yield number, self.load(number)
@@ -88,7 +88,7 @@ class Container(ABC):
 
 
 class Joined(Container):
-    """Join several containers, one after another, into one."""
+    """Concatenate several containers."""
 
     def __init__(self, parts: Sequence[Container]) -> None:
         self.parts = list(parts)
@@ -117,8 +117,7 @@ class Joined(Container):
 
 @dataclass(frozen=True)
 class FolderReader:
-    """Open a folder in a format of its own, which has a file with the name `marker`. `open`: (folder, limit on the
-    number of records or None)."""
+    """Declare a folder format that has a file named `marker`. `open`: (folder, limit of records or None)."""
 
     marker: str
     open: Callable[[Path, int | None], Container]
@@ -128,7 +127,7 @@ FOLDERS: Registry[FolderReader] = Registry(FOLDER_NAMES, Instance(FolderReader))
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Return size, time and a hash of both ends of a file: reading all of it would cost as much as indexing."""
+    """Return path, size, time and a hash of both ends of a file. A hash of all bytes would take as long as an index."""
     stat = path.stat()
     ends = hashlib.sha256()
     with path.open("rb") as file:

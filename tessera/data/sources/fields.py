@@ -1,8 +1,8 @@
-"""The fields of a record: names of keys and speakers in each format, and the media that a record has.
+"""The fields of a record: names of keys and speakers in each format, and the media of a record.
 
 Media is listed beside the text and placed by placeholders, or named in the text. A value is a path below the data root,
 bytes, a decoded image, `{"bytes", "path"}` as Hugging Face stores it, a `data:` URL in base64, or an http(s) URL, which
-is fetched only if the recipe allows it.
+is downloaded only if the recipe allows it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROLES = ("system", "user", "assistant", "tool")
 MEDIA: tuple[PartKind, ...] = ("image", "video", "audio")
 FORMATS: tuple[RecordFormat, ...] = get_args(RecordFormat)
 
-# Speaker -> role. Calls of functions are the assistant's words, their results are the tool's.
+# Speaker -> role. The assistant calls functions, the tool returns their results.
 _SPEAKERS = {
     **{role: role for role in ROLES},
     "human": "user",
@@ -38,7 +38,7 @@ _SPEAKERS = {
     "function": "tool",
 }
 _CALLERS = ("function_call", "tool_call")
-# Names in `columns` that do not rename a key but a speaker.
+# Names in `columns` that rename a speaker, not a key.
 _TAGS = {
     "user_tag": "user",
     "assistant_tag": "assistant",
@@ -48,7 +48,7 @@ _TAGS = {
 }
 _KEYS = ("id", "messages", "role_tag", "content_tag", "system", "tools", "images", "videos", "audios")
 _ALPACA_KEYS = ("prompt", "query", "response", "history")
-# Keys of the formats that are like alpaca, where these differ: question and answer.
+# Keys of the formats with one question and one answer, where they differ from alpaca.
 _ASKED_BY: Mapping[RecordFormat, Mapping[str, str]] = {
     "query_response": {"prompt": "query", "query": "", "response": "response"},
     "question_answer": {"prompt": "question", "query": "", "response": "answer"},
@@ -57,21 +57,21 @@ _PAIR_KEYS = ("chosen", "rejected", "completion")
 _TEXT_KEYS = ("text", "content")
 _CAPTION_KEYS = ("cap", "caption", "text", "prompt", "content")
 COLUMNS = (*_KEYS, *_TAGS, *_ALPACA_KEYS, *_PAIR_KEYS, "label", "text", "path", "references")
-# Formats of one question and its answer.
+# Formats with one question and one answer.
 _QUESTION_FORMATS: tuple[RecordFormat, ...] = ("alpaca", "query_response", "question_answer")
 WORSE_ANSWERS = ("rejected_response", "rejected_messages")
 
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Name the keys of a record that a parser reads. Several names for one thing are tried in order."""
+    """Name the keys of a record that a parser reads. If a field has several names, the first present one counts."""
 
     messages: str
     role: str
     content: str
     media: Mapping[PartKind, tuple[str, ...]]
     speakers: Mapping[str, str] = field(default_factory=lambda: _SPEAKERS)
-    callers: tuple[str, ...] = _CALLERS  # speakers whose words are calls of functions
+    callers: tuple[str, ...] = _CALLERS  # speakers whose text is a function call
     id: str = "id"
     system: str = "system"
     tools: str = "tools"
@@ -80,16 +80,16 @@ class ColumnMap:
     response: str = "output"
     history: str = "history"
     text: tuple[str, ...] = _TEXT_KEYS
-    path: str = "path"  # an image or video, by the end of its name
-    references: str = "references"  # images that are to be edited
+    path: str = "path"  # an image or video, by its suffix
+    references: str = "references"  # images to edit
     chosen: str = "chosen"
     rejected: str = "rejected"
-    completion: str = "completion"  # an answer that was found good or bad
-    label: tuple[str, ...] = ("label", "kto_tag")  # whether it was
+    completion: str = "completion"  # an answer with a label
+    label: tuple[str, ...] = ("label", "kto_tag")  # true: a good answer
 
 
 def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
-    """Return the keys of a format, with those that `columns` (checked before) gives another name."""
+    """Return the keys of a format, renamed by `columns`, which must have been checked."""
     renamed = {
         key: columns[key]
         for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
@@ -121,7 +121,7 @@ def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[st
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:
-    """Raise if `columns` of a recipe has a name that no format knows, or an empty one."""
+    """Raise if `columns` of a recipe has a name that no format has, or an empty value."""
     for name, key in columns.items():
         if name not in COLUMNS:
             raise TesseraError(
@@ -129,15 +129,17 @@ def check_columns(columns: Mapping[str, str], where: str) -> None:
                 where=where,
                 allowed=COLUMNS,
                 nearest=nearest(name, COLUMNS),
-                fix="write our name first, then the one in your records: columns: {messages: dialogue}",
+                fix="write {Tessera's name: name in your records}, such as columns: {messages: dialogue}",
                 code="data.unknown-column",
             )
         if not key:
-            raise TesseraError(f"`columns` gives {name!r} an empty name", where=where, code="data.empty-column-name")
+            raise TesseraError(
+                f"the name of {name!r} in `columns` is empty", where=where, code="data.empty-column-name"
+            )
 
 
 class RecordSchema:
-    """Tell records of one format from another, under the key names that a data set uses."""
+    """Detect the format of records by their keys, which `columns` may rename."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = dict(columns)
@@ -145,9 +147,9 @@ class RecordSchema:
         self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
 
     def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
-        """Return the format of a record; None when its keys fit several (a conversation without media) or none."""
+        """Return the format of a record; None if its keys fit several (a conversation without media) or no format."""
         key = self.names["messages"].messages
-        # `columns` may give both kinds of conversation one name: the key of the speaker tells them apart.
+        # `columns` may use one key for both formats of conversations: then the key of the speaker decides.
         if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
             return "messages"
         if self.is_conversation(record):
@@ -162,14 +164,14 @@ class RecordSchema:
         return has(record, self.names["sharegpt"].messages)
 
     def fits(self, record: Mapping[str, Any], record_format: RecordFormat) -> bool:
-        """Return whether a record has the keys of a format that the recipe names, whatever else it has."""
+        """Return whether a record has the keys of a format. Other keys do not matter."""
         names = self.names[record_format]
         if record_format == "preference":
             pair = has(record, names.chosen) and has(record, names.rejected)
             return pair or has_worse_answer(record)
         if record_format == "unpaired_preference":
             return any(has(record, key) for key in names.label)
-        if record_format == "generation":  # whatever is missing is a fault of that record alone
+        if record_format == "generation":  # a record without its keys is a bad record of this format
             return True
         if record_format == "text":
             return any(has(record, key) for key in names.text)
@@ -183,29 +185,29 @@ class RecordSchema:
 
 
 def has_worse_answer(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has a worse answer beside a full conversation."""
+    """Return whether a record has a rejected answer beside a full conversation, as in ms-swift."""
     return any(has(record, key) for key in WORSE_ANSWERS)
 
 
 # ---------------------------------------------------------------------------------------------- media of a record
 
 
-# <img>a.jpg</img>, as rows of Qwen-VL and ms-swift have it; or a placeholder for the next of a list.
+# A path between tags, <img>a.jpg</img>, as in Qwen-VL and ms-swift; or a placeholder for the next file of a list.
 _MARKS = re.compile(r"<(img|image|video|audio)>([^<>\r\n]+)</\1>|<(image|video|audio)>")
 _MEDIA_TAGS: Mapping[str, PartKind] = {"img": "image", **{kind: kind for kind in MEDIA}}
 _URLS = ("http://", "https://", "data:")
 
 
 class RecordMedia:
-    """Assign the media listed beside a sample to its placeholders, in order.
+    """Assign the media that a record lists to the placeholders in its text, in order.
 
-    A kind that has no list has no placeholders either: "<image>" in a text is then only a word. A path between tags
-    needs no list.
+    Without a list of images, "<image>" is plain text; the same holds for videos and audio. A path between tags needs no
+    list.
     """
 
     def __init__(self, record: Mapping[str, Any], names: ColumnMap, always: tuple[PartKind, ...] = ()) -> None:
         self.listed: dict[PartKind, list[Any]] = {}
-        self.alone: set[PartKind] = set()  # not a list beside the text, but one file under the name of the kind
+        self.alone: set[PartKind] = set()  # kinds under a singular key, such as "image"
         self._record = record
         for kind in MEDIA:
             key = next((key for key in names.media[kind] if has(record, key)), None)
@@ -216,7 +218,7 @@ class RecordMedia:
         self.used: dict[PartKind, int] = dict.fromkeys(self.listed, 0)
 
     def fill(self, text: str) -> list[Part]:
-        """Return a text as parts: words, and the media that stand between them."""
+        """Split a text into parts: texts, and the media of its placeholders and tags."""
         parts: list[Part] = []
         words, end = "", 0
         text = text_of(text)
@@ -233,7 +235,7 @@ class RecordMedia:
         return [*parts, Part("text", words)] if words else parts
 
     def _tagged(self, tag: str, value: str) -> Part | None:
-        """Return what a pair of tags names; None where it is no path of that kind of media: then it is a text."""
+        """Return the media between a pair of tags; None if the content is not a path of this kind of media."""
         kind = _MEDIA_TAGS[tag]
         names_media = value.lower().startswith(_URLS) or media_kind(value) == kind
         return Part(kind, value_of(value, tag)) if names_media else None
@@ -242,31 +244,33 @@ class RecordMedia:
         kind = next((kind for kind in self.listed if kind == name), None)
         if kind is not None:
             return self.next(kind)
-        for key, value in self._record.items():  # is it really only a word?
+        for key, value in self._record.items():  # another key of the record may contain the media
             if name in key.lower() and isinstance(value, (str, bytes, list, dict)) and value:
-                fail(f"<{name}> in the text, and its {name} may be under {key!r}: columns: {{{name}s: {key}}}")
+                fail(f"the text has <{name}>, and {key!r} may contain the {name}: set columns: {{{name}s: {key}}}")
         return None
 
     def next(self, kind: PartKind) -> Part:
         listed, at = self.listed.get(kind, []), self.used.get(kind, 0)
         self.used[kind] = at + 1
-        # Placeholders beyond the list are counted too, so that `check_used` can name both numbers.
+        # A placeholder without a file is counted as well, and `check_used` reports both numbers.
         return Part(kind, listed[at] if at < len(listed) else None)
 
     def rest_if_none_used(self) -> list[Part]:
-        """Return all media of a sample without placeholders: they come first."""
+        """Return all listed media if the text has no placeholders, otherwise nothing. They precede the text."""
         if any(self.used.values()):
             return []
         return [self.next(kind) for kind, listed in self.listed.items() for _ in listed]
 
     def check_used(self, messages: Iterable[Message] = ()) -> None:
-        """Raise if placeholders and media differ in number. `messages`: a file that they name themselves may stand in
-        the record once more, by itself."""
+        """Raise if the numbers of placeholders and listed files differ.
+
+        A file under a singular key such as "image" needs no placeholder if a part of `messages` has the same kind.
+        """
         named = {part.kind for message in messages for part in message.parts}
         for kind, used in self.used.items():
             count = len(self.listed.get(kind, []))
             if used != count and not (used == 0 and kind in self.alone & named):
-                fail(f"{kind} token count that cannot match: {used} <{kind}> placeholders, {count} {kind}s")
+                fail(f"the numbers of placeholders and files differ: {used} <{kind}> placeholders, {count} {kind}s")
 
 
 def values_of(value: Any, key: str) -> list[Any]:
@@ -275,7 +279,7 @@ def values_of(value: Any, key: str) -> list[Any]:
 
 
 def value_of(value: Any, key: str) -> Any:
-    """Return a path or URL, or the media itself. {"bytes", "path"} is how Hugging Face stores it."""
+    """Return a path, a URL or the media itself. {"bytes", "path"} is the form of Hugging Face data sets."""
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if isinstance(value, (bytes, ArchiveMember, Image.Image)) or hasattr(value, "__array__"):
@@ -283,7 +287,7 @@ def value_of(value: Any, key: str) -> Any:
     if isinstance(value, PurePath):
         value = str(value)
     if not isinstance(value, str) or not value:
-        fail(f"{key}: a path is expected, got {value!r:.80}")
+        fail(f"{key}: must be a path, got {value!r:.80}")
     if is_data_url(value):
         try:
             return decode_data_url(value)
@@ -322,17 +326,17 @@ _SUFFIXES: dict[str, PartKind] = {
 
 
 def stem_of(name: str) -> str:
-    """Return the stem that the files of one sample share: the path up to the first dot of the file name."""
+    """Return the path up to the first dot of the file name, which the files of one sample have in common."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 
 
 def suffix_of(name: str) -> str:
-    """Return the letters behind the last dot of a file name, in lower case."""
+    """Return the part of a file name after its last dot, in lower case."""
     base, dot, suffix = name.rpartition("/")[2].rpartition(".")
     return suffix.lower() if base and dot else ""
 
 
 def media_kind(name: str) -> PartKind | None:
-    """Return which kind of media a file is by its name; None for other files."""
+    """Return the kind of media of a file by its suffix; None for other files."""
     return _SUFFIXES.get(suffix_of(name))

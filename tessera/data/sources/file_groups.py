@@ -1,4 +1,4 @@
-"""Samples made of several files of one stem, in a folder or in a tar shard: media, and a text or JSON file beside.
+"""Samples made of several files with one stem, in a folder or in a tar shard: media, and a text or JSON file.
 
 Nothing is unpacked: `tarfile` reads the headers of a shard once, and members are read in place.
 """
@@ -32,7 +32,7 @@ MAX_MEMBERS = 50_000_000
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _TEXT_SUFFIXES = ("txt", "caption")
 _FILE_NAME_KEYS = {"file_name": None, "file_names": None, **{f"{kind}_file_name": kind for kind in MEDIA}}
-_MAX_READ_BYTES = 1 << 20  # of one pax or long-name record, which tarfile reads at once
+_MAX_READ_BYTES = 1 << 20  # limit of a pax or long-name record, which tarfile reads into memory at once
 _SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"S": "a sparse file"}
 
 
@@ -40,7 +40,7 @@ _SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", 
 
 
 class MediaFile(NamedTuple):
-    """Hold one medium of a sample. `value` is a path below the root, or a member of an archive."""
+    """Hold a media file of a sample. `value`: a path below the root, or a member of an archive."""
 
     kind: PartKind
     name: str
@@ -54,9 +54,9 @@ def assemble(
     media: Sequence[MediaFile],
     columns: Mapping[str, str],
 ) -> RawRecord:
-    """Return one record of the files of a stem.
+    """Make a record of the files with one stem. `attributes`: content of the JSON file. `text`: of the text file.
 
-    A record that names media itself means those of its own sample first; a record that names none shows all of them.
+    If the JSON does not name media, the record gets all media files of the stem.
     """
     record = dict(attributes or {})
     record.setdefault(columns.get("id", "id"), stem)
@@ -74,7 +74,7 @@ def assemble(
     members: dict[str, ArchiveMember] = {}
     for item in media:
         if isinstance(item.value, ArchiveMember):
-            # Records name their media in full, by the last part alone, or by what follows the stem.
+            # A record may name its media by the full path, by the file name, or by the part after the stem.
             for name in (item.name, item.name.rpartition("/")[2], item.name[len(stem) + 1 :]):
                 members.setdefault(name, item.value)
     return RawRecord(record, members)
@@ -90,9 +90,9 @@ def _parts_name_media(turns: Any) -> bool:
 
 
 class FileGroups(Container):
-    """Read samples that are made of files.
+    """Read samples that consist of several files.
 
-    In `tables`, `sample` has the sample of each file; names are `letters` cut at `ends`.
+    In `tables`, `sample` is the sample number of each file. `letters` has all file names, and `ends` their ends.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FileGroups(Container):
         self.columns = dict(columns)
 
     def _files(self, number: int) -> dict[str, int]:
-        """Return the names of the files of a sample, each with its number."""
+        """Return {file name: file number} of the files of a sample."""
         first, last = np.searchsorted(self.tables["sample"], [number, number + 1]).tolist()
         letters, bounds = self.tables["letters"], self.tables["ends"][first : last + 1].tolist()
         names = [os.fsdecode(letters[start:end].tobytes()) for start, end in pairwise(bounds)]
@@ -122,12 +122,12 @@ class FileGroups(Container):
             elif suffix_of(name) in _TEXT_SUFFIXES:
                 text = load_text(content(name), location)
         if attributes is None and text is None:
-            raise RecordError(location, f"no .json or .txt in this sample, only {', '.join([*files][:4])}")
+            raise RecordError(location, f"the sample has no .json or .txt file, only {', '.join([*files][:4])}")
         return assemble(stem_of(next(iter(files))), attributes, text, media, self.columns)
 
 
 def _name_arrays(names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return many file names as two arrays: no Python object for each, and mapped from the cache."""
+    """Store file names in two arrays, which can be mapped from a file and shared by processes."""
     encoded = [os.fsencode(name) for name in names]
     letters = np.frombuffer(b"".join(encoded), dtype=np.uint8)
     return {"letters": letters, "ends": np.cumsum([0, *map(len, encoded)], dtype=np.int64)}
@@ -143,7 +143,7 @@ def _are_groups(tables: AnyTables) -> bool:
 
 
 class FolderFiles(FileGroups):
-    """Read the files of a folder as samples. With kind `documents` every file is one sample of plain text."""
+    """Read the files of a folder as samples. Kind `documents`: every text file is one sample."""
 
     kind: FolderKind = "media"
 
@@ -161,11 +161,11 @@ class FolderFiles(FileGroups):
             except OSError as error:
                 raise RecordError(location, f"cannot be read: {name} ({error.strerror})") from None
             if len(data) > MAX_RECORD_BYTES:
-                raise RecordError(location, f"{name} is too large to be a text")
+                raise RecordError(location, f"{name} is too large for a text file")
             return data
 
         if not location.isprintable():
-            raise RecordError(repr(location), "a file name that is not UTF-8, or not printable")
+            raise RecordError(repr(location), "the file name is not UTF-8 or not printable")
         if self.kind == "documents":
             return RawRecord({"text": load_text(content(location), location)})
         media = [MediaFile(kind, name, name) for name in files if (kind := media_kind(name)) is not None]
@@ -173,7 +173,7 @@ class FolderFiles(FileGroups):
 
 
 class Metadata(Container):
-    """Read the records of a `metadata` file, whose `file_name` is media in its folder."""
+    """Read the records of metadata.jsonl, .csv or .parquet. The key `file_name` names media in the same folder."""
 
     def __init__(self, records: Container, columns: Mapping[str, str]) -> None:
         super().__init__(records.name, len(records), records.facts)
@@ -201,13 +201,15 @@ class Metadata(Container):
             for name in value if isinstance(value, list) else [] if value is None else [value]:
                 media_type = kind or (media_kind(name) if isinstance(name, str) else None)
                 if media_type is None:
-                    raise RecordError(self.location(number), f"{key} names no image, video or audio: {name!r:.80}")
+                    raise RecordError(
+                        self.location(number), f"{key} is not the name of an image, video or audio file: {name!r:.80}"
+                    )
                 media.append(MediaFile(media_type, name, name))
         return assemble(self.location(number), content, None, media, self.columns)
 
 
 def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the names of files below a folder, sorted, with their stat. Linked folders are not entered."""
+    """Yield (name, stat) of all files below a folder, sorted, without hidden files. Linked folders are not entered."""
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inner = os.path.relpath(here, folder)
@@ -219,7 +221,7 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 def open_files(
     path: Path, kind: FolderKind, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
 ) -> FolderFiles:
-    """Open a folder. `media`: media files with text of the same stem; `documents`: each .txt is one."""
+    """Open a folder of samples. `media`: media files with texts of the same stem. `documents`: .txt files."""
     wanted: list[str] = []
     digest = hashlib.sha256()
     for name, stat in walk(path):
@@ -229,7 +231,7 @@ def open_files(
     facts = {"path": str(path.resolve()), "files": len(wanted), "listing": digest.hexdigest()}
     groups = _group_by_stem(wanted) if kind == "media" else [[name] for name in wanted]
     if not groups:
-        raise TesseraError(f"nothing to read in the folder {path}", where="data", code="data.empty-folder")
+        raise TesseraError(f"the folder {path} has no samples", where="data", code="data.empty-folder")
 
     def find() -> dict[str, np.ndarray]:
         sample = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
@@ -248,7 +250,7 @@ def _belongs(name: str, kind: FolderKind) -> bool:
 
 
 def _group_by_stem(names: list[str]) -> list[list[str]]:
-    """Return the files of each stem, media first. Text without media (a README, a list of classes) is no sample."""
+    """Group files by stem, media first. Text files without media, such as a README, are left out."""
     groups: list[list[str]] = []
     without_media = 0
     for _, same in groupby(sorted(names, key=lambda name: (stem_of(name), name)), key=stem_of):
@@ -258,7 +260,7 @@ def _group_by_stem(names: list[str]) -> list[list[str]]:
         else:
             groups.append(group)
     if without_media:
-        log.warning("%d text files have no image, video or audio beside them and are left out", without_media)
+        log.warning("%d text files without an image, video or audio file of the same name are skipped", without_media)
     return groups
 
 
@@ -266,9 +268,9 @@ def _group_by_stem(names: list[str]) -> list[list[str]]:
 
 
 class TarShard(FileGroups):
-    """Read the samples of a shard as WebDataset writes it: files of one stem that follow each other.
+    """Read the samples of a WebDataset shard: consecutive members with one stem.
 
-    `tables` also holds `start`, `size` and `type` of each member.
+    `tables` also has `start`, `size` and `type` of each member.
     """
 
     def load(self, number: int) -> RawRecord:
@@ -288,7 +290,7 @@ class TarShard(FileGroups):
             def content(name: str) -> bytes:
                 start, size = self._span(files[name])
                 if size > MAX_RECORD_BYTES:
-                    raise RecordError(location, f"{name}: {size} bytes are too many for a conversation")
+                    raise RecordError(location, f"{name} has {size} bytes, the limit is {MAX_RECORD_BYTES}")
                 file.seek(start)
                 return file.read(size)
 
@@ -299,13 +301,13 @@ class TarShard(FileGroups):
 
 
 def _problem(name: str, kind: bytes) -> str | None:
-    """Return why a member is not read; None for a regular file with a plain name."""
+    """Return why a tar member is refused; None for a regular file with a safe name."""
     if kind in _SPECIAL:
         return f"the tar member {name!r:.120} is {_SPECIAL[kind]}"
     if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
-        return f"the tar member {name!r:.120} is of an unknown kind {kind!r}"
+        return f"the tar member {name!r:.120} has the unknown type {kind!r}"
     if not name or "\0" in name or name.startswith("/") or "\\" in name or ".." in name.split("/"):
-        return f"the tar member {name!r:.120} has a name that leads outside"
+        return f"the tar member {name!r:.120} has a path outside of the archive"
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -316,7 +318,7 @@ def _problem(name: str, kind: bytes) -> str | None:
 def open_tar(
     path: Path, name: str, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
 ) -> TarShard:
-    """Open a shard. Its members are listed from its headers, or from the cache."""
+    """Open a tar shard. The list of its members is read from the headers, or from the cache."""
     facts = file_facts(path)
 
     def find() -> dict[str, np.ndarray]:
@@ -332,7 +334,7 @@ def open_tar(
             names.append(member.name)
             if len(names) > MAX_MEMBERS:
                 raise TesseraError(
-                    f"the tar file has over {MAX_MEMBERS} members", where=str(path), code="data.tar-too-large"
+                    f"the tar file has more than {MAX_MEMBERS} members", where=str(path), code="data.tar-too-large"
                 )
         columns = np.array(members, dtype=np.int64).reshape(-1, 4).T
         return {**dict(zip(("sample", "start", "size", "type"), columns, strict=True)), **_name_arrays(names)}
@@ -348,37 +350,37 @@ def open_tar(
 
 
 def _members(path: Path, size: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an archive except folders. Refuse an archive that is damaged or cut off anywhere."""
+    """Yield the members of a tar archive, without folders. Raise if the archive is damaged or truncated."""
     with path.open("rb") as file:
         bounded = _BoundedFile(file)
         try:
             with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[call-overload]
                 while (member := archive.next()) is not None:
-                    archive.members.clear()  # tarfile would keep all of them
+                    archive.members.clear()  # tarfile would keep all members in memory
                     if not member.isreg():
-                        member.size = 0  # links, devices and pipes have no bytes behind them, whatever they claim
+                        member.size = 0  # links, devices and pipes have no content, whatever the header states
                     if member.size < 0 or member.offset_data + member.size > size:
                         remaining = size - member.offset_data
-                        what = f"is cut off: a member of {member.size} bytes begins where {remaining} are left"
+                        what = f"is truncated: a member has {member.size} bytes, and only {remaining} follow"
                         _fail(path, what, member.offset)
                     if not (member.isdir() or member.name.endswith("/")):
                         yield member
                 end = archive.offset
         except TesseraError:
             raise
-        except Exception as error:  # what tarfile raises on damaged headers is not listed anywhere
+        except Exception as error:  # tarfile raises undocumented errors on damaged headers
             cut = "end of data" in str(error) or "truncated" in str(error) or "empty" in str(error)
-            _fail(path, "is cut off" if cut else f"has a damaged header ({first_line(error)})", file.tell())
-        # tarfile takes a header that it cannot read for the end of the archive.
+            _fail(path, "is truncated" if cut else f"has a damaged header ({first_line(error)})", file.tell())
+        # tarfile treats an unreadable header as the end of the archive.
         file.seek(end)
         block = file.read(tarfile.BLOCKSIZE)
         if block.strip(b"\0"):
             cut = len(block) < tarfile.BLOCKSIZE
-            _fail(path, "is cut off in a header" if cut else "has a damaged header", end)
+            _fail(path, "is truncated in a header" if cut else "has a damaged header", end)
 
 
 class _BoundedFile:
-    """Wrap a file so that tarfile reads headers and name records from it, but nothing large."""
+    """Limit the size of single reads, so that tarfile reads headers and names, but no large content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -386,7 +388,7 @@ class _BoundedFile:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MAX_READ_BYTES:
-            raise ValueError(f"a name record of {size} bytes")
+            raise ValueError(f"a name has {size} bytes")
         return self._file.read(size)
 
 
@@ -394,6 +396,6 @@ def _fail(path: Path, what: str, offset: int) -> NoReturn:
     raise TesseraError(
         f"the tar file {what}",
         where=f"{path}, byte {offset}",
-        fix="download or write it again: what follows cannot be found",
+        fix="download or write the file again",
         code="data.damaged-tar",
     )

@@ -1,6 +1,6 @@
-"""Find the files that the path of a data set means: one, all that match a pattern, or a range of numbers.
+"""Find the files of a data set by its path: one file, a glob pattern, or a range of numbers.
 
-It imports nothing heavy: names are checked before torch is imported.
+This module must not import torch: names are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_FILES = 1_000_000
 
 
 def source_files(path: Path) -> tuple[list[Path], Path]:
-    """Return the files (or the one folder) that a path means, and the folder they have in common."""
+    """Return the files that a path names, or one folder, and the folder that contains all of them."""
     if path.exists():
         return [path], path if path.is_dir() else path.parent
     text = str(path)
@@ -31,18 +31,21 @@ def source_files(path: Path) -> tuple[list[Path], Path]:
     missing = [one for one in files if not one.is_file()]
     if not files or missing:
         _no_such(path, missing)
-    return files, Path(re.split(r"[*{]", text)[0] + "x").parent  # up to the last folder before anything that varies
+    return files, Path(re.split(r"[*{]", text)[0] + "x").parent  # the last folder before the first * or {
 
 
 def _ranges(text: str) -> list[str]:
-    """Return shard-{000..127}.tar as 128 names. The digits of the first number say how many there are."""
+    """Expand shard-{000..127}.tar to 128 names. All numbers have as many digits as the first."""
     match = _RANGE.search(text)
     if match is None:
         return [text]
     first, last = int(match[1]), int(match[2])
     if last < first or last - first >= _MAX_FILES:
         raise TesseraError(
-            f"not a range of files: {match[0]}", where=text, fix="write it as {000..127}", code="data.bad-file-range"
+            f"not a valid range of files: {match[0]}",
+            where=text,
+            fix="write it as {000..127}",
+            code="data.bad-file-range",
         )
     numbers = (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
     return [name for number in numbers for name in _ranges(text[: match.start()] + number + text[match.end() :])]
@@ -56,6 +59,6 @@ def _no_such(path: Path, missing: list[Path]) -> NoReturn:
         f"no such data file: {first}{more}",
         where="data",
         nearest=nearest(first.name, beside),
-        fix="give the path of a JSON, JSONL, Parquet, CSV, TSV or text file, of tar shards, or of a folder",
+        fix="name a JSON, JSONL, Parquet, CSV, TSV, text or tar file, or a folder",
         code="data.no-such-file",
     )

@@ -1,4 +1,4 @@
-"""The formats of a record: one parser each, from a JSON object to messages. Records come from strangers.
+"""Parse records to messages, with one parser per format. Records are not trusted.
 
 messages   {"messages": [{"role": "user", "content": "text" or [{"type": "image", "image": "a.jpg"}, ...]}, ...]}
 sharegpt   {"conversations": [{"from": "human", "value": "<image> text"}, ...], "images": ["a.jpg"]}
@@ -7,7 +7,7 @@ alpaca     {"instruction": "ask", "input": "about", "output": "answer", "history
 query_response   {"query": "<image>ask", "response": "answer", "history": [["ask", "answer"], ...], "images": ["a.jpg"]}
 question_answer  {"question": "ask", "answer": "answer", "image": "a.jpg"}
 text       {"text": "a document", "images": ["a.jpg"]}
-preference a question with a better and a worse answer, in one of these spellings:
+preference a question with a chosen and a rejected answer, in one of these spellings:
     {"prompt": "ask", "chosen": "better", "rejected": "worse"}
     {"prompt": [messages], "chosen": [{"role": "assistant", ...}], "rejected": [...]}
     {"chosen": [the full conversation], "rejected": [another end of it]}
@@ -16,11 +16,11 @@ preference a question with a better and a worse answer, in one of these spelling
     {"instruction": "ask", "input": "about", "chosen": "better", "rejected": "worse"}
     {"messages": [the full conversation], "rejected_response": "worse", or "rejected_messages": [another end of it]}
     {"query": "ask", "response": "better", "rejected_response": "worse"}
-unpaired_preference  a conversation with one answer that was found good or bad, "label": true or false:
+unpaired_preference  a conversation whose answer has a label, true for a good and false for a bad answer:
     {"prompt": "ask" or [messages], "completion": "answer" or [turns], "label": true}
     {"messages", "conversations" or "instruction" and "output": with the answer at the end, "label" or "kto_tag": false}
-generation a caption with the image or video it describes, or with a better and a worse one, in one of these spellings:
-    {"path": "a.mp4", "cap": "a caption", or ["a caption", another, ...], of which the first counts}
+generation a caption with its image or video, or with a chosen and a rejected one, in one of these spellings:
+    {"path": "a.mp4", "cap": "a caption" or ["a caption", another, ...], of which the first is used}
     {"image": "a.jpg" or "video": "a.mp4", "text", "caption" or "prompt": "a caption", "references": ["to edit.jpg"]}
     {"messages": [{"role": "user", ... text and images to edit}, {"role": "assistant", ... one image or video}]}
 """
@@ -48,7 +48,7 @@ from tessera.data.sources.fields import (
 )
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
-CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a preference sample, or of a rated answer
+CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a pair, or of an answer with a label
 _PROMPT = "prompt"
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -80,7 +80,7 @@ def _parse_messages(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
 
 
 def _parse_conversations(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    # Without a list beside it, <video> may be a word; <image> in a conversation never is.
+    # <image> is always a placeholder in this format. <video> may be plain text if the record lists no video.
     media = RecordMedia(record, names, always=("image",))
     messages = []
     for turn in _turns(record, names.messages):
@@ -129,30 +129,30 @@ def _parse_text(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, .
 
 
 def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the question, then the better answer and the worse one under roles of their own."""
+    """Return the question, then the chosen and the rejected answer with the roles `CHOSEN` and `REJECTED`."""
     _check_one_worse_answer(record, names)
     if not has(record, names.chosen) and has_worse_answer(record):
         record = _with_both_answers(record, names)
     elif not has(record, names.chosen) and not has(record, names.rejected):
-        fail(f"no worse answer: give 'rejected_response', or {names.chosen!r} and {names.rejected!r}")
+        fail(f"the rejected answer is missing: add 'rejected_response', or {names.chosen!r} and {names.rejected!r}")
     answers = [record.get(names.chosen), record.get(names.rejected)]
     for key, answer in zip((names.chosen, names.rejected), answers, strict=True):
         if not isinstance(answer, (str, Mapping, list)) or not answer:
-            fail(f"{key} is no answer: a text, a turn or a list of turns is expected")
+            fail(f"{key} must be a text, a turn or a list of turns")
     rest = {key: value for key, value in record.items() if key not in (names.chosen, names.rejected, _PROMPT)}
     better, worse = (parse(*_with_answer(record, rest, answer, names)) for answer in answers)
     if better[:-1] != worse[:-1]:
         fail("the two conversations differ before their last turn")
     for last in (better[-1], worse[-1]):
         if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-            fail("an answer is a text of the assistant")
+            fail("an answer must be a text of the assistant")
     return (*better[:-1], Message(CHOSEN, better[-1].parts), Message(REJECTED, worse[-1].parts))
 
 
 def _with_answer(
     record: Mapping[str, Any], rest: dict[str, Any], answer: Any, names: ColumnMap
 ) -> tuple[dict[str, Any], RecordFormat, ColumnMap]:
-    """Return the record with one of its answers alone, as a record of a plain format."""
+    """Return a record of a simpler format with only one of the two answers, its format and its keys."""
     if isinstance(answer, list) and _is_full_conversation(answer, names):
         return {**rest, names.messages: answer}, "messages", names
     sharegpt = column_map("sharegpt", {})
@@ -169,22 +169,22 @@ def _with_answer(
         return {**rest, names.messages: [*turns, *_as_turns(answer, names, "assistant")]}, "messages", names
     if record.get(names.prompt) is not None:
         if not isinstance(answer, str):
-            fail(f"beside {names.prompt!r} an answer is a text")
+            fail(f"with {names.prompt!r} an answer must be a text")
         return {**rest, names.response: answer}, "alpaca", column_map("alpaca", {})
-    fail(f"nothing is asked: give {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r} beside the answers")
+    fail(f"the question is missing: add {_PROMPT!r}, {names.messages!r} or {sharegpt.messages!r}")
 
 
 def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the conversation; the role of its last turn is `CHOSEN` or `REJECTED`, by the label."""
+    """Return the conversation. Its last turn has the role `CHOSEN` or `REJECTED`, by the label."""
     key = next((key for key in names.label if has(record, key)), names.label[0])
     good = _LABELS.get(str(record.get(key)).lower()) if isinstance(record.get(key), (bool, int, str)) else None
     if good is None:
-        fail(f"{key} is the label of the answer: true or false is expected, got {record.get(key)!r:.40}")
+        fail(f"{key}, the label of the answer, must be true or false, got {record.get(key)!r:.40}")
     rest = {one: value for one, value in record.items() if one not in (*names.label, names.completion)}
     answer = record.get(names.completion)
     if answer is not None:
         if not isinstance(answer, (str, Mapping, list)) or not answer:
-            fail(f"{names.completion} is no answer: a text, a turn or a list of turns is expected")
+            fail(f"{names.completion} must be a text, a turn or a list of turns")
         rest.pop(_PROMPT, None)
         messages = parse(*_with_answer(record, rest, answer, names))
     elif (turns := _parse_any_turns(rest, names)) is not None:
@@ -192,15 +192,15 @@ def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Messag
     elif has(record, names.prompt):
         messages = _parse_alpaca(rest, names)
     else:
-        fail(f"no answer: give {names.completion!r}, or {names.messages!r} or 'conversations' that end with it")
+        fail(f"the answer is missing: add {names.completion!r}, or end {names.messages!r} or 'conversations' with it")
     last = messages[-1]
     if len(messages) < 2 or last.role != "assistant" or any(part.kind != "text" for part in last.parts):
-        fail("the last turn is the answer: a text of the assistant, after a question")
+        fail("the last turn must be the answer: a text of the assistant, after a question")
     return (*messages[:-1], Message(CHOSEN if good else REJECTED, last.parts))
 
 
 def _parse_any_turns(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...] | None:
-    """Return the messages of a record with turns, in one of the two spellings; None for a record without."""
+    """Parse a record with turns, under `messages` or `conversations`; None if it has neither."""
     if has(record, names.messages):
         return _parse_messages(record, names)
     if has(record, column_map("sharegpt", {}).messages):
@@ -220,7 +220,7 @@ def _as_turns(value: Any, names: ColumnMap, role: str) -> list[Any]:
 
 
 def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the request (a caption, perhaps with images to edit) and the image or video that answers it."""
+    """Return the request, which is a caption and possibly images to edit, and the image or video to generate."""
     features = record.get("features")
     if isinstance(features, StoredTensors):  # no JSON makes such an object
         return (Message("assistant", (Part("features", features),)),)
@@ -233,7 +233,7 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         fail(f"no caption under {' or '.join(repr(key) for key in names.text)}")
     if not isinstance(caption, str):
         key = next(key for key in names.text if has(record, key))
-        fail(f"the caption under {key!r} is a {type(caption).__name__} ({caption!r:.40}), and a text is expected")
+        fail(f"the caption under {key!r} must be a text, not a {type(caption).__name__} ({caption!r:.40})")
     wanted = [Part(kind, value) for kind in ("image", "video") for value in _listed(record, names.media[kind])]
     if not wanted and has(record, names.path):
         wanted = [_media_at(record, names.path)]
@@ -246,27 +246,27 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
         return (request, *(Message(role, (answer,)) for role, answer in answers))
     if not wanted:
         keys = dict.fromkeys((names.path, *names.media["image"], *names.media["video"]))
-        fail(f"the row names no image or video to learn: give its file under {' or '.join(map(repr, keys))}")
+        fail(f"the record has no image or video to learn: add its file under {' or '.join(map(repr, keys))}")
     return _checked_pair((request, Message("assistant", tuple(wanted))))
 
 
 def _media_at(record: Mapping[str, Any], key: str) -> Part:
-    """Return the image or video that a key names by its path."""
+    """Return the image or video under a key. Its suffix tells the kind."""
     value = value_of(record[key], key)
     kind = media_kind(value) if isinstance(value, str) else None
     if kind == "audio":
-        fail(f"{key}: an image or a video is expected, got {value!r:.80}")
+        fail(f"{key}: must be an image or a video, got {value!r:.80}")
     return Part(kind or "video", value)  # without a suffix: a folder of frames
 
 
 def _checked_pair(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if [message.role for message in messages] != ["user", "assistant"]:
         roles = ", ".join(message.role for message in messages)
-        fail(f"a caption by the user and its image or video by the assistant are expected, not turns of {roles:.80}")
+        fail(f"the turns must be a caption of the user and an image or video of the assistant, not {roles:.80}")
     request, answer = messages
     answered = [part for part in answer.parts if part.kind != "text" or part.value.strip()]
     if len(answered) != 1 or answered[0].kind not in ("image", "video"):
-        fail(f"one image or video to learn is expected, found {len(answered)} parts in the answer")
+        fail(f"the answer must be one image or video, and has {len(answered)} parts")
     if any(part.kind not in ("text", "image") for part in request.parts):
         fail("a request has text and images; it cannot have videos or audio")
     if not "".join(part.value for part in request.parts if part.kind == "text").strip():
@@ -343,7 +343,7 @@ def _part(item: Any, media: RecordMedia) -> Part:
         fail(f"unknown type of part {named!r} (known: text, {', '.join(MEDIA)})")
     value = _first(item, (kind, "path", "url", f"{kind}_url"))
     if value is None and media.listed.get(kind):
-        return media.next(kind)  # the part is a placeholder for the next one of the list beside the messages
+        return media.next(kind)  # a part without a path stands for the next file of the record's list
     return Part(kind, value_of(value, kind))
 
 
@@ -359,40 +359,40 @@ def _checked(work: Callable[[Any], str], value: Any) -> str:
         fail(str(error))
 
 
-# ---------------------------------------------------------------------------------------------- worse answers
+# ---------------------------------------------------------------------------------------------- rejected answers
 
 
 def _check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
-    """Raise if a record has a worse answer under several keys: which one counts is not defined."""
+    """Raise if a record has a rejected answer under several keys."""
     keys = [key for key in dict.fromkeys((names.rejected, *WORSE_ANSWERS)) if has(record, key)]
     if len(keys) > 1:
-        fail(f"a pair has one worse answer, and this record has {' and '.join(keys)}: keep one of them")
+        fail(f"the record has several rejected answers, under {' and '.join(keys)}: keep one of them")
 
 
 def _with_both_answers(record: Mapping[str, Any], names: ColumnMap) -> dict[str, Any]:
-    """Return the record as one with a question and two answers.
+    """Convert a full conversation with a rejected answer, as in ms-swift, to a question with two answers.
 
-    What comes before the last turn of the assistant is the question. The worse answer is a text or a turn, or it is a
-    conversation: as a whole, or from the turn on that differs.
+    The last turn of the assistant is the chosen answer, and the turns before it are the question. The rejected answer
+    is a text, a turn, the last turns of a conversation, or a full conversation.
     """
     key = next(key for key in WORSE_ANSWERS if has(record, key))
     worse = record[key]
     if isinstance(worse, list) and len(worse) == 1 and isinstance(worse[0], str):
-        worse = worse[0]  # a list of worse answers, of which there is one
+        worse = worse[0]  # a list with one rejected answer
     if isinstance(worse, list) and any(isinstance(record_format, str) for record_format in worse):
-        fail(f"{key} has {len(worse)} answers, and a pair has one: write a record for each of them")
+        fail(f"{key} has {len(worse)} answers: write one record for each rejected answer")
     if has(record, "rejected_images"):
-        fail("rejected_images: both answers of a pair are about the same images, those under 'images'")
+        fail("rejected_images is not supported: both answers of a pair have the images under 'images'")
     rest = {record_format: value for record_format, value in record.items() if record_format not in WORSE_ANSWERS}
     if has(record, names.messages):
         turns = record[names.messages]
         last = turns[-1] if isinstance(turns, list) and len(turns) > 1 else None
         if not isinstance(last, dict) or names.speakers.get(str(last.get(names.role))) != "assistant":
-            fail(f"{names.messages} has to end with the better answer, a turn of the assistant, beside {key}")
+            fail(f"with {key}, {names.messages} must end with the chosen answer, a turn of the assistant")
         return {**rest, names.messages: turns[:-1], names.chosen: [last], names.rejected: worse}
     for record_format in ("alpaca", "query_response", "question_answer"):
         columns = column_map(record_format, {})
         if has(record, columns.prompt) and has(record, columns.response):
             better, question = rest.pop(columns.response), rest.pop(columns.prompt)
             return {**rest, names.prompt: question, names.chosen: better, names.rejected: worse}
-    fail(f"no better answer: give {names.messages!r} that ends with it, or 'query' and 'response', beside {key}")
+    fail(f"the chosen answer is missing: {key} needs {names.messages!r} that ends with it, or 'query' and 'response'")

@@ -1,7 +1,7 @@
-"""Parquet files, whose row groups are read once.
+"""Parquet files, whose row groups are read only once.
 
-pyarrow reads row groups and nothing smaller, and a shuffled run reads one row of a group after another. So a large
-group is spilled to an Arrow file in the user's cache, which all processes map. A small one is held in memory.
+pyarrow reads complete row groups, but a shuffled run needs single rows of many groups. So a large row group is spilled
+to an Arrow file in the user's cache, which all processes map. A small row group stays in memory.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from tessera.errors import TesseraError, first_line
 
 log = logging.getLogger("tessera")
 
-MAX_GROUP_BYTES = 2 << 30  # of one row group, unpacked: it is in memory while it is spilled
-MAX_RECORD_BYTES = 512 << 20  # with images inside
-SPILL_BYTES = 16 << 20  # a larger row group is spilled
-SPILLED_BYTES = 200 << 30  # of all spilled row groups; the one that was used longest ago is removed
-_FREE_SHARE = 0.1  # of a disk, which spilled row groups never take
-_HELD_BYTES = 256 << 20  # of row groups in the memory of a process; the last one is held whatever its size
+MAX_GROUP_BYTES = 2 << 30  # limit of an uncompressed row group, which is in memory while it is spilled
+MAX_RECORD_BYTES = 512 << 20  # limit of a record with its images
+SPILL_BYTES = 16 << 20  # larger row groups are spilled
+SPILLED_BYTES = 200 << 30  # limit of all spilled row groups; the least recently used ones are deleted
+_FREE_SHARE = 0.1  # share of the disk that spilling leaves free
+_HELD_BYTES = 256 << 20  # limit of row groups in the memory of a process; the newest one always stays
 _HELD_GROUPS = 64
-_HEADER_BYTES = 256 << 20  # limit of pyarrow for a footer
-_FORMAT = 1  # of spilled files: raise it when their meaning changes
+_HEADER_BYTES = 256 << 20  # limit of a footer, passed to pyarrow
+_FORMAT = 1  # version of spilled files: increase it when their layout changes
 
 
 class _Group(NamedTuple):
-    """Hold a row group, or the reason why it cannot be read."""
+    """Hold a row group, or the reason why it is unreadable."""
 
     table: Any
-    bytes: int  # of memory; 0: it is mapped
+    bytes: int  # in memory; 0: the table is mapped
     problem: str = ""
 
 
 class ParquetFile(Container):
-    """Read the records of one file. Images may be paths, bytes, or {"bytes", "path"} as Hugging Face writes them."""
+    """Read the records of a Parquet file. Images are paths, bytes, or {"bytes", "path"} as Hugging Face writes them."""
 
     def __init__(self, path: Path, name: str, groups: list[int], limit: int | None, facts: dict[str, Any]) -> None:
         self.starts = [0, *accumulate(groups)]
         super().__init__(name, self.starts[-1] if limit is None else min(limit, self.starts[-1]), facts)
         self.path = path
-        # Neither is sent to other processes.
-        self._metadata: Any = None  # of the footer, which takes long to read where there are many groups
-        self._groups: OrderedDict[int, _Group] = OrderedDict()  # the last one that was used last
+        # Both are not pickled.
+        self._metadata: Any = None  # parsed footer: parsing takes long if there are many row groups
+        self._groups: OrderedDict[int, _Group] = OrderedDict()  # row groups in memory, the last used one at the end
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_metadata": None, "_groups": OrderedDict()}
@@ -92,7 +92,7 @@ class ParquetFile(Container):
         try:
             table = self._read(group, row)
         except RecordError as error:
-            return _Group(None, 0, error.reason)  # not read again for each of its rows
+            return _Group(None, 0, error.reason)  # remembered, so that the group is not read again for each row
         mapped = _mapped(spilled, table.num_rows) if table.nbytes > SPILL_BYTES and _spill(table, spilled) else None
         return _Group(table, table.nbytes) if mapped is None else _Group(mapped, 0)
 
@@ -109,11 +109,11 @@ class ParquetFile(Container):
                 expanding = _expanding_columns(reader.metadata.row_group(group))
                 reader = _reader(file, self._metadata, expanding) if expanding else reader
                 table = reader.read_row_group(group, use_threads=False)
-        except Exception as error:  # what a reader raises on foreign bytes is not listed anywhere
-            raise RecordError(self.location(row), f"row group {group} cannot be read: {first_line(error)}") from None
+        except Exception as error:  # pyarrow raises undocumented errors on damaged files
+            raise RecordError(self.location(row), f"row group {group} is unreadable: {first_line(error)}") from None
         if table.num_rows != expected:
             raise RecordError(
-                self.location(row), f"row group {group} has {table.num_rows} rows, its header says {expected}"
+                self.location(row), f"row group {group} has {table.num_rows} rows, the footer states {expected}"
             )
         return table
 
@@ -126,37 +126,39 @@ class ParquetFile(Container):
                 if column.type != (plain := _without_dictionaries(column.type)):
                     record = record.set_column(number, column.name, record.column(number).cast(plain))
             if record.nbytes > MAX_RECORD_BYTES:
-                raise ValueError(f"a record of {record.nbytes} bytes is too large to be a sample")
+                raise ValueError(f"a record has {record.nbytes} bytes, the limit is {MAX_RECORD_BYTES}")
             content = record.to_pylist()[0]
-        except (pyarrow.ArrowException, ValueError, KeyError, IndexError) as error:  # text that is not UTF-8, say
-            raise RecordError(self.location(row), f"cannot be read: {first_line(error)}") from None
+        except (pyarrow.ArrowException, ValueError, KeyError, IndexError) as error:  # such as text that is not UTF-8
+            raise RecordError(self.location(row), f"the record is unreadable: {first_line(error)}") from None
         return RawRecord({key: value for key, value in content.items() if value is not None})
 
 
 def open_parquet(path: Path, name: str, limit: int | None) -> ParquetFile:
-    """Open a file by its footer. Raise `TesseraError` if that is damaged or wrong."""
+    """Open a Parquet file: read its footer. Raise `TesseraError` if the footer is damaged or inconsistent."""
     try:
         with path.open("rb") as file:
             reader = _reader(file)
             groups = [reader.metadata.row_group(number).num_rows for number in range(reader.num_row_groups)]
             total = reader.metadata.num_rows
             if len(set(reader.schema_arrow.names)) != len(reader.schema_arrow.names):
-                raise TesseraError("two columns have one name", where=str(path), code="data.column-twice")
+                raise TesseraError("two columns have the same name", where=str(path), code="data.column-twice")
     except TesseraError:
         raise
-    except Exception as error:  # see ParquetFile._read
+    except Exception as error:  # pyarrow raises undocumented errors on damaged files
         raise TesseraError(
-            f"not readable as Parquet: {first_line(error)}", where=str(path), code="data.damaged-parquet"
+            f"the Parquet file is unreadable: {first_line(error)}", where=str(path), code="data.damaged-parquet"
         ) from None
     if any(rows < 0 for rows in groups) or sum(groups) != total:
         raise TesseraError(
-            f"the footer says {total} rows, its row groups {groups[:8]}", where=str(path), code="data.damaged-parquet"
+            f"the footer states {total} rows, but its row groups have {groups[:8]}",
+            where=str(path),
+            code="data.damaged-parquet",
         )
     return ParquetFile(path, name, groups, limit, file_facts(path))
 
 
 def _reader(file: Any, metadata: Any = None, dictionaries: Sequence[str] = ()) -> Any:
-    """Return a reader of a file. `dictionaries`: columns whose values are not copied out of their dictionary."""
+    """Return a Parquet reader. `dictionaries`: columns that stay dictionary-encoded."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError:
@@ -175,14 +177,14 @@ def _reader(file: Any, metadata: Any = None, dictionaries: Sequence[str] = ()) -
 
 
 def _expanding_columns(group: Any) -> list[str]:
-    """Return the columns that may take more than the limit when each value is copied out of the dictionary.
+    """Return the columns of a row group that could exceed the memory limit if they were dictionary-decoded.
 
-    A few bytes of indices may stand for any number of copies of a long value. Raise if the group itself is too large.
+    A dictionary bomb is a long value with very many indices. Raise if the row group itself is too large.
     """
     columns = [group.column(number) for number in range(group.num_columns)]
     size = sum(max(0, column.total_uncompressed_size) for column in columns)
     if size > MAX_GROUP_BYTES:
-        raise ValueError(f"it has {size} bytes unpacked, {MAX_GROUP_BYTES} are allowed; write smaller row groups")
+        raise ValueError(f"{size} bytes uncompressed, the limit is {MAX_GROUP_BYTES}; write smaller row groups")
     return [
         column.path_in_schema
         for column in columns
@@ -193,7 +195,7 @@ def _expanding_columns(group: Any) -> list[str]:
 
 
 def _without_dictionaries(kind: Any) -> Any:
-    """Return a type of Arrow with every dictionary replaced by its values."""
+    """Return an Arrow type in which every dictionary type is replaced by its value type."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(kind):
@@ -207,11 +209,11 @@ def _without_dictionaries(kind: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------- spilled row groups
 
-_SPILLED = b"tessera.spilled"  # in the metadata of a spilled table: it is mapped, and takes no memory
+_SPILLED = b"tessera.spilled"  # metadata key that marks a spilled table
 
 
 def _mapped(file: Path, rows: int) -> Any:
-    """Return the table of a spilled file; None if it is missing or damaged."""
+    """Map the table of a spilled file; None if the file is missing or damaged."""
     import pyarrow
 
     try:
@@ -223,14 +225,14 @@ def _mapped(file: Path, rows: int) -> Any:
 
 
 def _spill(table: Any, file: Path) -> bool:
-    """Write a table to a file of the cache. Return False, with a warning, if there is no room or no permission."""
+    """Write a table to a file of the cache. Return False, with a warning, without disk space or permission."""
     import pyarrow
 
     fresh = unique_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not _make_room(file.parent, table.nbytes):
-            raise OSError(f"less than {_FREE_SHARE:.0%} of the disk would be free")
+            raise OSError(f"less than {_FREE_SHARE:.0%} of the disk would stay free")
         marked = table.unify_dictionaries().replace_schema_metadata({_SPILLED: b"1"})
         with pyarrow.OSFile(str(fresh), "wb") as sink, pyarrow.ipc.new_file(sink, marked.schema) as writer:
             writer.write_table(marked)
@@ -239,15 +241,15 @@ def _spill(table: Any, file: Path) -> bool:
         with suppress(OSError):
             fresh.unlink(missing_ok=True)
         warn_once(
-            f"row groups of Parquet files cannot be spilled to {file.parent}: {first_line(error)}; shuffled rows are "
-            f"read slowly; fix: set {CACHE_VARIABLE} to a folder with room, or write row groups of some MB"
+            f"row groups of Parquet files cannot be spilled to {file.parent}: {first_line(error)}; reading shuffled "
+            f"rows is slow; fix: set {CACHE_VARIABLE} to a folder with disk space, or write row groups of a few MB"
         )
         return False
     return True
 
 
 def _make_room(folder: Path, needed: int) -> bool:
-    """Remove spilled files, the one that was used longest ago first, until there is room for another."""
+    """Delete the least recently used spilled files until there is space for another. Return whether there is."""
     files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime)
     total = sum(file.stat().st_size for file in files)
     disk = shutil.disk_usage(folder)
@@ -255,6 +257,6 @@ def _make_room(folder: Path, needed: int) -> bool:
     while files and (total + needed > SPILLED_BYTES or free - needed < _FREE_SHARE * disk.total):
         file = files.pop(0)
         size = file.stat().st_size
-        file.unlink(missing_ok=True)  # a process that maps it keeps it
+        file.unlink(missing_ok=True)  # processes that map it can still read it
         total, free = total - size, free + size
     return free - needed >= _FREE_SHARE * disk.total

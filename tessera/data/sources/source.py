@@ -1,4 +1,4 @@
-"""A data set of a recipe as samples or as questions: its files, what holds their records, and the format of these."""
+"""Open a data set of a recipe: find its files, detect the format of the records, and read samples or questions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError
 from tessera.hub.config import local_source
 
-# Formats that data.kind decides, and the fix if records have that format.
+# Formats that need a data.kind, with the advice for records of that format.
 _OF_A_KIND: dict[RecordFormat, str] = {
     "preference": "data.kind=preference trains on pairs of answers, with train.task=dpo, orpo, simpo or reward",
-    "unpaired_preference": "data.kind=unpaired_preference trains on rated answers, with train.task=kto",
+    "unpaired_preference": "data.kind=unpaired_preference trains on answers with a label, with train.task=kto",
 }
-_FIRST_RECORDS = 1000  # records at the beginning whose keys are asked for the format
-_LATER_RECORDS = 16  # and so many of the rest
+_FIRST_RECORDS = 1000  # records at the beginning that the format detection reads
+_LATER_RECORDS = 16  # evenly spaced records after these that it reads
 _RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tsv", "tar")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -47,28 +47,28 @@ _COMPRESSED = {
 
 @dataclass(eq=False)
 class Source:
-    """Read the samples of one data set by number. It is pickled for workers, so it holds no file and no sample."""
+    """Read the samples of one data set by number. It is pickled for worker processes, so it keeps no open file."""
 
-    path: Path  # as the recipe gives it: what errors name
-    root: Path  # media paths must be below it
+    path: Path  # as in the recipe
+    root: Path  # folder of media paths
     records: Container
     record_format: RecordFormat
     schema: RecordSchema
-    format_given: bool  # by the recipe
+    format_given: bool  # whether the recipe sets the format
 
     def __len__(self) -> int:
         return len(self.records)
 
     def location(self, number: int) -> str:
-        """Return where a record stands, for people: data.jsonl:17."""
+        """Return the location of a record for messages, such as data.jsonl:17."""
         return self.records.location(number)
 
     def read(self, number: int) -> Sample:
-        """Return a sample. Raise `RecordError` if its record cannot be used, `TesseraError` if the data set cannot."""
+        """Return a sample. Raise `RecordError` if its record is unusable, `TesseraError` if the data set is."""
         return self._parse(number, self.records.load(number))
 
     def scan(self, numbers: range) -> Iterator[tuple[int, Sample | RecordError]]:
-        """Yield samples in order: cheaper than reading them one by one."""
+        """Yield samples in order, which is faster than single calls of `read`."""
         for number, record in self.records.scan(numbers):
             if isinstance(record, RecordError):
                 yield number, record
@@ -79,7 +79,7 @@ class Source:
                 yield number, error
 
     def facts(self) -> dict[str, Any]:
-        """Return JSON that changes whenever the samples may have changed. An index is named by it."""
+        """Return JSON that changes whenever the samples may have changed. It is part of the key of an index."""
         return {
             "rows": self.records.facts,
             "count": len(self),
@@ -90,7 +90,7 @@ class Source:
 
     @cached_property
     def _others_fit(self) -> bool:
-        """Return whether a record without its pair or label is a fault of that record alone: others have theirs."""
+        """Return whether other records have the recipe's format. Then a record of another format is just a bad one."""
         if not self.format_given or self.record_format not in _OF_A_KIND:
             return False
         records = (record for _, record in _some(self.records) if not isinstance(record, RecordError))
@@ -105,12 +105,12 @@ class Source:
         if not fits and not self._others_fit:
             assert detected is not None, "a record of no known format fits any"
             raise TesseraError(
-                f"this record has the format {detected!r}, the data set was read as {chosen!r}",
+                f"a record has the format {detected!r}, but the format of the data set is {chosen!r}",
                 where=f"{self.path}, {self.location(number)}",
                 fix=_OF_A_KIND.get(detected, "data.kind=chat trains on conversations")
                 if chosen in _OF_A_KIND
-                else "keep one format per data set and list several under data.train; or set "
-                f"`format: {detected}` if all its records are of that format",
+                else "divide the records into one data set per format, and list them under data.train; or set "
+                f"`format: {detected}` if all records have this format",
                 code="data.mixed-formats",
             )
         own_id = content.get(names.id)
@@ -124,7 +124,7 @@ class Source:
 
 
 def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMember]) -> tuple[Message, ...]:
-    """Replace names of media by members of the record's archive, if it has them."""
+    """Replace media paths by members of the record's archive with the same name."""
 
     def replaced(part: Part) -> Part:
         member = members.get(part.value) if part.kind != "text" and isinstance(part.value, str) else None
@@ -134,7 +134,7 @@ def _with_members(messages: tuple[Message, ...], members: Mapping[str, ArchiveMe
 
 
 def open_source(section: SourceSection, cache_folder: Path | None = None) -> Source:
-    """Open a data set. With `format: auto` the first record whose keys fit one format decides."""
+    """Open a data set. With `format: auto`, the first record whose keys fit exactly one format decides."""
     section = local_source(section, "train")
     where = f"data source {section.path}"
     check_columns(section.columns, where)
@@ -145,7 +145,7 @@ def open_source(section: SourceSection, cache_folder: Path | None = None) -> Sou
     root = base if section.root is None else section.root
     if not root.is_dir():
         raise TesseraError(
-            f"no such folder for media: {root}", where=where, fix="mend `root`", code="data.no-media-root"
+            f"the media folder does not exist: {root}", where=where, fix="correct `root`", code="data.no-media-root"
         )
     schema = RecordSchema(section.columns)
     record_format = _detect(section.path, records, schema) if section.format == "auto" else section.format
@@ -195,13 +195,13 @@ def _refuse_compressed(path: Path) -> None:
             raise TesseraError(
                 f"this file is compressed ({name})",
                 where=str(path),
-                fix="unpack it first: records are read in place, which needs plain files",
+                fix="decompress the file: records are read in place",
                 code="data.compressed-file",
             )
 
 
 def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None) -> Container:
-    """Open `metadata.jsonl` or the like first; then files of records; then media with text beside; then documents."""
+    """Open a folder: by its metadata file, else its record files, else media files with texts, else text documents."""
     limit, columns = section.max_samples, section.columns
     for name in FOLDERS.names():
         if (folder / FOLDERS.get(name).marker).is_file():
@@ -220,7 +220,7 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
     if any(suffix_of(name) == "txt" for name, _ in walk(folder)):
         return open_files(folder, "documents", limit, cache_folder, columns)
     raise TesseraError(
-        f"nothing to read in the folder {folder}",
+        f"the folder {folder} has no samples",
         where="data",
         allowed=[
             "metadata.jsonl or metadata.csv",
@@ -233,7 +233,7 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
 
 
 def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordFormat:
-    """Return the format of the first record whose keys tell: text-only records of LLaVA and ShareGPT look alike."""
+    """Return the format of the first record that fits exactly one. LLaVA and ShareGPT differ only with media."""
     keys: list[str] | None = None
     location, conversation = "", False
     for number, record in _some(records):
@@ -251,14 +251,14 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
         return "sharegpt"
     if keys is not None and {"chosen", "rejected"} <= set(keys):
         raise TesseraError(
-            "these are pairs of answers, and no conversations",
+            "the records are pairs of answers, not conversations",
             where=f"{path}, {location}",
-            fix="data.kind=preference trains on them; `tessera data doctor FILE --recipe RECIPE` examines them for it",
+            fix="set data.kind=preference; check them with `tessera data doctor FILE --recipe RECIPE`",
             code="data.wrong-kind",
         )
-    seen = "no record can be read" if keys is None else f"the first that does not tell has the keys {keys}"
+    seen = "no record is readable" if keys is None else f"a record has the keys {keys}"
     raise TesseraError(
-        f"cannot tell the format of the records; {seen}",
+        f"the format of the records is unknown: {seen}",
         where=f"{path}, {location}",
         allowed=[
             "messages",
@@ -269,7 +269,7 @@ def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordForma
             "question_answer (question, answer)",
             "text (text or content)",
         ],
-        fix="if keys are only called differently, name them: columns: {messages: dialogue, role_tag: speaker}",
+        fix="if only the names of keys differ, map them: columns: {messages: dialogue, role_tag: speaker}",
         code="data.unknown-format",
     )
 
@@ -286,7 +286,7 @@ def _some(records: Container) -> Iterator[tuple[int, RawRecord | RecordError]]:
 
 @dataclass(frozen=True)
 class Question:
-    """Hold a sample without its last answer, and that answer as the expected text."""
+    """Hold a sample without its last answer, and that answer as the expected text of an evaluation."""
 
     sample: Sample
     expected: str
@@ -300,12 +300,12 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the group of a question, by its number of images; accuracy is reported for each group."""
+        """Return the number of images as text. Accuracy is reported per group."""
         count = len(self.sample.media())
         return "text only" if not count else "1 image" if count == 1 else f"{count} images"
 
     def marked(self, answer: str) -> dict[str, Any]:
-        """Return the row of `answers.jsonl` for an answer, which is correct if it equals the expected text."""
+        """Return the row of `answers.jsonl` for a model's answer, which is correct if it equals the expected text."""
         return {
             "id": self.sample.id,
             "group": self.group,
@@ -318,21 +318,21 @@ class Question:
 
 
 def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
-    """Yield every sample of some data sets as a question, or why it cannot be one."""
+    """Yield every sample of data sets as a `Question`, or the `RecordError` that prevents it."""
     for source in sources:
         for _, sample in source.scan(range(len(source))):
             if isinstance(sample, RecordError):
                 yield sample
                 continue
             last = max((i for i, message in enumerate(sample.messages) if message.role == "assistant"), default=None)
-            if not last:  # no answer, or nothing before it
-                yield RecordError(sample.id, "has no question with an answer")
+            if not last:  # no answer, or an answer without a question
+                yield RecordError(sample.id, "the sample has no question with an answer")
                 continue
             yield Question(Sample(sample.id, sample.messages[:last]), _text(sample.messages[last]), source.root)
 
 
 def _where(value: Any, root: Path) -> str:
-    """Return the path or URL of an image; an image in a record or an archive is described."""
+    """Return the path or URL of an image, or a description for an image in a record or an archive."""
     if isinstance(value, ArchiveMember):
         return f"{value.name} in {value.file}"
     if is_url(value):

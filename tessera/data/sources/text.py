@@ -1,7 +1,7 @@
 """JSONL, JSON arrays, CSV, TSV and plain text: files in which a record is a span of bytes.
 
-Opening a file finds the spans of its records and nothing more. Whether a record can be parsed shows when it is read,
-so that a broken one does not spoil the others.
+Opening a file only finds the spans of its records. A record is parsed when it is read, so a damaged record does not
+affect the others.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _QUOTE, _NEWLINE = 34, 10
-_MAX_BLANK_BYTES = 1 << 20  # a longer blank line counts as a record that cannot be read
+_MAX_BLANK_BYTES = 1 << 20  # longer lines are not checked for being blank, and count as records
 _MAX_HEADER_BYTES = 1 << 20
 _SPANS_PER_READ = 4096
-# Everything up to and including the next bracket that is not inside a string. Possessive: no backtracking.
+# Matches up to the next bracket outside of a string. The quantifiers are possessive, so there is no backtracking.
 _TO_BRACKET = re.compile(rb'[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+([{}\[\]])', re.DOTALL)
 _BETWEEN_ELEMENTS = b" \t\r\n,"
 
 
 class TextFile(Container):
-    """Read the records of one file. In `tables`, `spans` is [n, 3]: first byte, bytes, number of the line or record."""
+    """Read the records of a text file. `spans` in `tables` is [n, 3]: first byte, size, line or record number."""
 
     def __init__(self, path: Path, name: str, kind: TextKind, tables: AnyTables, facts: dict[str, Any]) -> None:
         super().__init__(name, len(tables["spans"]), facts)
@@ -66,11 +66,11 @@ class TextFile(Container):
 
     def _read(self, file: BinaryIO, start: int, size: int, location: str) -> RawRecord:
         if size > MAX_RECORD_BYTES:
-            raise RecordError(location, f"a record of {size} bytes is too large to be a conversation")
+            raise RecordError(location, f"the record has {size} bytes, the limit is {MAX_RECORD_BYTES}")
         file.seek(start)
         data = file.read(size)
         if len(data) != size:
-            raise RecordError(location, "the file ends before this record does: it changed since it was opened")
+            raise RecordError(location, "the file ends within this record: it changed since it was opened")
         if self.kind == "json":
             return RawRecord(load_object(data, location))
         text = load_text(data, location)
@@ -80,53 +80,53 @@ class TextFile(Container):
         try:
             fields = next(csv.reader(io.StringIO(text), strict=True, delimiter=_DELIMITERS[self.kind]))
         except (csv.Error, StopIteration) as error:
-            raise RecordError(location, f"not readable as CSV: {error}") from None
+            raise RecordError(location, f"not valid CSV: {error}") from None
         if len(fields) != len(self.header):
-            raise RecordError(location, f"{len(fields)} fields where the header names {len(self.header)}")
+            raise RecordError(location, f"the record has {len(fields)} fields, the header {len(self.header)}")
         return {name: value for name, value in zip(self.header, fields, strict=True) if value != ""}
 
 
 def load_object(data: bytes, location: str) -> dict[str, Any]:
-    """Return the JSON object in `data`, or raise `RecordError`."""
+    """Parse a JSON object. Raise `RecordError` if it is not valid."""
     try:
         content = json.loads(data.decode(), object_pairs_hook=_unique_keys)
     except UnicodeDecodeError as error:
         raise RecordError(location, f"not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise RecordError(location, f"not readable as JSON: {error}") from None
+        raise RecordError(location, f"not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise RecordError(location, f"a record is a JSON object, this is a {type(content).__name__}")
+        raise RecordError(location, f"a record must be a JSON object, not a {type(content).__name__}")
     return content
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raise ValueError for a key that stands twice: which of its values is meant is not known."""
+    """Return a JSON object as a dict. Raise ValueError if a key occurs twice."""
     content = dict(pairs)
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} stands twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.80} occurs twice")
     return content
 
 
 def load_text(data: bytes, location: str) -> str:
-    """Return `data` as text without line ends around it, or raise `RecordError`."""
+    """Decode text and strip line ends at both sides. Raise `RecordError` if it is not valid."""
     try:
         text = data.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
         raise RecordError(location, f"not UTF-8: {error.reason} at byte {error.start}") from None
     if "\0" in text:
-        raise RecordError(location, "has NUL bytes: this is not a text")
+        raise RecordError(location, "NUL bytes: this is not a text file")
     return text.strip("\r\n")
 
 
 def open_text_file(path: Path, name: str, kind: TextKind, limit: int | None, cache_folder: Path | None) -> TextFile:
-    """Find the records of a file: objects of a JSON array or one a line, CSV records, or a document a line."""
+    """Open a file and find its records: JSON objects in an array or one per line, CSV records, or lines of text."""
     facts = file_facts(path)
 
     def find_spans() -> dict[str, np.ndarray]:
         if kind == "json" and _is_array(path):
             return {"spans": find_elements(path, limit)}
-        if kind in _DELIMITERS:  # without its header
+        if kind in _DELIMITERS:  # [1:]: without the header
             return {"spans": find_lines(path, None if limit is None else limit + 1, quoted=True)[1:]}
         return {"spans": find_lines(path, limit)}
 
@@ -146,7 +146,7 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
     start, size, _ = first[0].tolist()
     if size > _MAX_HEADER_BYTES:
         raise TesseraError(
-            "the first line is too long to be the header of a CSV file", where=str(path), code="data.bad-csv-header"
+            "the first line is too long for the header of a CSV file", where=str(path), code="data.bad-csv-header"
         )
     with path.open("rb") as file:
         file.seek(start)
@@ -154,14 +154,14 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
             header = next(csv.reader(io.StringIO(load_text(file.read(size), name)), strict=True, delimiter=delimiter))
         except (RecordError, csv.Error) as error:
             raise TesseraError(
-                f"the header cannot be read: {error}", where=str(path), code="data.bad-csv-header"
+                f"the CSV header is unreadable: {error}", where=str(path), code="data.bad-csv-header"
             ) from None
-    names = [column for column in header if column]  # spreadsheets write empty columns at the end
+    names = [column for column in header if column]  # spreadsheets add empty columns at the end
     if len(set(names)) != len(names):
         raise TesseraError(
-            "two columns have one name",
+            "two columns have the same name",
             where=str(path),
-            fix="give each column of the header its own",
+            fix="rename one of them in the header",
             code="data.column-twice",
         )
     return header
@@ -171,7 +171,7 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
 
 
 def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) -> np.ndarray:
-    """Return the spans of lines that are not blank. `quoted`: a line break between double quotes ends none (CSV)."""
+    """Return the spans of lines that are not blank. `quoted`: ignore line ends between double quotes (CSV)."""
     parts: list[np.ndarray] = []
     count, lines_before, open_quotes = 0, 0, 0
     with path.open("rb") as file, path.open("rb") as again:
@@ -187,7 +187,7 @@ def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) ->
                 open_quotes = (open_quotes + len(quotes)) % 2
             if len(ends):
                 starts = np.concatenate([[start - base], ends[:-1] + 1])
-                # A line that begins before this chunk, or with a blank, may be blank.
+                # Lines that may be blank: they begin before this chunk, or with white space.
                 unsure = (starts < 0) | (data[np.minimum(np.maximum(starts, 0), len(data) - 1)] <= 32)
                 spans = _without_blank(starts + base, ends + base, unsure, lines_before, again)
                 start, lines_before = base + int(ends[-1]) + 1, lines_before + len(ends)
@@ -197,7 +197,7 @@ def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) ->
                     break
             base += len(chunk)
         else:
-            if start < base:  # a last line without its end
+            if start < base:  # the last line has no line end
                 parts.append(_without_blank(np.array([start]), np.array([base]), np.array([True]), lines_before, again))
     return np.concatenate(parts)[:limit] if parts else np.empty((0, 3), dtype=np.int64)
 
@@ -221,7 +221,7 @@ def _is_array(path: Path) -> bool:
 
 
 def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
-    """Return the spans of the elements of a JSON array: only brackets outside of strings are looked at."""
+    """Return the spans of the elements of a JSON array. Only brackets outside of strings are matched."""
     spans = array("q")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         position = element_end = data.find(b"[") + 1
@@ -229,11 +229,11 @@ def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
         while depth and (limit is None or count < limit):
             match = _TO_BRACKET.match(data, position)
             if match is None:
-                inside = f", in the middle of record {count + 1}" if depth > 1 else ""
+                inside = f", within record {count + 1}" if depth > 1 else ""
                 raise TesseraError(
                     f"the JSON array ends after {count} records without ']'{inside}",
                     where=str(path),
-                    fix="the file was cut off, or a quote or bracket is missing in it",
+                    fix="write the file again: it is truncated, or a quote or bracket is missing",
                     code="data.damaged-json",
                 )
             bracket, position = match.start(1), match.end()
@@ -256,8 +256,8 @@ def _check_between(path: Path, data: mmap.mmap, start: int, end: int, count: int
         wrong = data[first : min(end, first + CHUNK)].lstrip(_BETWEEN_ELEMENTS)
         if wrong:
             raise TesseraError(
-                f"between records of the JSON array stands {wrong[:20]!r}",
+                f"unexpected text between records of the JSON array: {wrong[:20]!r}",
                 where=f"{path}, byte {min(end, first + CHUNK) - len(wrong)}, near record {count + 1}",
-                fix="records are JSON objects: [{...}, {...}]",
+                fix="write records as JSON objects: [{...}, {...}]",
                 code="data.damaged-json",
             )

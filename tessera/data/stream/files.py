@@ -21,12 +21,12 @@ WHERE = "data.stream"
 
 @dataclass(frozen=True)
 class HubStreamFile:
-    """Name a file of a data set on a hub, at a commit."""
+    """Name a file of a data set on a hub, at one commit."""
 
     id: HubId
     file: RemoteFile
     section: SourceSection
-    keep_bytes: int | None = None  # of fetched files; see `fetch_shard`
+    keep_bytes: int | None = None  # size limit of the cache of streamed files
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class HubStreamFile:
 
 @dataclass(frozen=True)
 class LocalStreamFile:
-    """Name a file of this machine."""
+    """Name a local file."""
 
     path: Path
     section: SourceSection
@@ -73,7 +73,7 @@ StreamFile = HubStreamFile | LocalStreamFile
 
 
 def stream_files(section: DataSection) -> list[StreamFile]:
-    """Return the files of the training data of a recipe, without a download."""
+    """List the files of the training data of a recipe. No file is downloaded."""
     keep = None if section.stream_cache_gib is None else int(section.stream_cache_gib * 2**30)
     files = [file for source in section.train for file in _files(source, keep)]
     if not files:
@@ -85,9 +85,9 @@ def _files(source: SourceSection, keep: int | None) -> Sequence[StreamFile]:
     for key in ("weight", "max_samples"):
         if source.model_dump()[key] is not None:
             raise TesseraError(
-                f"{key} of {source.path} needs the number of all samples, which is not known while they are streamed",
+                f"{key} of {source.path} needs the number of all samples, which is unknown for streamed data",
                 where=WHERE,
-                fix=f"leave {key} out, or set data.stream=false",
+                fix=f"remove {key}, or set data.stream=false",
                 code="data.stream-count-unknown",
             )
     id = find_hub_id(source.path, "dataset", "data.train")
@@ -97,7 +97,7 @@ def _files(source: SourceSection, keep: int | None) -> Sequence[StreamFile]:
     paths, base = source_files(source.path)
     if any(path.is_dir() for path in paths):
         raise TesseraError(
-            f"{source.path} is a folder, and files are streamed",
+            f"{source.path} is a folder; data.stream reads files",
             where=WHERE,
             fix=f"name its files, such as {source.path}/*.parquet, or set data.stream=false",
             code="data.stream-folder",

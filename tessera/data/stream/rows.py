@@ -1,10 +1,9 @@
-"""Rows of a data set whose files are fetched as the run reaches them, one ahead of use.
+"""Rows of a streamed data set: files are downloaded as the run reaches them, one file ahead of use.
 
-A run that packs all of a data set has to know the length of every sample before its first step. Here rows are packed
-file by file instead: an epoch goes through the files in an order of its own, and through the rows of each file in an
-order of its own. So row r is still a function of the seed, the data and r, on any number of ranks and workers. Its file
-follows from the numbers of rows in the files before it. These are counted when a file is packed for the first time, and
-stored: a resume downloads only the files that it needs.
+Without streaming, a run measures all samples before its first step. Here each file is measured and packed by itself. An
+epoch shuffles the files, and the rows within each file. Row r is still a function of the seed, the data and r, on any
+number of ranks and workers. The file of a row follows from the numbers of rows in the files before it. The number of
+rows of a file is stored when it is first packed, so a resume downloads only the files that it needs.
 """
 
 from __future__ import annotations
@@ -34,33 +33,32 @@ from tessera.runtime.locks import locked
 
 log = logging.getLogger("tessera")
 
-_FILES = 0x46494C45  # stream of randomness, apart from those of rows
-_SHARD = 0x53485244  # another: each file is packed and shuffled by a seed of its own
-_OPEN = 3  # files whose tables are held: the one in use, the one ahead, and the one before
-_SHARD_BITS = 40  # of the number of a sample, above its number in its file
+_FILES = 0x46494C45  # random key of the order of files
+_SHARD = 0x53485244  # random key of the seed of a file
+_OPEN = 3  # files that are open at once: the previous, the current and the next
+_SHARD_BITS = 40  # a sample number is (file number << _SHARD_BITS) + number in the file
 
 
-Pack = Callable[[DataSection, int], PackedRows]  # (a recipe with one file, a seed) -> its rows
+Pack = Callable[[DataSection, int], PackedRows]  # (data section with one file, seed) -> rows of the file
 
 
 class _Found(NamedTuple):
     epoch: int
-    position: int  # of the file in the epoch
+    position: int  # place of the file in the order of the epoch
     shard: int
-    row: int  # of the file, counted over epochs
+    row: int  # row number in the file, counted over epochs
 
 
 class _FileCounts(NamedTuple):
     rows: int
-    samples: int  # of all its records
-    unusable: int  # of these
+    samples: int  # usable or not
+    unusable: int
 
 
 class StreamedRows(RowSource):
-    """Give rows of files one after another. Every process opens the files that it needs; one of them fetches each.
+    """Read the rows of one file after another. Each process opens the files that it needs; one of them downloads each.
 
-    `pack` makes the rows of one file, as of a data set of this file alone. `fingerprint`: of the processor. `folder`:
-    for the counts of rows.
+    `pack` packs the samples of one file into rows. `fingerprint`: of the processor. `folder`: for the numbers of rows.
     """
 
     def __init__(self, section: DataSection, seed: int, pack: Pack, fingerprint: str, folder: Path | None) -> None:
@@ -77,7 +75,7 @@ class StreamedRows(RowSource):
 
     def _forget(self) -> None:
         self._open: OrderedDict[int, PackedRows] = OrderedDict()
-        self._held: dict[int, ExitStack] = {}  # of open files: they are not removed from the cache
+        self._held: dict[int, ExitStack] = {}  # locks of open files, which keep them in the cache
         self._lock = threading.RLock()
         self._ahead: threading.Thread | None = None
         self._tried = -1
@@ -85,7 +83,7 @@ class StreamedRows(RowSource):
         self._orders: dict[int, list[int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        local = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_orders")  # of this process
+        local = ("_open", "_held", "_lock", "_ahead", "_tried", "_told", "_orders")  # not pickled
         return {name: value for name, value in vars(self).items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,10 +99,10 @@ class StreamedRows(RowSource):
 
     @property
     def decodes_media(self) -> bool:
-        return True  # what files hold is not known before they are opened
+        return True  # unknown before the files are opened
 
     def without(self, samples: Mapping[str, str]) -> StreamedRows:
-        copied = copy.copy(self)  # through __getstate__: opens files of its own
+        copied = copy.copy(self)  # by __getstate__: the copy opens the files again
         copied.left_out = {**self.left_out, **samples}
         return copied
 
@@ -121,7 +119,7 @@ class StreamedRows(RowSource):
         for row in rows:
             place = self._at(row)
             part = self._rows_at(place)
-            if place.row == 0:  # samples that were left out of a file are reported with its first row
+            if place.row == 0:  # report the unusable samples of a file with its first row
                 problems += part.bad_samples
             base = place.shard << _SHARD_BITS
             of_file = {_local(n, base): why for n, why in lost.items() if _shard_of(n) == place.shard}
@@ -133,7 +131,7 @@ class StreamedRows(RowSource):
     # ------------------------------------------------------------------------------------------ places of rows
 
     def _at(self, row: int) -> _Found:
-        """Return the file of a row and its place there. Files before it are opened if their rows were never counted."""
+        """Return the file and the place of a row. Earlier files are opened if their rows were never counted."""
         epoch, offset = 0, row
         if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
             epoch, offset = divmod(row, length)
@@ -166,17 +164,17 @@ class StreamedRows(RowSource):
         return self._counts[shard].rows
 
     def _check_share(self, shard: int) -> None:
-        """Raise if too many samples of all files so far cannot be used. How many there will be is not known."""
+        """Raise if too large a share of the samples of all files so far is unusable."""
         samples = sum(counts.samples for counts in self._counts.values())
         unusable = sum(counts.unusable for counts in self._counts.values())
         check_measured(unusable, samples, self.section.max_bad_share, [self.shards[shard].section])
 
     def _counted(self, shard: int) -> _FileCounts:
-        """Count the rows of a file by opening it. One without a usable sample has none, and a run goes past it."""
+        """Open a file and count its rows. A file without a usable sample has 0 rows and is skipped."""
         try:
             return _counts_of(self._rows(shard))
         except NothingUsable as error:
-            log.warning("%s is passed over: %s", self.shards[shard].name, error.what)
+            log.warning("%s is skipped: %s", self.shards[shard].name, error.what)
             counts = _FileCounts(0, error.samples, error.unusable)
             self._keep_counts(shard, counts)
             return counts
@@ -204,13 +202,13 @@ class StreamedRows(RowSource):
     # ------------------------------------------------------------------------------------------ files
 
     def _rows(self, shard: int) -> PackedRows:
-        """Return the rows of a file, which is fetched and packed if it has not been."""
+        """Return the rows of a file. Download and pack it first if necessary."""
         rows = self._open.get(shard)
         if rows is None:
             with self._lock:
                 rows = self._open.get(shard)
                 if rows is None:
-                    while len(self._open) >= _OPEN:  # before another is fetched, for which there may be no room yet
+                    while len(self._open) >= _OPEN:  # close before the download, which may need the disk space
                         closed, _ = self._open.popitem(last=False)
                         self._held.pop(closed).close()
                     rows = self._open[shard] = self._opened(shard)
@@ -232,14 +230,15 @@ class StreamedRows(RowSource):
     def _packed(self, shard: int, file: StreamFile, path: Path) -> PackedRows:
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
             source = file.section.model_copy(update={"path": path, "hub_id": None})
-            of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}  # `_check_share` does it
-            # The first process measures and packs, the others read its index.
+            # `_check_share` checks the share of bad samples, over all files.
+            of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}
+            # The first process measures and packs the file; the others read its index.
             rows = self.pack(self.section.model_copy(update=of_file), mix(self.seed, _SHARD, shard) >> 1)
-            if [file.name, file.facts] != self._facts[shard]:  # packing may last: asked when it is done
+            if [file.name, file.facts] != self._facts[shard]:  # checked after packing, during which it may change
                 raise TesseraError(
-                    f"{file.name} has changed since the run began: a resumed run would read other rows",
+                    f"{file.name} has changed since the run started: a resumed run would read other rows",
                     where=str(path),
-                    fix="put the file back as it was, and resume; or begin another run",
+                    fix="restore the file and resume, or start another run",
                     code="data.file-changed",
                 )
             counts = self._kept_counts(shard)
@@ -247,7 +246,7 @@ class StreamedRows(RowSource):
                 raise TesseraError(
                     f"{file.name} had {counts.rows} rows and has {len(rows)} now: a resumed run would read other rows",
                     where=str(self._folder),
-                    fix="put the data or the settings back as they were; or begin another run",
+                    fix="restore the data and the settings, or start another run",
                     code="data.file-changed",
                 )
             if counts is None:
@@ -258,24 +257,24 @@ class StreamedRows(RowSource):
         return rows
 
     def _look_ahead(self, epoch: int, position: int) -> None:
-        """Begin to fetch and pack the file after this one, in a thread of its own; one at a time."""
+        """Download and pack the next file in a background thread, at most one file at a time."""
         if self._ahead is not None and self._ahead.is_alive():
             return
         epoch, position = divmod(epoch * len(self.shards) + position + 1, len(self.shards))
         following = self._order(epoch)[position]
         if following in self._open or following == self._tried:
             return
-        self._tried = following  # once: an error is raised when the run reaches the file
+        self._tried = following  # no second attempt in the background
         self._ahead = threading.Thread(target=self._fetch_ahead, args=(following,), name="tessera-shard", daemon=True)
         self._ahead.start()
 
     def _fetch_ahead(self, shard: int) -> None:
         try:
             self._rows(shard)
-        except NothingUsable:  # reported when the run reaches the file
+        except NothingUsable:  # `_counted` reports it when the run reaches the file
             return
-        except TesseraError as error:  # it is raised when the run reaches the file, if it lasts that long
-            log.warning("%s could not be prepared ahead: %s", self.shards[shard].name, error.what)
+        except TesseraError as error:  # raised again when the run reaches the file, unless it was temporary
+            log.warning("%s could not be prepared in the background: %s", self.shards[shard].name, error.what)
 
 
 def _counts_of(rows: PackedRows) -> _FileCounts:
@@ -284,7 +283,7 @@ def _counts_of(rows: PackedRows) -> _FileCounts:
 
 
 def _shared(number: int, base: int) -> int:
-    """Return the number of a sample among those of all files; a complement (~number) stays one."""
+    """Return the number of a sample over all files. A complement (~number) becomes the complement of that number."""
     return base + number if number >= 0 else ~(base + ~number)
 
 

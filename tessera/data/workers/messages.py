@@ -1,9 +1,9 @@
-"""Messages between processes: a pickle, and the bytes of its tensors and arrays in memory that both sides map.
+"""Messages between processes: a pickle, and the bytes of its tensors and arrays in shared memory.
 
-That memory has no name (memfd): nothing of it stays behind when a process is killed, the size of /dev/shm does not
-matter, and a message costs one file descriptor for a moment, however many tensors it holds. Views of one storage
-arrive as tensors of their own. These are the only pickles of the library: they pass between a program and the processes
-it began, over private sockets, and never touch a disk.
+The shared memory is anonymous (memfd): nothing remains if a process is killed, and the size of /dev/shm does not
+matter. A message needs one file descriptor for a moment, however many tensors it contains. Tensors that share a storage
+arrive as separate tensors. No other part of the library uses pickles. These pass only between a program and its own
+processes, over private sockets, and are never written to disk.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_HEAD = struct.Struct("<QQQ")  # bytes of the pickle, number of buffers, bytes of the buffers with their gaps
+_HEAD = struct.Struct("<QQQ")  # size of the pickle, number of buffers, size of all buffers with padding
 _ALIGN = 64
-_INLINE = 1 << 15  # buffers of fewer bytes travel in the message itself
+_INLINE = 1 << 15  # smaller buffers are sent over the socket, without shared memory
 
 
 class Packed:
-    """Hold an object that is pickled and ready to be sent. The object must not change before that."""
+    """Hold a pickled object that is ready to be sent. The object must not change before it is sent."""
 
     def __init__(self, value: Any) -> None:
         file = io.BytesIO()
@@ -37,7 +37,7 @@ class Packed:
 
     @property
     def inline_bytes(self) -> int:
-        """Return how many bytes pass through the socket."""
+        """Return the number of bytes that are sent over the socket."""
         return len(self._pickle) + (self._bytes if self._bytes < _INLINE else 0)
 
     def send(self, to: socket.socket) -> None:
@@ -69,12 +69,12 @@ def send(to: socket.socket, value: Any) -> None:
 def receive(
     source: socket.socket, *, shared: bool = True, before_find: Callable[[str, str], None] | None = None
 ) -> Any:
-    """Return the next object. Raise EOFError when the other side is gone.
+    """Receive the next object. Raise EOFError if the other process has ended.
 
-    `shared=False`: writes to its tensors are private, also after a fork. `before_find(module, name)` is called before a
-    class or function is looked up.
+    `shared=False`: the memory of its tensors is private, also after a fork. `before_find(module, name)` is called
+    before the unpickler looks up a class or function.
     """
-    # The descriptor comes with the first byte of the head.
+    # The file descriptor arrives with the first byte of the head.
     head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if not head:
@@ -83,7 +83,7 @@ def receive(
         length, count, total = _HEAD.unpack(head)
         sizes = struct.unpack(f"<{count}Q", _exactly(source, 8 * count))
         data = _exactly(source, length)
-        if fds:  # mapped by torch: a map of Python's own would keep a descriptor open for as long as it lives
+        if fds:  # mapped by torch, because Python's mmap keeps a file descriptor open
             mapped = torch.from_file(f"/proc/self/fd/{fds[0]}", shared=shared, size=total, dtype=torch.uint8)
             whole = mapped.numpy().data
         else:
@@ -97,7 +97,7 @@ def receive(
 
 
 def can_be_pickled(value: Any) -> bool:
-    """Return whether an object survives being pickled."""
+    """Return whether an object can be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(value))  # noqa: S301 - our own bytes
     except Exception:
@@ -137,7 +137,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _tensor(buffer: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not len(buffer):
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)  # keeps the memory alive
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)  # the tensor keeps the buffer alive
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -149,7 +149,7 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _write(fd: int, buffer: memoryview, at: int) -> None:
-    # Writing fills fresh pages; copying into a mapping would have the kernel clear each of them first.
+    # pwrite fills new pages directly; a copy into a mapping would make the kernel zero each page first.
     while len(buffer):
         written = os.pwrite(fd, buffer, at)
         buffer, at = buffer[written:], at + written

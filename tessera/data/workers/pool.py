@@ -1,12 +1,11 @@
-"""A pool of worker processes. A worker that dies or hangs is replaced, and the item it worked on is reported.
+"""A pool of worker processes. A worker that dies or hangs is replaced, and its item is reported.
 
-The processes are forked by a server that never had threads or a device; the script that was started is not run again in
-them. Results are pickles whose tensors and arrays are in anonymous shared memory.
+Workers are forked by a server process without threads and without a device. They do not run the user's script again.
+Results are pickles whose tensors and arrays are in anonymous shared memory.
 
-Against a thin layer over torch.multiprocessing (forkserver with torch preloaded, a pipe per worker), with batches of
-four tensors, two workers and two cores: the receiving process spends 0.5 instead of 2.0 ms of CPU time on a batch of
-0.16 MiB, 0.6 instead of 2.0 ms on 1.2 MiB and 1.8 instead of 3.3 ms on 8.2 MiB; 150 to 240 small batches arrive in a
-second instead of 70 to 100. Such a layer also imports the script again, and names no item that was lost.
+Compared with torch.multiprocessing (forkserver, torch preloaded, a pipe per worker), for batches of four tensors with
+two workers on two cores, receiving a batch takes 0.5 instead of 2.0 ms of CPU time for 0.16 MiB, and 1.8 instead of
+3.3 ms for 8.2 MiB. torch.multiprocessing also imports the user's script again, and does not report lost items.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from tessera.data.workers.servers import PoolServer, ServerLostError, WorkerProc
 from tessera.errors import TesseraError
 
 Note = Callable[[int], None]
-PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; `note(n)` reports the sample that is being worked on
+PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; the work calls `note(n)` before it reads sample n
 
-_SMALL = 1 << 14  # bytes of an item that surely fit into a socket whose other side is busy
-_SERVERS = 3  # that may be ended from outside before a pool gives up
-_TRIES = 3  # of an item whose process ended before the work began, or after it
+_SMALL = 1 << 14  # bytes that fit into the buffer of a socket while the other side does not read
+_SERVERS = 3  # limit of servers that may be killed before the pool raises
+_TRIES = 3  # limit of attempts of an item whose worker ended before or after the work on it
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Hold why an item has no result: its process died or did not answer in time."""
+    """Hold the reason why an item has no result: its worker died, or exceeded the time limit."""
 
-    at: int | None  # last noted
+    at: int | None  # last noted sample
     reason: str
 
 
@@ -44,14 +43,14 @@ Again = Callable[[Any, Lost], Any | None]
 
 @dataclass(eq=False)
 class _PendingItem:
-    """Hold one item that has no result yet."""
+    """Hold an item of `Pool.map` until its result is returned."""
 
     number: int
     again: Again | None
-    drawn: Any = None  # from the caller's iterator
-    item: Any = None  # sent to a worker: `drawn`, or its replacement from `again`
+    drawn: Any = None  # item of the caller
+    item: Any = None  # item for a worker: `drawn`, or its replacement from `again`
     tries: int = 0
-    blamed: set[int | None] = field(default_factory=set)  # samples at which this item ended a process
+    blamed: set[int | None] = field(default_factory=set)  # samples at which the item has ended a worker
     done: bool = False
     failed: bool = False
     value: Any = None
@@ -60,10 +59,10 @@ class _PendingItem:
         self.done, self.failed, self.value, self.item = True, failed, value, None
 
     def lose(self, lost: Lost, once_more: bool = True) -> None:
-        """Settle an item whose process ended, or have it tried again.
+        """Retry or settle an item whose worker has ended.
 
-        `once_more`: a process may end for what its item cannot help (memory that ran out, someone's kill, a stop for
-        longer than the time limit, a file system that hung), so the item is tried in a fresh one before it is blamed.
+        `once_more`: retry if the worker ended at this sample for the first time. The cause may be another one: no
+        memory, a kill, or a slow file system.
         """
         if once_more and lost.at not in self.blamed:
             self.blamed.add(lost.at)
@@ -79,19 +78,19 @@ class _PendingItem:
             self.item, self.tries = another, 0
 
     def lose_untold(self, reason: str) -> None:
-        """Have an item tried again whose process ended beside the work on it, not for ever."""
+        """Retry an item whose worker ended before or after the work on it, up to `_TRIES` times."""
         self.tries += 1
         if self.tries == _TRIES:
             self.lose(Lost(None, reason), once_more=False)
 
 
 class Pool:
-    """Do `work(item, note)` for many items in `workers` processes; with none, in this one.
+    """Run `work(item, note)` for many items in `workers` processes; with 0, in the calling process.
 
-    A worker that dies is replaced, and its item is tried once more; if that ends its worker too, the result is a
-    `Lost`. A worker that is silent for `timeout_s` + `grace_s` after a note is ended, too. That is the last resort, for
-    work that is stuck in C and for a process that was stopped: use `time_limit` inside the work. Work that makes no
-    notes has no time-out. To be used by one thread at a time; `stop` may be called by any.
+    A worker that dies is replaced, and its item is tried once more. If its worker dies again, the result is a `Lost`. A
+    worker that neither returns nor notes another sample within `timeout_s` + `grace_s` is killed. This is for code that
+    hangs in C and for stopped processes; the work itself should use `time_limit`. Work without notes has no time limit.
+    Only one thread may use a pool at a time; any thread may call `stop`.
     """
 
     def __init__(
@@ -111,10 +110,10 @@ class Pool:
         self.ahead = ahead
         self._server: PoolServer | None = None
         self._workers: list[WorkerProcess] = []
-        self._pending: dict[int, _PendingItem] = {}  # sent or waiting, by number
-        self._waiting: deque[_PendingItem] = deque()  # not sent yet
+        self._pending: dict[int, _PendingItem] = {}  # items without a result, by number
+        self._waiting: deque[_PendingItem] = deque()  # those that are not sent yet
         self._last = 0
-        self._wanted = 0  # workers
+        self._wanted = 0  # number of workers
         self._lost_servers = 0
         self._stopped = False
         self._selector = selectors.DefaultSelector()
@@ -132,7 +131,7 @@ class Pool:
         return len(self._workers)
 
     def grow(self, more: int) -> None:
-        """Add workers, also while a `map` is under way (between two of its results)."""
+        """Add workers. This is also possible between two results of a running `map`."""
         if not more:
             return
         if self._server is None:
@@ -144,10 +143,10 @@ class Pool:
                 self._add_worker()
 
     def map(self, items: Iterable[Any], again: Again | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield (item, result) in the order of the items, which may be endless.
+        """Yield (item, result) in the order of the items, which may be infinite.
 
-        At most `workers * ahead` items are drawn ahead. What the work raised is raised here. `again(item, lost)` may
-        answer a loss with another item to work on; None: the result is `Lost`.
+        At most `workers * ahead` items are read ahead. An exception of the work is raised here. `again(item, lost)`
+        returns a replacement for a lost item, or None: then the result is `Lost`.
         """
         source = iter(items)
         order: deque[_PendingItem] = deque()
@@ -165,21 +164,21 @@ class Pool:
                 if first.failed:
                     raise first.value
                 if self._workers:
-                    more = more and self._draw(source, order, again)  # before the caller goes off with this one
+                    more = more and self._draw(source, order, again)  # before the caller uses this result
                 yield first.drawn, first.value
         finally:
-            for pending in order:  # answers that still come are dropped
+            for pending in order:  # later results of these items are ignored
                 self._pending.pop(pending.number, None)
             self._waiting = deque(pending for pending in self._waiting if pending.number in self._pending)
 
     def stop(self) -> None:
-        """End a `map` that another thread is in, without a further result. The pool can then only be closed."""
+        """End a `map` that runs in another thread, without a further result. After that the pool can only be closed."""
         self._stopped = True
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
 
     def close(self) -> None:
-        """End all processes at once, stuck or not."""
+        """Kill all worker processes."""
         self._stopped = True
         if self._server is not None:
             self._server.close()
@@ -199,7 +198,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------ items out
 
     def _draw(self, source: Iterator[Any], order: deque[_PendingItem], again: Again | None) -> bool:
-        """Take as many items as may be under way; return False when there are no more."""
+        """Read items up to the limit of items in progress, and send them. Return False at the end of the items."""
         more = True
         while more and len(order) < max(1, len(self._workers) * self.ahead):
             self._last += 1
@@ -210,7 +209,7 @@ class Pool:
                 more = False
                 break
             except Exception as error:
-                pending.settle(error, failed=True)  # raised when all before it have been given back
+                pending.settle(error, failed=True)  # raised after the results of earlier items
                 more = False
             order.append(pending)
             if not pending.done and not self._workers:
@@ -223,14 +222,14 @@ class Pool:
         return more
 
     def _dispatch(self) -> None:
-        """Send items until every worker has one to work on and one to go on with."""
+        """Send waiting items until every worker has two: one in progress and the next."""
         while self._waiting:
             worker = min(self._workers, key=lambda one: len(one.items))
             if len(worker.items) > 1:
                 return
             pending = self._waiting[0]
             packed = Packed((pending.number, pending.item))
-            # A worker that is sending a large result does not read: more than its socket holds would block both.
+            # A busy worker does not read its socket. If it sends a large result meanwhile, both sides would block.
             if worker.items and packed.inline_bytes > _SMALL:
                 return
             self._waiting.popleft()
@@ -241,7 +240,7 @@ class Pool:
     # ------------------------------------------------------------------------------------------ results in
 
     def _wait(self) -> bool:
-        """Wait for something to happen; return False when the pool was stopped."""
+        """Wait for a result, an exit or a time limit, and handle it. Return False if the pool was stopped."""
         with self._surviving_server():
             return self._wait_once()
         return not self._stopped
@@ -253,7 +252,7 @@ class Pool:
             if key.fileobj is self._awake:
                 return False
             if key.data is None:
-                with contextlib.suppress(TimeoutError):  # replacing a worker may have read it already
+                with contextlib.suppress(TimeoutError):  # `_replace` may have read the message already
                     self._server.read_exits(0.01)
                 continue
             with self._replacing_broken(key.data):
@@ -266,15 +265,15 @@ class Pool:
 
     @contextlib.contextmanager
     def _surviving_server(self) -> Iterator[None]:
-        """Begin again with a new server where the old one was ended from outside. No item is to blame for that."""
+        """Start a new server and new workers if the server was killed. All items without a result are sent again."""
         try:
             yield
         except ServerLostError:
             self._lost_servers += 1
             if self._lost_servers > _SERVERS or self._stopped:
                 raise TesseraError(
-                    "the process that begins worker processes was ended from outside, again and again",
-                    fix="look for what ends processes on this machine (memory?), or set data.workers=0",
+                    "the server of the worker processes was killed several times",
+                    fix="check whether the machine runs out of memory, or set data.workers=0",
                     code="environment.workers-killed",
                 ) from None
         else:
@@ -293,15 +292,15 @@ class Pool:
 
     @contextlib.contextmanager
     def _replacing_broken(self, worker: WorkerProcess) -> Iterator[None]:
-        """Replace a worker with which a message broke off: what follows on its connection means nothing."""
+        """Replace a worker if an exchange with it fails in the block: the rest of its messages cannot be parsed."""
         try:
             yield
         except TimeoutError:
-            self._replace(worker, "its reader stopped in the middle of a message")
+            self._replace(worker, "its worker process stopped in the middle of a message")
         except (EOFError, OSError):
             self._replace(worker)
-        except BaseException as error:  # Ctrl-C, memory
-            self._replace(worker, f"its reader was interrupted ({type(error).__name__})")
+        except BaseException as error:  # such as Ctrl-C
+            self._replace(worker, f"its worker process was interrupted ({type(error).__name__})")
             raise
 
     def _end_silent(self, server: PoolServer) -> None:
@@ -318,7 +317,7 @@ class Pool:
         return max(0.01, self.timeout_s + self.grace_s - max(silent, default=0.0))
 
     def _replace(self, worker: WorkerProcess, reason: str | None = None) -> None:
-        """Replace a worker that is gone: its current item is lost, items that it had not begun go to others."""
+        """Replace a worker that has ended. Its current item is lost; its other items go to other workers."""
         assert self._server is not None
         self._selector.unregister(worker.connection)
         self._workers.remove(worker)
@@ -335,7 +334,7 @@ class Pool:
                 continue
             if number == begun:
                 pending.lose(Lost(worker.state.noted, reason))
-            elif begun is None and number == first:  # it ended while it took this item over, or sent its result
+            elif begun is None and number == first:  # it ended while it received this item or sent the result
                 pending.lose_untold(reason)
             if not pending.done:
                 self._waiting.appendleft(pending)
@@ -345,5 +344,5 @@ class Pool:
     def _add_worker(self) -> None:
         assert self._server is not None
         worker = self._server.fork()
-        self._workers.insert(0, worker)  # first in turn: what killed another worker is tried in a fresh one
+        self._workers.insert(0, worker)  # `_dispatch` prefers it: a lost item is retried in a new process
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)

@@ -1,8 +1,8 @@
-"""How a pool gets worker processes: from servers that only fork, without threads and without a device.
+"""Start worker processes by servers, which only fork and have neither threads nor a device.
 
-The first server imports torch once for all pools of a program. For each pool it forks a second one, which unpickles the
-pool's work once and forks the workers: they begin in milliseconds, and share its memory. Each ends with the
-one that began it, whichever way that ends.
+The first server imports torch once for all pools of a program. For each pool it forks a second server, which unpickles
+the pool's work once and forks the workers. So workers start in milliseconds and share memory. Every process ends
+with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from tessera.data.workers.worker import (
 )
 from tessera.errors import TesseraError, first_line
 
-REQUEST = struct.Struct("<cQ")  # FORK with file descriptors, or KILL; the number of the child
-EXIT = struct.Struct("<Qi")  # the number of the child, how it ended
+REQUEST = struct.Struct("<cQ")  # FORK (with file descriptors) or KILL, and the number of the child
+EXIT = struct.Struct("<Qi")  # number and exit code of a child
 FORK, KILL = b"f", b"k"
-# These are sent to all processes of a group. The trainer handles them: it saves, then ends its workers.
+# The terminal or scheduler sends these to all processes of a group. The trainer handles them and ends its workers.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Hold the settings of the user's process that a worker takes over."""
+    """Hold the settings of the user's process that its workers inherit."""
 
     folder: str
     path: list[str]
@@ -58,7 +58,7 @@ class Surroundings:
 
 
 def first_server(control_fd: int, client: int) -> None:
-    """Serve all pools of a program; `_FirstServer` calls this in a new interpreter."""
+    """Fork a server for each pool of a program. `_FirstServer` starts this in a new interpreter."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     _serve(socket.socket(fileno=control_fd), _pool_server, client=client, report_exits=False)
@@ -74,19 +74,19 @@ def _pool_server(fds: Sequence[int]) -> None:
         os.chdir(surroundings.folder)
         work = receive(control, shared=False, before_find=functools.partial(load_main, surroundings.main))
     except Exception as error:
-        error.add_note("(raised while a worker process took over its work)")
+        error.add_note("(raised while a worker process unpickled its work)")
         with contextlib.suppress(OSError):
             send(control, error)
         return
     send(control, None)
-    gc.freeze()  # so that garbage collection in a worker copies no page of the shared memory
+    gc.freeze()  # garbage collection in workers would otherwise write to shared pages, which copies them
     _serve(control, functools.partial(work_until_end, work))
 
 
 def _serve(
     control: socket.socket, child: Callable[[Sequence[int]], None], client: int | None = None, report_exits: bool = True
 ) -> None:
-    """Fork and kill children as asked, until the other side of `control` is gone; then end them all."""
+    """Fork and kill children on request, until the other side of `control` is closed. Then kill all children."""
     awake, wake = socket.socketpair()
     for end in (awake, wake):
         end.setblocking(False)
@@ -96,7 +96,7 @@ def _serve(
     while True:
         ready, _, _ = select.select([control, awake], [], [], 1.0)
         if client is not None and os.getppid() != client:
-            break  # a process that the client forked may still hold the other side open
+            break  # the client has ended, although a process that it forked may keep the socket open
         if awake in ready:
             awake.recv(4096)
         for number, code in _ended(alive):
@@ -128,7 +128,7 @@ def _serve(
     for process in alive.values():
         os.kill(process, signal.SIGKILL)
     for process in alive.values():
-        os.waitpid(process, 0)  # when this process is gone, its children are gone, too
+        os.waitpid(process, 0)  # this process must not end before its children
 
 
 def _ended(alive: dict[int, int]) -> list[tuple[int, int]]:
@@ -142,7 +142,7 @@ def _ended(alive: dict[int, int]) -> list[tuple[int, int]]:
 
 
 def _run_child(child: Callable[[], None], parent: int, not_ours: Sequence[socket.socket]) -> None:
-    """Run a process that was just forked to its end."""
+    """Run `child` in a process that was just forked, and exit."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -162,7 +162,7 @@ def _run_child(child: Callable[[], None], parent: int, not_ours: Sequence[socket
         os._exit(code)
 
 
-# One thread per process, and no device: a worker shares the machine with many like it and touches no accelerator.
+# One thread per worker, because there are many workers, and no accelerator.
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -177,17 +177,17 @@ sys.path[:] = {path!r}
 from tessera.data.workers.servers import first_server
 first_server({control}, {client})
 """
-_MESSAGE_TIMEOUT_S = 30.0  # for a process that is alive to send the rest of a message
+_MESSAGE_TIMEOUT_S = 30.0  # limit for the rest of a message that has begun
 
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """Hold the connection to one worker process, and its items."""
+    """Hold the connection to a worker process, and its items."""
 
     number: int
     connection: socket.socket
     state: WorkerState
-    items: deque[int] = field(default_factory=deque)  # sent and not answered, in order
+    items: deque[int] = field(default_factory=deque)  # numbers of items without a result, in order
     killed_for: str | None = None
 
     def close(self) -> None:
@@ -196,12 +196,12 @@ class WorkerProcess:
 
 
 class ServerLostError(Exception):
-    """Say that the process that begins worker processes was ended from outside."""
+    """Report that the server process, which forks the workers, was killed."""
 
 
 @contextlib.contextmanager
 def _of_server() -> Iterator[None]:
-    """Raise what a dead server's socket raises as `ServerLostError`; a time-out is none of it."""
+    """Convert socket errors of a dead server to `ServerLostError`, except time-outs."""
     try:
         yield
     except TimeoutError:
@@ -211,7 +211,7 @@ def _of_server() -> Iterator[None]:
 
 
 class PoolServer:
-    """Start a process that holds a pool's work, and have it fork and kill the workers of the pool."""
+    """Start the server process of a pool, which unpickles the work once, and forks and kills the workers."""
 
     def __init__(self, work: Any) -> None:
         packed = _packed(work)
@@ -227,7 +227,7 @@ class PoolServer:
             refused = receive(self.control)
         except (EOFError, OSError):
             refused = TesseraError(
-                "the process that was to begin worker processes died",
+                "the server of the worker processes died at its start",
                 fix="set data.workers=0",
                 code="environment.workers-killed",
             )
@@ -260,7 +260,7 @@ class PoolServer:
             self.control.sendall(REQUEST.pack(KILL, worker.number))
 
     def exit_reason(self, worker: WorkerProcess) -> str:
-        """Return why a worker ended, once its connection is gone."""
+        """Return why a worker ended, after its connection was closed."""
         until = time.monotonic() + 5
         while worker.number not in self._codes and (remaining := until - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -278,7 +278,7 @@ class PoolServer:
         self._codes[number] = code
 
     def close(self) -> None:
-        """End the workers, also those that are stuck, and wait until they are gone."""
+        """Kill all workers and wait until they have ended."""
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
             self.control.settimeout(2)
@@ -315,13 +315,13 @@ class _FirstServer:
         self._control.close()
         try:
             self._process.wait(1)
-        except subprocess.TimeoutExpired:  # still importing
+        except subprocess.TimeoutExpired:  # it is still importing torch
             self._process.kill()
             self._process.wait()
 
 
 def start_early() -> None:
-    """Start the first server now: importing torch there takes seconds."""
+    """Start the first server in advance, because its import of torch takes seconds."""
     _first_server()
 
 
@@ -335,7 +335,7 @@ def _first_server() -> _FirstServer:
 
 @functools.cache
 def _first_server_of(process: int) -> _FirstServer:
-    """Return the server of a process: a forked child must not speak through the sockets of its parent."""
+    """Return the first server of a process. The argument is the cache key: a forked child must not use its parent's."""
     return _FirstServer()
 
 
@@ -350,7 +350,7 @@ def _packed(work: Any) -> Packed:
         raise
     except Exception as error:
         raise TesseraError(
-            f"this work cannot be sent to worker processes: {first_line(error)}",
+            f"the data source cannot be pickled for worker processes: {first_line(error)}",
             fix="define its classes and functions at the top level of a module, or set data.workers=0",
             code="data.not-picklable",
         ) from error
@@ -358,12 +358,12 @@ def _packed(work: Any) -> Packed:
 
 def _in_words(code: int | None) -> str:
     if code is None:
-        return "its reader vanished"
+        return "its worker process vanished"
     if code >= 0:
-        return f"its reader ended with exit code {code}"
+        return f"its worker process ended with exit code {code}"
     try:
         name = f" ({signal.Signals(-code).name})"
     except ValueError:
         name = ""
     hint = ": the machine may have run out of memory" if -code == signal.SIGKILL else ""
-    return f"its reader died of signal {-code}{name}{hint}"
+    return f"its worker process died of signal {-code}{name}{hint}"

@@ -1,4 +1,4 @@
-"""One worker process: it takes items from its socket, works on them under a time limit, and sends back the results."""
+"""A worker process: it receives items over its socket, works on them under limits, and sends back the results."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ import torch
 from tessera.data.workers.messages import Packed, can_be_pickled, receive
 from tessera.errors import TesseraError, first_line
 
-_AGAIN_S = 1.0  # an exception raised inside a callback or a destructor is swallowed: it is raised once more
+_AGAIN_S = 1.0  # `TooSlow` is raised again every second, because Python ignores exceptions in destructors and callbacks
 
 
 class TooSlow(TesseraError):
-    """Work on one sample went past its time."""
+    """Report that a sample exceeded `data.sample_timeout_s`."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TooSlow` inside the block when the time is over, as soon as the interpreter has its turn.
+    """Raise `TooSlow` inside the block after `seconds`, as soon as the interpreter runs.
 
-    A decoder that never comes back from C is not reached by this; in a worker process the pool ends the process. Only
-    the main thread of a process can be interrupted: elsewhere nothing is limited. Inside another limit, the inner one
-    rules until it ends.
+    Code that hangs in C is not interrupted; the pool kills such a worker. Only the main thread of a process can be
+    interrupted: in other threads there is no limit. A nested limit replaces the outer one until its block ends.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -51,7 +50,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         if inside:
             raise TooSlow(
                 f"took longer than {seconds:g} s",
-                fix="raise data.sample_timeout_s if the file is sound",
+                fix="raise data.sample_timeout_s if the file is valid",
                 code="data.sample-too-slow",
             )
 
@@ -63,7 +62,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         try:
             inside = False
-        finally:  # also if the time was over just now
+        finally:  # also if the signal arrives here
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
             if outer:
@@ -75,10 +74,10 @@ WORKER_VARIABLE = "TESSERA_DATA_WORKER"  # set in the environment of worker proc
 
 @contextmanager
 def memory_limit(allowed: int) -> Iterator[None]:
-    """Let a worker process allocate at most `allowed` bytes more inside the block; then `MemoryError` is raised.
+    """Limit further allocations of a worker process inside the block to `allowed` bytes. More raise `MemoryError`.
 
-    A hostile file may make a decoder allocate any amount, whatever size its header claims. Shared memory does not
-    count. Other processes are not limited: an allocation of another thread would fail.
+    A hostile file may make a decoder allocate much more than the size in its header. Shared memory does not count. Only
+    worker processes are limited: elsewhere allocations of other threads would fail.
     """
     if WORKER_VARIABLE not in os.environ:
         yield
@@ -100,7 +99,7 @@ _NOTHING = -(1 << 63)
 
 
 class WorkerState:
-    """Hold what a worker works on, in memory that the pool can read also when the worker is stuck or dead."""
+    """Hold the current item and sample of a worker in shared memory, where the pool can read them after a crash."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, STATE_BYTES)
@@ -131,17 +130,17 @@ class WorkerState:
 
     @property
     def silent_seconds(self) -> float:
-        """Return the time since the last note about the item; 0 before the first."""
+        """Return the seconds since the last note of the current item; 0 before the first note."""
         if self.item is None or self.noted is None:
             return 0.0
         return (time.monotonic_ns() - self._numbers[2]) / 1e9
 
 
 def work_until_end(work: Callable[[Any, Callable[[int], None]], Any], fds: Sequence[int]) -> None:
-    """Work on items until the pool is gone. An exception is sent instead of a result."""
+    """Work on items until the pool closes the connection. An exception is sent instead of a result."""
     torch.set_num_threads(1)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("500")  # where memory runs out, a worker can be replaced, the trainer cannot
+        file.write("500")  # without free memory, the kernel kills a worker before the trainer
     pool, state = socket.socket(fileno=fds[0]), WorkerState(fds[1])
     os.close(fds[1])
     while True:
@@ -164,7 +163,7 @@ def work_until_end(work: Callable[[Any, Callable[[int], None]], Any], fds: Seque
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Return the exception with its traceback as a note, where it can be rebuilt on the other side."""
+    """Return the exception with its traceback as a note; a RuntimeError of the same text if it cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     error = error.with_traceback(None)
     error.__cause__ = error.__context__ = None
@@ -176,19 +175,19 @@ def _picklable(error: BaseException) -> BaseException:
 
 # ---------------------------------------------------------------------------------------------- the user's script
 
-# The script that was started is not run again in a worker, unless the work is made of its classes. Then it is imported,
-# under another name than `__main__`: but only if its actions are behind `if __name__ == "__main__":`, or if it does
-# nothing. A script that would train again is refused.
+# Workers do not run the user's script again. If the work is made of classes of the script, it is imported, under
+# another name than `__main__`. This needs `if __name__ == "__main__":` around its actions, or a script that only has
+# definitions. Other scripts are refused, because they would train again in each worker.
 
 
 @dataclass(frozen=True)
 class MainModule:
     path: Path
-    module: str | None  # its real name, when it was started by `python -m`
+    module: str | None  # import name if the script was started by `python -m`
 
 
 def main_module() -> MainModule | None:
-    """Return the script of this process; None where there is no file (a notebook, `python -c`)."""
+    """Return the script of this process; None if it has no file, as in a notebook or `python -c`."""
     module = sys.modules["__main__"]
     path = getattr(module, "__file__", None)
     if path is None or not os.path.isfile(path):
@@ -198,21 +197,21 @@ def main_module() -> MainModule | None:
 
 
 def load_main(main: MainModule | None, module: str, name: str) -> None:
-    """Import the user's script as `__main__` of this process, before `name` is looked up in `module`."""
+    """Import the user's script as `__main__` of this process, if the unpickler needs `name` of it."""
     if module != "__main__" or hasattr(sys.modules["__main__"], name):
         return
     fix = "move it into a module of its own, or set data.workers=0"
     if main is None:
         raise TesseraError(
-            f"{name} is defined where worker processes cannot find it: in no file",
+            f"{name} is not defined in a file, so worker processes cannot import it",
             fix=fix,
             code="data.defined-in-no-file",
         )
     if _has_side_effects(main.path):
         raise TesseraError(
-            f"{name} is defined in a script that worker processes cannot import: it would run again in each of them",
+            f"{name} is defined in a script that would run again in each worker process",
             where=str(main.path),
-            fix=f'put what the script does under `if __name__ == "__main__":`, {fix}',
+            fix=f'put the actions of the script under `if __name__ == "__main__":`, {fix}',
             code="data.script-without-main",
         )
     if main.module is not None:
@@ -222,13 +221,13 @@ def load_main(main: MainModule | None, module: str, name: str) -> None:
         assert spec is not None
         assert spec.loader is not None
         module_found = importlib.util.module_from_spec(spec)
-        sys.modules["__mp_main__"] = module_found  # the name by which the other side knows its own __main__ as well
+        sys.modules["__mp_main__"] = module_found  # the name that multiprocessing uses for the main script
         spec.loader.exec_module(module_found)
     sys.modules["__main__"] = module_found
 
 
 def _has_side_effects(path: Path) -> bool:
-    """Return whether importing the file does more than to define things."""
+    """Return whether importing a file does more than define classes, functions and constants."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
