@@ -1,4 +1,4 @@
-"""How long a plan of a large job takes, and what a dry run of it counts.
+"""How long a plan of a large job takes, what a dry run of it counts, and how far the two are apart.
 
     python bench/plan.py            # Qwen2-VL-72B on 1,024 ranks: pp 8 x tp 8 x 16 data
     python bench/plan.py --no-dry   # the plan alone
@@ -14,6 +14,8 @@ import time
 from typing import Any
 
 import tessera
+from tessera.parallel.comm_estimate import estimate_communication
+from tessera.tools.dry_run import estimate_error
 
 WORLD = 1024
 RECIPE: dict[str, Any] = {
@@ -31,13 +33,17 @@ def main(dry: bool) -> None:
     plan.describe()
     seconds = round(time.perf_counter() - began, 2)
     facts: dict[str, Any] = {"case": "qwen2_vl 72b", "ranks": WORLD, "plan_seconds": seconds}
+    positions = range(plan.axes.size("pp"))
+    facts["forecast_gib"] = [
+        round(sum(line.bytes for line in estimate_communication(plan, at)) / 2**30, 2) for at in positions
+    ]
     if dry:
         began = time.perf_counter()
         roles = tessera.dry_run(RECIPE, world=WORLD)
         facts |= {
             "dry_run_seconds": round(time.perf_counter() - began, 1),
             "roles": len(roles),
-            "sent_gib": [round(sum(line.bytes for line in role.volumes) / 2**30, 2) for role in roles],
+            "apart": estimate_error(plan, roles),
         }
     print(json.dumps(facts))
 

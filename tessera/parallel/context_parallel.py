@@ -5,7 +5,7 @@ Also here: encoders whose input sequences are distributed among ranks, because b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,10 +26,21 @@ from tessera.parallel.modules import present, wrap_submodule
 from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
 from tessera.runtime.modules import AttentionCore
 
+WIDE = 4  # bytes: gradients of keys travel in fp32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Hold the sizes of one attention, on a rank that has all of its tokens."""
+
+    queries: int
+    keys: int
+    size: int
+
 
 @dataclass(frozen=True)
 class ContextPlan:
-    attention: tuple[str, ...]  # modules of the main sequence whose attention spans the context group
+    attention: Mapping[str, Heads | None]  # modules of the main sequence whose attention spans the context group
     sharding: BatchSharding
 
 
@@ -43,9 +54,10 @@ def plan_context(
     cores = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.attention)]
     encoders = tuple(_shard_encoders(section, model_plan, axes, cores))
     split = SequenceSharding(axes.size(RING), axes.size(ULYSSES))
-    attention: tuple[str, ...] = ()
+    attention: dict[str, Heads | None] = {}
     if section.cp > 1:
-        attention = tuple(path for path in cores if axes.encoder(path) is None)
+        outside = [path for path in cores if axes.encoder(path) is None]
+        attention = {path: _shape(model_plan, tree, path, axes.size(TENSOR)) for path in outside}
         if not attention:
             raise TesseraError(
                 f"parallel.cp={section.cp}, but this model family does not declare its attention modules",
@@ -56,7 +68,7 @@ def plan_context(
             )
         if 0 < tokens < split.minimum:
             raise too_short(tokens, split.minimum)
-        _check_heads(section, model_plan, tree, attention, axes.size(TENSOR))
+        _check_heads(section, model_plan, tree, outside, axes.size(TENSOR))
         for encoder in encoders:
             _check_heads(
                 section, model_plan, tree, encoder.attention, axes.size(axes.tensor_view(encoder.stream.module))
@@ -111,6 +123,14 @@ def _check_heads(
 def _heads(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -> int | None:
     """Return the query heads: of the layers beside the module, the one with most heads makes the queries."""
     return max(_beside(model_plan, tree, attention), default=None)
+
+
+def _shape(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str, tp: int) -> Heads | None:
+    """Return None where the family does not declare its heads; then communication cannot be estimated."""
+    counts, core = _beside(model_plan, tree, attention), tree[attention]
+    if not counts or not isinstance(core, AttentionCore) or core.head_dim is None:
+        return None
+    return Heads(max(counts) // tp, min(counts) // tp, core.head_dim)
 
 
 def _beside(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -> list[int]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tessera.parallel.communication import readable
+
 
 @dataclass(frozen=True)
 class FitChange:
@@ -69,13 +71,3 @@ class DeviceFit:
         elif self.changes[-1].total > self.usable:
             rows.append(("", "with all of these it still does not fit: take more ranks or a larger device"))
         return rows
-
-
-def readable(count: float) -> str:
-    """Return a number of bytes with a unit."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{int(count)} B" if unit == "B" else f"{value:.2f} {unit}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from tessera.parallel.modules import present
 from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts, local_shard
 
 WHERE = "the model's plan (experts)"
+INDEX = 8  # bytes of the number of an expert
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ExpertPlan:
     tp: int = 1
     sequence: bool = False  # whether each tp rank has a part of the tokens between layers
     row_sums: tuple[str, ...] = ()  # modules that add up over a row, where several ranks share a row
+    choices: Mapping[str, int] = field(default_factory=dict)  # modules with stacked experts -> how many a token chooses
 
 
 def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes) -> ExpertPlan | None:
@@ -90,6 +92,7 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
         stacks=stacks,
         tp=tp,
         sequence=sequence,
+        choices={path: part.top_k for path, part in stacked.items()},
         row_sums=tuple(path for path, part in tree.items() if shared and isinstance(part, RowStatistics)),
     )
 

@@ -26,7 +26,7 @@ from tessera.parallel.memory_estimate import (
     param_shards,
     shards_of_stage,
 )
-from tessera.parallel.mesh import Axes, divisors, make_axes
+from tessera.parallel.mesh import CONTEXT, Axes, divisors, make_axes
 from tessera.parallel.modules import plan_modules
 from tessera.parallel.pipeline_plan import plan_pipeline
 from tessera.parallel.plan import MemoryPlan, Plan, Precision, Sharding, ShardsItself, Workload
@@ -106,6 +106,7 @@ def make_plan(
         precision=types,
         memory=MemoryPlan(tuple(memory), gradients * types.reduce.itemsize if local else 0),
         workload=workload,
+        rows=_rows(model_plan, workload, axes),
         microbatches=microbatches,
         parameters=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for name, p in parameters.items() if name not in frozen),
@@ -186,6 +187,17 @@ def _check_reshard(again: bool | int, shard: int) -> None:
             allowed=["true", "false", *divisors(shard)[1:-1]],
             code="layout.reshard-size",
         )
+
+
+def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, int]:
+    """Return the elements that a rank computes in a module. A projector sees the outputs of all ranks."""
+    rows = {"": workload.tokens // axes.size(CONTEXT)}
+    for name, stream in model_plan.encoders.items():
+        elements = workload.elements.get(name, 0)
+        if stream.projector:
+            rows[stream.projector] = elements // stream.per_slot
+        rows[stream.module] = elements // axes.size(axes.encoders[stream.module].dp)
+    return rows
 
 
 def _microbatches(workload: Workload, axes: Axes) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 
 from tessera.config.pattern import home
+from tessera.parallel.communication import CommVolume, Kind
 from tessera.parallel.context_parallel import ContextPlan
 from tessera.parallel.device_fit import DeviceFit
 from tessera.parallel.experts import ExpertPlan
@@ -32,6 +33,7 @@ class Workload:
     """Describe the work of a step, as far as a plan depends on it."""
 
     tokens: int = 0  # of one micro-batch
+    elements: Mapping[str, int] = field(default_factory=dict)  # of a typical one, by encoder
     rows: int = 1  # of one step, over all ranks
     rows_of_microbatch: int = 1
 
@@ -88,6 +90,7 @@ class Plan:
     precision: Precision
     memory: MemoryPlan
     workload: Workload
+    rows: Mapping[str, int]  # module -> rows that a rank computes there in a typical micro-batch; "": of tokens
     microbatches: int  # of one rank in a step
     parameters: int  # of the unsharded model
     trained: int
@@ -121,6 +124,28 @@ class Plan:
         """Return the float32 modules inside of blocks. A shard group there would tear a compiled block apart, so every
         rank holds them unsharded."""
         return tuple(path for path in self.precision.float32 if home(path, self.roles.blocks) is not None)
+
+    def rows_at(self, path: str) -> int:
+        """Return the elements that a rank computes in a module, in a typical micro-batch."""
+        return self.rows[self._part(path)]
+
+    def gradient_reaches(self, path: str) -> bool:
+        """Return whether backward reaches a module: whether its encoder, or the model where it is in none, is
+        trained."""
+        part = self._part(path)
+        return any(shard.trained for shard in self.param_shards if not part or shard.name.startswith(part + "."))
+
+    def recomputes(self, path: str) -> bool:
+        """Return whether a module is computed again in backward."""
+        return home(path, (part.path for part in self.roles.recompute)) is not None
+
+    def volume(self, view: str, kind: Kind, passes: int, size: int) -> CommVolume:
+        """Return the communication of so many collectives of one size in each micro-batch."""
+        count = passes * self.microbatches
+        return CommVolume(self.axes.label(view), kind, count, count * size)
+
+    def _part(self, path: str) -> str:
+        return home(path, filter(None, self.rows)) or ""
 
     def below(self, path: str) -> Plan:
         """Return the plan for a submodule, whose own names begin where `path` ends."""

@@ -11,7 +11,8 @@ import torch
 
 from tessera.config.pattern import home
 from tessera.lora.select import is_output_factor
-from tessera.parallel.device_fit import readable
+from tessera.parallel.comm_estimate import estimate_communication
+from tessera.parallel.communication import comm_text, readable
 from tessera.parallel.frozen import FrozenBytes
 from tessera.parallel.mesh import CONTEXT, DATA, EP, PP, RING, TENSOR, ULYSSES
 from tessera.parallel.plan import Plan
@@ -55,6 +56,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         ("per rank", _memory(plan)),
         *((name, f"frozen, {_frozen(part)}") for name, part in plan.memory.frozen.items()),
         *_encoded_ahead(plan),
+        *_communication(plan),
         *(plan.device_fit.rows() if plan.device_fit is not None else []),
     ]
     return [(name, text) for name, text in rows if text]
@@ -130,6 +132,13 @@ def _memory(plan: Plan) -> str:
         words += f", buffers {readable(most.buffers)} (whole on every rank)"
     words += f", gradients {readable(most.gradients)}, optimizer {readable(most.optimizer)}"
     return f"{words}, blocks in use {readable(most.window)}" if most.window else words
+
+
+def _communication(plan: Plan) -> list[tuple[str, str]]:
+    """Return the communication of the rank that sends most; in a pipeline ranks differ."""
+    by_position = [estimate_communication(plan, position) for position in range(plan.axes.size(PP))]
+    most = max(by_position, key=lambda lines: sum(line.bytes for line in lines))
+    return [("a step sends" if number == 0 else "", line) for number, line in enumerate(comm_text(most))]
 
 
 def _groups(plan: Plan) -> str:
@@ -211,7 +220,8 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data. Memory is listed by pipeline position, of the rank there that has the most."""
+    """Return the plan as plain data. Memory and communication are listed by pipeline position, of the largest rank
+    there."""
     return {
         "world": plan.axes.world,
         "axes": dict(plan.axes.root),
@@ -221,6 +231,9 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "frozen_components": {name: asdict(part) for name, part in plan.memory.frozen.items()},
         "whole_gradient_bytes": plan.memory.whole_gradients,
         **({} if plan.device_fit is None else {"device": plan.device_fit.figures()}),
+        "communication": [
+            [asdict(line) for line in estimate_communication(plan, position)] for position in range(plan.axes.size(PP))
+        ],
     }
 
 

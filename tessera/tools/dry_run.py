@@ -30,7 +30,8 @@ from tessera.errors import TesseraError
 from tessera.hub.config import load_local_config
 from tessera.optim.optimizer import total_norm
 from tessera.parallel.apply import build_engine, materialize, parallelize_on_meta
-from tessera.parallel.device_fit import readable
+from tessera.parallel.comm_estimate import estimate_communication
+from tessera.parallel.communication import CommCounter, CommVolume, comm_text, readable
 from tessera.parallel.experts import RankDispatch
 from tessera.parallel.memory_estimate import shards_of_stage
 from tessera.parallel.mesh import PP, Mesh
@@ -44,7 +45,6 @@ from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
 from tessera.runtime.torch_internals import fake_tensor_mode, lone_stage
 from tessera.tasks.answers import AnswerTask
-from tessera.tools.communication import CommCounter, CommVolume, comm_text
 from tessera.tools.device_sizes import DeviceSize, find_size
 from tessera.tools.live_memory import LiveMemory
 from tessera.training.run import fingerprint, join
@@ -310,6 +310,17 @@ def _without_memory(batch: Batch, mode: Any) -> Batch:
         tensors={name: mode.from_tensor(tensor) for name, tensor in batch.tensors.items()},
         segments={name: replace(s, bounds=mode.from_tensor(s.bounds)) for name, s in batch.segments.items()},
     )
+
+
+def estimate_error(plan: Plan, roles: list[Role]) -> float:
+    """Return the largest relative error of the plan's communication estimate, in bytes, over all stages."""
+    worst = 0.0
+    for role in roles:
+        counted = sum(line.bytes for line in role.volumes)
+        for position in role.positions:
+            estimated = sum(line.bytes for line in estimate_communication(plan, position))
+            worst = max(worst, abs(estimated - counted) / max(counted, 1))
+    return worst
 
 
 def preflight(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> list[str]:

@@ -16,7 +16,7 @@ from tessera.diffusion.family import GenerationSpec
 from tessera.inference.export import export_folder
 from tessera.lora.export import save_adapters
 from tessera.lora.select import Adapters
-from tessera.parallel.device_fit import readable
+from tessera.parallel.communication import readable
 
 _log = logging.getLogger("tessera")
 

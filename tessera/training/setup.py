@@ -147,7 +147,7 @@ def build_meta_model(config: RunConfig, world_size: int, objects: Objects = NONE
         world_size,
         precision=resolve_precision(config),
         freeze=config.model.freeze,
-        workload=_workload(config),
+        workload=_workload(config, spec, model_config),
         state=state_bytes(config.optim, module),
     )
     task.bind(spec, model_config)
@@ -310,7 +310,7 @@ def _frozen_setup(
         module,
         world_size,
         precision=precision.model_copy(update={"weights": stored}),
-        workload=_workload(config),
+        workload=_workload(config, spec, model_config),
     )
     return FrozenSetup(component, module, plan)
 
@@ -321,9 +321,14 @@ def _frozen_bytes(frozen: FrozenSetup, plan: Plan) -> FrozenBytes:
     return FrozenBytes(parameter_bytes(frozen.plan), frozen.component.residence)
 
 
-def _workload(config: RunConfig) -> Workload:
-    tokens = config.data.length * config.train.micro_batch
-    return Workload(tokens, config.train.global_batch, config.train.micro_batch)
+def _workload(config: RunConfig, spec: ModelSpec, model_config: Any) -> Workload:
+    tokens, elements = config.data.length * config.train.micro_batch, {}
+    if spec.example is not None:
+        with torch.device("meta"):
+            typical = spec.example(model_config, tokens)
+        encoders = spec.main.plan(model_config).encoders
+        elements = {name: stream.elements(typical) for name, stream in encoders.items()}
+    return Workload(tokens, elements, config.train.global_batch, config.train.micro_batch)
 
 
 def with_model_resolved(config: RunConfig, setup: ModelSetup) -> RunConfig:

@@ -13,9 +13,9 @@ from tessera.config.run_config import load_config
 from tessera.core.batch import Batch, Segments
 from tessera.inference.generate import Sampling, generate_tokens
 from tessera.parallel.apply import build_engine, initialize, parallelize
+from tessera.parallel.communication import CommCounter
 from tessera.parallel.mesh import Mesh
 from tessera.tasks.language import LanguageTask
-from tessera.tools.communication import CommCounter
 from tessera.training.setup import ModelSetup, build_meta_model
 from tests.dist.layout_cases import SEQUENCE, TENSOR, UNTIED
 from tests.dist.layouts import Case, Record, good, measure_selected, params, quietly, recipe_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tessera
-from tessera.tools.dry_run import dry_run
+from tessera.tools.dry_run import dry_run, estimate_error
 from tests.dist.layouts import STEPS, Case, measure
 from tests.toys.two_encoders import TwoEncoderConfig
 
@@ -100,7 +100,7 @@ def recipe(**parallel: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("axis", ["cp", "pp"])
 def test_the_estimate_of_communication_is_what_a_step_sends(axis: str) -> None:
     settings = recipe(tp=2, encoders={"audio": {"tp": 1}}, **{axis: 2})
-    assert all(role.volumes for role in dry_run(settings, world=4))
+    assert estimate_error(tessera.plan(settings, world=4), dry_run(settings, world=4)) < 0.01
 
 
 def test_a_plan_tells_how_each_encoder_is_split() -> None:

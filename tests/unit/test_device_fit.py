@@ -15,6 +15,7 @@ import tessera
 from tessera.cli.main import app
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
+from tessera.parallel.comm_estimate import estimate_communication
 from tessera.parallel.device_fit import DeviceFit, FitChange
 from tessera.runtime import device as devices
 from tessera.runtime.torch_internals import fake_tensor_mode
@@ -157,6 +158,9 @@ def test_a_plan_made_without_an_accelerator_says_that_it_counts_for_the_cpu(monk
     accelerator = {"train": {"device": devices.ACCELERATORS[0]}}
     for said in (accelerator, {"train": {"device": "cpu"}}, {"precision": {"compute": "float32"}}):
         assert "as on the CPU" not in tessera.plan(recipe(**said), world=2).describe()
+    sent = [sum(line.bytes for line in estimate_communication(tessera.plan(recipe(**said), world=2)))
+            for said in ({}, accelerator)]  # fmt: skip
+    assert sent[1] < 0.8 * sent[0]
 
 
 def test_weights_in_four_bits_count_as_parameters() -> None:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import tessera
 from tessera.config.run_config import load_config
 from tessera.errors import TesseraError
-from tessera.parallel.device_fit import readable
-from tessera.tools.communication import CommVolume, merge_volumes
-from tessera.tools.dry_run import run_role
+from tessera.parallel.comm_estimate import estimate_communication
+from tessera.parallel.communication import CommVolume, merge_volumes, readable
+from tessera.tools.dry_run import estimate_error, run_role
 
 LAYERS = ["text.layers.{*}", "vision.blocks.{*}"]
 TEXT = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -46,16 +46,35 @@ def recipe(compute: str = "float32", family: str = "qwen2_vl", **parallel: Any) 
     ],
     ids=["tensor", "context", "pipeline"],
 )
-def test_every_position_of_a_pipeline_is_run_once(parallel: dict[str, Any]) -> None:
-    roles = tessera.dry_run(recipe(**parallel), world=8)
+def test_the_forecast_is_what_a_step_sends(parallel: dict[str, Any]) -> None:
+    plan, roles = tessera.plan(recipe(**parallel), world=8), tessera.dry_run(recipe(**parallel), world=8)
     assert not dist.is_initialized()
     assert sorted(position for role in roles for position in role.positions) == list(range(parallel.get("pp", 1)))
     assert sum(role.ranks for role in roles) == 8
-    assert all(role.volumes for role in roles)
+    assert estimate_error(plan, roles) < 0.01
+    for role in roles:
+        # Not only in all: by axis and kind, where it is more than a few numbers.
+        counted = {(line.axis, line.kind): line for line in role.volumes if line.bytes > 4096}
+        said = {
+            (line.axis, line.kind): line
+            for line in estimate_communication(plan, role.positions[0])
+            if line.bytes > 4096
+        }
+        assert counted.keys() == said.keys()
+        for key, line in counted.items():
+            assert said[key].bytes == pytest.approx(line.bytes, rel=0.01), key
+
+
+def test_encoder_outputs_are_gathered_with_the_width_that_the_stream_declares() -> None:
+    """Features of the last block and of two others, of 96 channels each."""
+    plan = tessera.plan(recipe(family="qwen3_vl", cp=2), world=4)
+    (line,) = [line for line in estimate_communication(plan) if (line.axis, line.kind) == ("cp_ulysses", "all-gather")]
+    assert line.count == plan.microbatches
+    assert line.bytes == plan.microbatches * plan.rows["vision"] * 2 * (3 * 96) * 4
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_a_dry_run_counts_the_exchange_with_experts(compute: str) -> None:
+def test_experts_are_counted_as_if_tokens_chose_evenly(compute: str) -> None:
     toy = {
         "model": {"family": "tests.toys.moe_decoder", "preset": "tiny"},
         "data": {"kind": "tests.toys.token_rows", "length": 256},
@@ -64,6 +83,7 @@ def test_a_dry_run_counts_the_exchange_with_experts(compute: str) -> None:
         "precision": {"compute": compute},
     }
     roles = tessera.dry_run(toy, world=4)
+    assert estimate_error(tessera.plan(toy, world=4), roles) < 0.01
     assert any((line.axis, line.kind) == ("ep", "all-to-all") for line in roles[0].volumes)
 
 
@@ -72,16 +92,18 @@ def test_72b_on_a_thousand_ranks() -> None:
     big = recipe(tp=8, sequence_parallel=True, pp=8, shard=4, compute="bfloat16")
     big["model"] = {"family": "qwen2_vl", "preset": "72b"}
     big["data"], big["train"] = {"length": 8192}, {"steps": 1, "global_batch": 128}
-    roles = tessera.dry_run(big, world=1024)
+    plan, roles = tessera.plan(big, world=1024), tessera.dry_run(big, world=1024)
     assert sum(role.ranks for role in roles) == 1024
     assert len(roles) < 8  # stages that are alike are run once
+    assert estimate_error(plan, roles) < 0.01
 
 
-def test_a_plan_tells_stages_and_waiting() -> None:
+def test_a_plan_tells_stages_waiting_and_bytes() -> None:
     text = tessera.plan(recipe(pp=2, virtual=2, tp=2), world=8).describe()
     for words in ("8 = 1 replicated x 2 sharded x 2 pipeline x 2 tensor", "interleaved, 4 micro-batches", "stage 3"):
         assert words in text
     assert "ranks wait" in text
+    assert "send" in text
 
 
 def test_what_cannot_be_run_dry_says_so() -> None:

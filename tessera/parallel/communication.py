@@ -1,4 +1,8 @@
-"""Count the collectives of a step that runs, in a fake world or a real one, by kind and mesh axis."""
+"""Count the communication of a step, by collective and mesh axis.
+
+Each axis estimates its own from the plan; `CommCounter` counts the collectives of a step that runs, in a fake world or
+a real one. A test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tessera.parallel.device_fit import readable
 from tessera.parallel.mesh import Mesh
 from tessera.runtime.torch_internals import TorchDispatchMode, tree_leaves
 
@@ -40,6 +43,16 @@ def merge_volumes(parts: Iterable[CommVolume]) -> list[CommVolume]:
 
 def comm_text(parts: Sequence[CommVolume]) -> list[str]:
     return [f"{part.axis:<24} {part.kind:<15} {part.count:>8}  {readable(part.bytes):>12}" for part in parts]
+
+
+def readable(count: float) -> str:
+    """Return a number of bytes with a unit."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{int(count)} B" if unit == "B" else f"{value:.2f} {unit}"
 
 
 # By a word in the name of torch's operation, most telling first. Receiving is the other side of a send.

@@ -1,0 +1,276 @@
+"""Estimate the communication of a step from the plan alone, axis by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from tessera.config.pattern import home
+from tessera.parallel.communication import CommVolume, Kind, merge_volumes
+from tessera.parallel.context_attention import shard_heads
+from tessera.parallel.context_parallel import WIDE, Heads
+from tessera.parallel.experts import INDEX, ExpertPlan
+from tessera.parallel.memory_estimate import ParamShard, shards_of_stage
+from tessera.parallel.mesh import CONTEXT, EP, FSDP, PP, REPLICATE, RING, TENSOR, ULYSSES
+from tessera.parallel.plan import Plan
+from tessera.parallel.sequence_sharding import SequenceSharding
+
+LOSS_CHUNK = 2048  # positions whose sums for the loss ranks exchange together: see ops.loss
+LOSS_NUMBERS = 3  # fp32 values per position
+
+
+def estimate_communication(plan: Plan, position: int = 0) -> list[CommVolume]:
+    """Return the communication of a rank at one position of the pipeline in a step, from the plan alone."""
+    here = shards_of_stage(plan.param_shards, plan.pipeline, position)
+    return merge_volumes(
+        [
+            *_fsdp_communication(plan, here),
+            *_tensor_communication(plan, here, position),
+            *_context_communication(plan, here),
+            *_expert_communication(plan, here),
+            *_pipeline_communication(plan, position),
+        ]
+    )
+
+
+def _fsdp_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
+    """Estimate the collectives of fully_shard: gathered weights, and gradients that are summed into shards."""
+    if not plan.sharding.active:
+        return
+    for group, members in _shard_groups(plan, here).items():
+        members = [shard for shard in members if shard.shape and not shard.whole]
+        if not members:
+            continue
+        axis = plan.axes.label(members[0].view)
+        padded = sum(shard.local_numel * shard.shared_by for shard in members)
+        trained = [shard for shard in members if shard.trained]
+        if plan.axes.size(members[0].view) > 1:
+            gathers = _gathers(plan, group)
+            yield CommVolume(axis, "all-gather", gathers, gathers * padded * plan.precision.compute.itemsize)
+            if trained:
+                size = sum(shard.local_numel * shard.shared_by for shard in trained) * plan.precision.reduce.itemsize
+                yield CommVolume(axis, "reduce-scatter", _reductions(plan), _reductions(plan) * size)
+        if trained and plan.replicate > 1:
+            size = sum(shard.local_numel for shard in trained) * plan.precision.reduce.itemsize
+            yield CommVolume(REPLICATE, "all-reduce", _reductions(plan), _reductions(plan) * size)
+
+
+def _shard_groups(plan: Plan, here: Sequence[ParamShard]) -> dict[str, list[ParamShard]]:
+    """Return the parameters of each shard group; "" is the root."""
+    paths = set(plan.roles.blocks)
+    if plan.experts is not None:
+        paths |= set(plan.experts.modules)
+    paths |= {path for path, views in plan.axes.encoders.items() if views.fsdp != FSDP}
+    groups: dict[str, list[ParamShard]] = {}
+    for shard in here:
+        groups.setdefault(home(shard.name, paths) or "", []).append(shard)
+    return groups
+
+
+def _gathers(plan: Plan, group: str) -> int:
+    """Return how often a group is gathered in a step. In a pipeline its weights stay gathered until the step ends."""
+    again = bool(plan.sharding.reshard_after_forward) and group != "" and _gathered_for_backward(plan, group)
+    if plan.pipeline is not None and not again:
+        return 1
+    return plan.microbatches * (2 if again else 1)
+
+
+def _gathered_for_backward(plan: Plan, group: str) -> bool:
+    """Return whether a group is gathered for backward: because backward reaches it, or because a later block prefetches
+    it although nothing there is trained."""
+    if plan.gradient_reaches(group) or group not in plan.roles.blocks:
+        return True
+    at = plan.roles.blocks.index(group)
+    behind = plan.roles.blocks[at + 1 : at + 1 + max(1, plan.sharding.prefetch_backward)]
+    return any(plan.gradient_reaches(block) for block in behind)
+
+
+def _reductions(plan: Plan) -> int:
+    return 1 if plan.sharding.accumulate == "local" or plan.pipeline is not None else plan.microbatches
+
+
+def _tensor_communication(plan: Plan, here: Sequence[ParamShard], position: int) -> Iterator[CommVolume]:
+    """Estimate the collectives of layers that several ranks compute together."""
+    tensor = plan.tensor
+    if tensor is None:
+        return
+    weights = {shard.name.removesuffix(".weight"): shard.shape for shard in here}
+    for path in tensor.entries:
+        # The width of what enters is that of the first layer there that is split by columns.
+        layers = [layer for layer in weights if tensor.layers.get(layer) == "column" and home(layer, [path])]
+        if layers:
+            yield from _crossing(plan, path, weights[layers[0]][1], enters=True)
+    for path in (path for path, split in tensor.layers.items() if split == "row" and path in weights):
+        yield from _crossing(plan, path, weights[path][0], enters=False)
+    # A number per token of norms over all features, forward and backward.
+    for path in (path for path in tensor.feature_norms if any(shard.name == f"{path}.weight" for shard in here)):
+        view, passes = plan.axes.tensor_view(path), 2 + plan.recomputes(path)
+        yield plan.volume(view, "all-reduce", passes, plan.rows_at(path) * torch.float32.itemsize)
+    yield from _vocabulary(plan, weights, position)
+    yield from _decoder_ends(plan, here)
+    # Sums of norm gradients, of which each rank has the part of its tokens or heads.
+    partial = [shard for shard in here if shard.trained and tensor.partial(shard.name)]
+    for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in plan.axes.encoders.values()))):
+        numel = sum(shard.local_numel for shard in partial if plan.axes.tensor_view(shard.name) == view)
+        if numel and plan.axes.size(view) > 1:
+            yield CommVolume(plan.axes.label(view), "all-reduce", 1, numel * plan.precision.weights.itemsize)
+
+
+def _crossing(plan: Plan, path: str, width: int, enters: bool) -> Iterator[CommVolume]:
+    """Estimate the collectives before layers split by columns (`enters`) or behind a layer split by rows. With sequence
+    parallelism tokens are gathered before and scattered behind; otherwise only sums are taken."""
+    assert plan.tensor is not None
+    view = plan.axes.tensor_view(path)
+    if plan.axes.size(view) == 1:
+        return
+    size = plan.rows_at(path) * width * plan.precision.compute.itemsize
+    forwards = 1 + _computed_again(plan, path, enters)
+    backwards = int(plan.gradient_reaches(path))
+    if plan.tensor.in_decoder(path):
+        kinds: tuple[Kind, Kind] = ("all-gather", "reduce-scatter")
+        forward, backward = kinds if enters else reversed(kinds)
+        yield plan.volume(view, forward, forwards, size)
+        yield plan.volume(view, backward, backwards, size)
+    else:
+        yield plan.volume(view, "all-reduce", backwards if enters else forwards, size)
+
+
+def _computed_again(plan: Plan, path: str, enters: bool) -> bool:
+    """Return whether recompute runs a layer again. It ends before the last sum in a module: its result is not saved."""
+    assert plan.tensor is not None
+    module = home(path, (part.path for part in plan.roles.recompute))
+    if module is None:
+        return False
+    return enters or path != [layer for layer in plan.tensor.layers if home(layer, [module])][-1]
+
+
+def _vocabulary(plan: Plan, weights: Mapping[str, Sequence[int]], position: int) -> Iterator[CommVolume]:
+    """Estimate the collectives of the embedding and of the loss that reads the head, both split by vocabulary."""
+    assert plan.tensor is not None
+    tables = [path for path, split in plan.tensor.layers.items() if split == "vocab"]
+    width = next((weights[path][1] for path in tables if path in weights), None)
+    if width is None:
+        return
+    pipeline, tokens = plan.pipeline, plan.rows[""]
+    size = tokens * width * plan.precision.compute.itemsize
+    # The last stage may have the embedding only as a copy, for its head.
+    if pipeline is None or pipeline.owner[pipeline.home(f"{tables[0]}.weight")] == position:
+        yield plan.volume(TENSOR, "all-reduce", 1, size)
+    if pipeline is None or pipeline.owner[-1] == position:
+        yield plan.volume(TENSOR, "all-reduce", 1, size)
+        chunks, numbers = -(-tokens // LOSS_CHUNK), tokens * LOSS_NUMBERS * plan.axes.size(TENSOR)
+        yield CommVolume(
+            plan.axes.label(TENSOR), "all-gather", chunks * plan.microbatches, 4 * numbers * plan.microbatches
+        )
+
+
+def _decoder_ends(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
+    """Estimate the gathers at the ends of the decoder, inside of which each rank has a part of the tokens."""
+    assert plan.tensor is not None
+    names = [shard.name for shard in here if plan.tensor.in_decoder(shard.name)]
+    if not names:
+        return
+    pipeline = plan.pipeline
+    stages = 1 if pipeline is None else len({pipeline.home(name) for name in names if name not in pipeline.copies})
+    width = next(p.shape[0] for p in plan.param_shards if plan.tensor.styles[p.name] == "sequence")
+    yield plan.volume(TENSOR, "all-gather", 2 * stages, plan.rows[""] * width * plan.precision.compute.itemsize)
+
+
+def _context_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
+    """Estimate the exchanges of attention and of encoder outputs."""
+    context = plan.context
+    if context is None:
+        return
+    for path, heads in context.attention.items():
+        if heads is not None and any(home(shard.name, [path.rpartition(".")[0]]) for shard in here):
+            yield from _attention(plan, context.sharding.split, heads, 2 if plan.recomputes(path) else 1)
+    for encoder in context.sharding.encoders:
+        # The all-gather of encoder outputs, and the way of their gradients back.
+        stream = encoder.stream
+        ends_here = any(home(shard.name, [stream.projector or stream.module]) for shard in here)
+        if encoder.dp == 1 or not stream.width or not ends_here:
+            continue
+        size = plan.rows[stream.module] * encoder.dp * stream.width * plan.precision.compute.itemsize
+        yield plan.volume(encoder.dp_view, "all-gather", 1, size)
+        if plan.axes.size(CONTEXT) > 1 and plan.gradient_reaches(stream.module):
+            yield plan.volume(CONTEXT, "reduce-scatter", 1, size)
+
+
+def _attention(plan: Plan, split: SequenceSharding, heads: Heads, forwards: int) -> Iterator[CommVolume]:
+    """Estimate one layer at the first rank; other ranks differ by a token or a head where these do not divide."""
+    itemsize, tokens, keys = plan.precision.compute.itemsize, plan.workload.tokens, heads.keys
+    if split.ulysses > 1:
+        sharding = shard_heads(heads.queries, heads.keys, split.ulysses)
+        keys = len(sharding.keys[0])
+        local, joined = split.sizes(tokens, 0)[0], sum(split.sizes(tokens, 0))
+        sent = local * (heads.queries + 2 * sum(len(k) for k in sharding.keys))
+        received = joined * (sharding.queries[0] + 2 * keys)
+        out = max(local * heads.queries, joined * sharding.queries[0])
+        exchanged = (max(sent, received) + out) * heads.size * itemsize
+        count = plan.microbatches * (forwards + 1)
+        yield CommVolume(ULYSSES, "all-to-all", 2 * count, count * exchanged)
+    if split.ring > 1:
+        owned = sum(end - start for start, end in split.ring_ranges(tokens, 0))
+        numbers = 2 * owned * keys * heads.size
+        sends = plan.microbatches * (forwards + 1) * (split.ring - 1)
+        yield CommVolume(RING, "send", sends, sends * numbers * itemsize)
+        back = plan.microbatches * split.ring
+        yield CommVolume(RING, "send", back, back * numbers * WIDE)
+
+
+def _expert_communication(plan: Plan, here: Sequence[ParamShard]) -> Iterator[CommVolume]:
+    """Estimate the exchange of tokens with experts, as if they chose evenly."""
+    experts = plan.experts
+    if experts is None:
+        return
+    shapes = {shard.name: shard.shape for shard in here}
+    for path, chosen in experts.choices.items():
+        if any(home(shard.name, [path]) for shard in here):
+            # The width of tokens is the dimension of an expert that tp does not split.
+            name, split = next(iter(experts.stacks[path].items()))
+            width = shapes[f"{path}.{name}"][2 if split == 1 else 1]
+            yield from _expert_layer(plan, experts, chosen, width, 2 if plan.recomputes(path) else 1)
+
+
+def _expert_layer(plan: Plan, experts: ExpertPlan, chosen: int, width: int, forwards: int) -> Iterator[CommVolume]:
+    itemsize, tokens = plan.precision.compute.itemsize, plan.rows[""]
+    if experts.ep > 1:
+        # There and back; in backward likewise.
+        yield plan.volume(EP, "all-to-all", 2 * (forwards + 1), tokens * chosen * width * itemsize)
+    if experts.tp == 1:
+        return
+    whole, weights, ids = tokens * width * itemsize, tokens * chosen * itemsize, tokens * chosen * INDEX
+    if experts.sequence:
+        for size in (whole, weights, ids):
+            yield plan.volume(TENSOR, "all-gather", forwards, size)
+        for size in (whole, weights):
+            yield plan.volume(TENSOR, "reduce-scatter", 1, size)
+        yield plan.volume(TENSOR, "reduce-scatter", forwards, whole)
+        yield plan.volume(TENSOR, "all-gather", 1, whole)
+    else:
+        for size in (whole, weights):
+            yield plan.volume(TENSOR, "all-reduce", 1, size)
+        yield plan.volume(TENSOR, "all-reduce", forwards, whole)
+
+
+def _pipeline_communication(plan: Plan, position: int) -> Iterator[CommVolume]:
+    """Estimate activations sent forward and gradients sent back; stages on the same rank send nothing."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return
+    for stage, owner in enumerate(pipeline.owner[:-1]):
+        after = pipeline.owner[stage + 1]
+        if owner == after or position not in (owner, after):
+            continue
+        if owner == position or pipeline.needs_gradient(stage, plan.param_shards):
+            planned = pipeline.stages[stage]
+            assert planned.output is not None
+            tokens = pipeline.tokens if planned.in_encoder else plan.rows[""]
+            numbers = planned.output.per_token * tokens * planned.output.width
+            yield plan.volume(PP, "send", 1, numbers * plan.precision.compute.itemsize)
+    for shard in plan.param_shards:
+        if shard.name in pipeline.copies and shard.trained:
+            homes = {pipeline.owner[pipeline.home(shard.name)], pipeline.owner[-1]}
+            if position in homes and len(homes) > 1:
+                yield CommVolume(PP, "send", 1, shard.local_numel * plan.precision.weights.itemsize)
