@@ -1,6 +1,6 @@
-"""Define forms of weight folders that other packages add: entry points of the group `tessera.weight_forms`.
+"""Define formats of weight folders that other packages add by entry points of the group `tessera.weight_forms`.
 
-The name of an entry point is the word of `tessera convert --to`, and its object is a `WeightForm`.
+The name of an entry point is the value of `tessera convert --to`, and its object is a `WeightForm`.
 """
 
 from __future__ import annotations
@@ -20,66 +20,66 @@ GROUP = "tessera.weight_forms"
 
 
 class ModelForm(ABC):
-    """Store one configured model in a form. A layout is the object that the form made of `--layout` or a recipe."""
+    """Read and write one configured model in a format. The format defines its layout objects (`--layout`)."""
 
     weights: WeightMap
-    """Native tensor names and those of the form."""
+    """Translates native tensor names to those of the format."""
 
     @abstractmethod
     def open(self, folder: Path, layout: Any = None) -> StoredForm:
-        """Open a folder for reading. Raise if its files are divided differently than `layout`, if there is one."""
+        """Open a folder for reading. Raise if its files are divided differently than `layout`; None: any layout."""
 
     @abstractmethod
     def plan(self, tensors: Mapping[str, PlannedTensor], layout: Any, where: str) -> FolderPlan:
-        """Plan the files of a new folder. `tensors`: unsharded, by the names of the form."""
+        """Plan the files of a new folder. `tensors`: unsharded, by the names of the format."""
 
     @abstractmethod
     def layout_of(self, recipe: str | Path | Mapping[str, Any], model: ModelSection) -> Any:
-        """Return the layout in which a run by a recipe divides `model`."""
+        """Return the layout in which a run of this recipe divides `model`."""
 
 
 class WeightForm(ABC):
-    """Recognize the folders of a form, and describe how models are stored in it."""
+    """Recognize folders of a format, and return how models are stored in it."""
 
     description: str
-    """What such a folder is, for messages: "shards (their index file)"."""
+    """Describes a folder for error messages, for example "shards (their index file)"."""
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:
-        """Return whether a folder has this form."""
+        """Return whether a folder has this format."""
 
     @abstractmethod
     def parse_layout(self, layout: Mapping[str, Any]) -> Any:
-        """Check the mapping of `--layout` and return it as an object of the form."""
+        """Check the mapping of `--layout` and return a layout object."""
 
     @abstractmethod
     def of_model(self, family: str, config: Any) -> ModelForm | None:
-        """Return how a configured model of a family is stored; None if this form does not support the family."""
+        """Return how a configured model is stored; None if the format does not support the family."""
 
     def weights_folder(self, folder: Path) -> Path:
-        """Return the folder with the weights: a folder of this form may contain one of torch DCP."""
+        """Return the folder with the weights: the folder may contain a torch DCP folder."""
         return folder
 
 
 def weight_form(name: str | None) -> WeightForm | None:
-    """Return the form that a package adds under a name; None if no package does."""
+    """Return the format that a package added under this name; None if there is none."""
     form = None if name is None else extension(GROUP, name)
-    assert form is None or isinstance(form, WeightForm), f"{name} of {GROUP} is no WeightForm"
+    assert form is None or isinstance(form, WeightForm), f"{name} of {GROUP} is not a WeightForm"
     return form
 
 
 def detect_form(folder: Path) -> str | None:
-    """Return the name of the added form that a folder has."""
+    """Return the name of the added format of a folder; None if it has none of them."""
     forms = ((name, weight_form(name)) for name in extension_names(GROUP))
     return next((name for name, form in forms if form is not None and form.detect(folder)), None)
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return the folder with the weights: `folder`, or one inside of it that its form names."""
+    """Return the folder with the weights: `folder`, or a sub-folder if its format says so."""
     form = weight_form(detect_form(folder))
     return folder if form is None else form.weights_folder(folder)
 
 
 def described_forms() -> list[str]:
-    """Return the descriptions of all added forms, for messages."""
+    """Return the descriptions of all added formats, for error messages."""
     return [form.description for name in extension_names(GROUP) if (form := weight_form(name)) is not None]

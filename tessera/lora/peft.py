@@ -6,6 +6,8 @@ It is the file `adapter_config.json` in a PEFT folder, and a header entry in fil
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +16,6 @@ from typing import Any
 
 from tessera.config.hub_ids import HubId, find_hub_id
 from tessera.errors import TesseraError
-from tessera.lora.expressions import first_matches
 from tessera.lora.factors import Factors
 from tessera.weights.layouts import detect_layout
 
@@ -33,6 +34,16 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "fan_in_fan_out": (False, None),
 }
+
+_SECONDS = 20.0  # time limit for matching
+# Expressions without repetitions and alternatives match in linear time: they need no time limit.
+_SAFE_EXPRESSION = re.compile(r"(?:[\w.^$-]|\\[.\-_])*")
+_MATCHER = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+compiled = [re.compile(pattern) for pattern in patterns]
+json.dump({name: next((n for n, p in enumerate(compiled) if p.match(name)), None) for name in names}, sys.stdout)
+"""
 
 
 def is_adapter_folder(path: Path) -> bool:
@@ -214,3 +225,46 @@ def _ending(name: str, parts: int) -> str:
 
 def _plain(number: float) -> float | int:
     return int(number) if float(number).is_integer() else number
+
+
+# ---------------------------------------------------------------------------------------------- regular expressions
+
+
+def first_matches(
+    expressions: Sequence[str], names: Collection[str], *, within: str = "{}", where: str, seconds: float = _SECONDS
+) -> dict[str, int | None]:
+    """Return for each name the index of the first regular expression that matches its beginning, or None.
+
+    Expressions of a file may take years to match, and Python cannot interrupt a match, so they run in a process that is
+    killed after the time limit. `within`: a template whose braces are replaced by each expression.
+    """
+    patterns = [within.replace("{}", expression) for expression in expressions]
+    if all(map(_SAFE_EXPRESSION.fullmatch, expressions)):
+        compiled = [re.compile(pattern) for pattern in patterns]
+        return {name: next((n for n, p in enumerate(compiled) if p.match(name)), None) for name in names}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _MATCHER],
+            input=json.dumps([patterns, list(names)]),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise TesseraError(
+            f"the regular expressions take longer than {seconds:g} s to match",
+            where=where,
+            fix="write them without nested repetitions, or list the modules",
+            code="adapter.expression-too-slow",
+        ) from None
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or [str(error)])[-1][:300]
+        raise TesseraError(
+            f"a regular expression cannot be compiled: {reason}",
+            where=where,
+            fix="use the syntax of Python's re module",
+            code="adapter.not-an-expression",
+        ) from None
+    numbers: dict[str, int | None] = json.loads(done.stdout)
+    return numbers

@@ -22,36 +22,10 @@ _CHUNK = 256 << 10  # bytes per chunk: small enough for the CPU cache
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Hold tensors that are concatenated along a later dimension. They are joined a few rows at a time."""
-
-    parts: tuple[Tensor, ...]
-    dim: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.parts[0].shape
-        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
-
-    def rows(self, start: int, count: int) -> Columns:
-        return Columns(tuple(part[start : start + count] for part in self.parts), self.dim)
-
-    def whole(self) -> Tensor:
-        return torch.cat(self.parts, dim=self.dim)
-
-
-Part = Tensor | Columns
-
-
-@dataclass(frozen=True)
 class TensorRows:
     """Hold a tensor as blocks along its first dimension."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Tensor, ...]
 
     @staticmethod
     def of(tensor: Tensor) -> TensorRows:
@@ -73,30 +47,29 @@ class TensorRows:
 
     def whole(self) -> Tensor:
         """Return the blocks as one tensor. A single block is not copied."""
-        parts = [part.whole() if isinstance(part, Columns) else part for part in self.parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
 
     def rows(self, start: int, count: int) -> TensorRows:
         """Return `count` rows from `start`, as views."""
-        parts, at = list[Part](), 0
+        parts, at = list[Tensor](), 0
         for part in self.parts:
             low, high = max(start - at, 0), min(start + count - at, part.shape[0])
             if low < high:
-                parts.append(_rows(part, low, high - low))
+                parts.append(part[low:high])
             at += part.shape[0]
-        return TensorRows(tuple(parts) or (_rows(self.parts[0], 0, 0),))
+        return TensorRows(tuple(parts) or (self.parts[0][:0],))
 
     def narrow(self, dim: int, start: int, count: int) -> TensorRows:
         """Return a range of dimension `dim`, which is not the first."""
         assert dim > 0
-        parts = (part.whole() if isinstance(part, Columns) else part for part in self.parts)
-        return TensorRows(tuple(part.narrow(dim, start, count) for part in parts))
+        return TensorRows(tuple(part.narrow(dim, start, count) for part in self.parts))
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield all bytes in chunks. Blocks that are not contiguous are copied one chunk at a time."""
         for part in self.parts:
             step = max(1, _CHUNK // max(1, prod(part.shape[1:]) * part.dtype.itemsize))
-            for some in _in_order(part, step):
+            contiguous = part.is_contiguous() or not part.dim()
+            for some in (part,) if contiguous else part.split(step):
                 data = _bytes(some)
                 yield from (data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK))
 
@@ -110,20 +83,6 @@ class TensorRows:
                 return False
             at += len(chunk)
         return True
-
-
-def _rows(part: Part, start: int, count: int) -> Part:
-    return part.rows(start, count) if isinstance(part, Columns) else part[start : start + count]
-
-
-def _in_order(part: Part, step: int) -> Iterator[Tensor]:
-    """Yield a block in pieces of `step` rows; a contiguous block in one piece."""
-    if isinstance(part, Columns):
-        yield from (part.rows(start, step).whole() for start in range(0, part.shape[0], step))
-    elif part.is_contiguous() or not part.dim():
-        yield part
-    else:
-        yield from part.split(step)
 
 
 def _bytes(tensor: Tensor) -> Bytes:

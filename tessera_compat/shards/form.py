@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tessera.weights.map import WeightMap
 from tessera.weights.operations import Box, Concat, Shapes
-from tessera.weights.rows import Columns, TensorRows
+from tessera.weights.rows import TensorRows
 
 LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
@@ -87,7 +87,7 @@ class EvenSplit:
         return self.join_rows(boxes).whole()
 
     def join_rows(self, boxes: list[Tensor]) -> TensorRows:
-        return TensorRows((Columns(tuple(boxes), self.dim),) if self.dim and len(boxes) > 1 else tuple(boxes))
+        return TensorRows.of(self._cat(boxes)) if self.dim else TensorRows(tuple(boxes))
 
     def _blocks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         self._block_length(tensor.shape)
@@ -135,7 +135,7 @@ class JoinedColumns:
         return self.join_rows(boxes).whole()
 
     def join_rows(self, boxes: list[Tensor]) -> TensorRows:
-        return TensorRows((Columns(tuple(boxes), 1),) if len(boxes) > 1 else tuple(boxes))
+        return TensorRows.of(boxes[0] if len(boxes) == 1 else torch.cat(boxes, dim=1))
 
     @staticmethod
     def _widths(shape: Sequence[int], of: int, ranks: int) -> tuple[int, int]:

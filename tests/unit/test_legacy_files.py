@@ -328,7 +328,7 @@ def test_many_keys_of_one_hash_are_refused_at_once(tmp_path: Path, pickled: byte
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
     begin = time.process_time()
-    with pytest.raises(TesseraError, match=r"can be read|torch\.save"):
+    with pytest.raises(TesseraError, match=r"checkpoint\.(damaged-pickle|not-torch-file)"):
         read_torch_file(tmp_path / "a.pt")
     assert time.process_time() - begin < 5
 

@@ -23,7 +23,7 @@ from tessera.weights.operations import (
     foreign_rows,
     native_rows,
 )
-from tessera.weights.rows import Columns, TensorRows
+from tessera.weights.rows import TensorRows
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
@@ -36,9 +36,6 @@ def test_parts_are_the_bytes_of_the_whole(chunk: int, monkeypatch: pytest.Monkey
         (TensorRows((whole[:5], whole[5:])).rows(3, 6), whole[3:9]),
         (TensorRows((whole[:5], whole[5:])).narrow(1, 4, 3), whole[:, 4:7]),
         (TensorRows.of(whole.t()), whole.t()),
-        (TensorRows((Columns((whole[:5, :4], whole[:5, 4:]), 1), whole[5:])), whole),
-        (TensorRows((Columns((whole[:, :4], whole[:, 4:]), 1),)).rows(2, 7), whole[2:9]),
-        (TensorRows((Columns((whole[:, :4], whole[:, 4:]), 1),)).narrow(1, 3, 2), whole[:, 3:5]),
         (TensorRows.of(torch.tensor(3)), torch.tensor(3)),
         (TensorRows.of(whole).rows(4, 0), whole[:0]),
     ]

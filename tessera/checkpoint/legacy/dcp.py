@@ -1,7 +1,7 @@
 """Read and write folders of `torch.distributed.checkpoint` without unpickling.
 
-Such a folder has a pickled `.metadata` and `.distcp` files, in which every part of a tensor is a separate file of
-`torch.save`. The metadata is read by `pickles.describe`, the parts by `torch_files`.
+A folder has a pickled file `.metadata`, and `.distcp` files. Each part of a tensor in a `.distcp` file is an archive of
+`torch.save`. `pickles.describe` decodes the metadata, `torch_files` the parts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Part(TensorPart):
 
 @dataclass(frozen=True)
 class DcpTensor(TensorInParts[_Part]):
-    """Describe a tensor of a folder of torch.distributed.checkpoint, in one part or several."""
+    """Read a tensor of a DCP folder from its parts."""
 
     name: str
     dtype: torch.dtype
@@ -58,12 +58,12 @@ class DcpTensor(TensorInParts[_Part]):
         return self.stored_part(part).read
 
     def stored_part(self, part: _Part) -> StoredTensor:
-        """Return a part as its file describes it, or raise if the metadata describe it differently."""
+        """Return a part by its file; raise if dtype or shape differ from the metadata."""
         with open_regular(part.file) as opened:
             stored = read_torch_archive(opened, part.file, part.start, part.length)
         if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, part.sizes):
             raise TesseraError(
-                f"the part of {self.name!r} in it differs from its description in {METADATA}",
+                f"a part of {self.name!r} has another dtype or shape in this file than in {METADATA}",
                 where=str(part.file),
                 code="checkpoint.dcp-part-differs",
             )
@@ -72,7 +72,7 @@ class DcpTensor(TensorInParts[_Part]):
 
 
 def read_dcp(folder: Path) -> dict[str, DcpTensor]:
-    """Return the tensors of a folder by name. What is no tensor (step counts, random states) is left out."""
+    """Return the tensors of a folder by name. Other entries (step counts, random states) are left out."""
     path = folder / METADATA
     check_inside(path, folder)
     with open_regular(path) as opened:
@@ -81,7 +81,7 @@ def read_dcp(folder: Path) -> dict[str, DcpTensor]:
         return _tensors(folder, describe(data, _allowed, str(path)))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise TesseraError(
-            f"it does not describe a checkpoint: {first_line(error)}",
+            f"{METADATA} is damaged: {first_line(error)}",
             where=str(path),
             code="checkpoint.dcp-metadata-unreadable",
         ) from None
@@ -92,7 +92,7 @@ def _allowed(name: Name) -> bool:
 
 
 def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
-    # Offsets as text: a file could give many tuples of numbers one hash, and dictionaries of those take hours.
+    # Offsets are strings here: tuples of numbers with equal hashes could make the dictionary very slow.
     stored: dict[tuple[str, str], tuple[Path, int, int]] = {}
     files: dict[str, Path] = {}
     for index, info in metadata.state["storage_data"].items():
@@ -101,13 +101,13 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         where = info.state
         if where.get("transform_descriptors"):
             raise TesseraError(
-                f"{_text(index.state['fqn'])!r} is compressed, which is not read",
+                f"{_text(index.state['fqn'])!r} is compressed, which is not supported",
                 where=str(folder),
                 code="checkpoint.dcp-compressed",
             )
         name = _text(where["relative_path"])
         if Path(name).name != name or name in (".", ".."):
-            raise ValueError(f"it names the file {name!r} outside of the folder")
+            raise ValueError(f"the file {name!r} is outside of the folder")
         if name not in files:
             check_inside(folder / name, folder)
             files[name] = folder / name
@@ -120,7 +120,7 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         properties = described.state["properties"].state
         dtype_name = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         if not isinstance(dtype_name, Name) or str(dtype_name) not in _DTYPES:
-            raise ValueError(f"{_text(name)!r} has no type that is read")
+            raise ValueError(f"{_text(name)!r} has no supported dtype")
         dtype = _DTYPES[str(dtype_name)]
         chunks = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in described.state["chunks"]]
         shape = _size(described.state["size"])
@@ -131,27 +131,27 @@ def _tensors(folder: Path, metadata: Described) -> dict[str, DcpTensor]:
         parts = tuple(_Part(offsets, sizes, *stored[name, str(offsets)]) for offsets, sizes in chunks)
         spans = sorted((part.file, part.start, part.start + part.length) for part in parts)
         if any(one[0] == two[0] and one[2] > two[1] for one, two in pairwise(spans)):
-            raise ValueError(f"two parts of {name!r} are the same bytes")
+            raise ValueError(f"two parts of {name!r} overlap in the file")
         tensors[name] = DcpTensor(name, dtype, shape, parts)
     return tensors
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{type(value).__name__} where a name belongs")
+        raise ValueError(f"{type(value).__name__} instead of a name")
     return value
 
 
 def _size(described: Any) -> tuple[int, ...]:
     numbers = described.arguments[0] if isinstance(described, Described) else described
     if len(numbers) > MOST_AXES:
-        raise ValueError(f"a size of {len(numbers)} axes")
+        raise ValueError(f"a shape with {len(numbers)} dimensions")
     return tuple(_natural(number) for number in numbers)
 
 
 def _natural(number: Any) -> int:
     if type(number) is not int or not 0 <= number < 1 << 60:
-        raise ValueError(f"{number if type(number) is int else type(number).__name__} where a size belongs")
+        raise ValueError(f"{number if type(number) is int else type(number).__name__} instead of a size")
     return number
 
 
@@ -159,7 +159,7 @@ def _natural(number: Any) -> int:
 
 
 def plan_dcp(plans: Mapping[str, PlannedTensor], prefix: str = "") -> FolderPlan:
-    """Plan a folder that stock `torch.distributed.checkpoint` loads. `prefix` stands before the names in it."""
+    """Plan a folder that `torch.distributed.checkpoint` can load. `prefix`: added to all tensor names."""
     name = "__0_0.distcp"
     spans: list[tuple[int, int]] = []
     pieces: list[tuple[int, bytes]] = []
@@ -179,7 +179,7 @@ def plan_dcp(plans: Mapping[str, PlannedTensor], prefix: str = "") -> FolderPlan
 
 
 def _metadata(plans: Mapping[str, PlannedTensor], file: str, spans: list[tuple[int, int]]) -> Described:
-    """Describe the metadata as torch would pickle it."""
+    """Return the content of `.metadata` as torch pickles it."""
 
     def instance(name: str, state: Any) -> Described:
         return Described(Name(f"{_PACKAGE}.metadata", name), (), state, new=True)

@@ -1,13 +1,11 @@
-"""Read weights from folders of torch.distributed.checkpoint (DCP), and open weights of any form but Hugging Face's.
+"""Load weights from folders of torch.distributed.checkpoint (DCP), and from formats that other packages add.
 
-A job with FSDP2 stores its model in a DCP folder under prefixes: `model.`, and those of its wrappers. Stacked experts
-have lost their first dimension, or the matrices of all experts of a layer are one tensor, transposed. Nothing in the
-folder states which, so it follows from the names and shapes that the model needs (`JobFolder`).
+A training job with FSDP2 stores its model in a DCP folder with name prefixes, such as `model.`, and may flatten stacked
+experts to two dimensions. `JobFolder` derives both from the names and shapes that the model needs.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ class DcpFolder(StoredForm):
         self._tensors = {name.removeprefix(prefix): stored[name] for name in stored if name.startswith(prefix)}
         if not self._tensors:
             raise TesseraError(
-                f"no tensor's name begins with {prefix!r}",
+                f"no tensor name begins with {prefix!r}",
                 where=self.where,
                 allowed=[*stored][:10],
                 code="checkpoint.unknown-name-prefix",
@@ -57,24 +55,17 @@ class DcpFolder(StoredForm):
 
 # ---------------------------------------------------------------------------------------------- jobs with FSDP2
 
-EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-
 
 @dataclass(frozen=True)
 class JobTensor:
-    """Locate a tensor of a Hugging Face folder: as it is, flattened, or in the matrix of all experts."""
+    """Locate a tensor of the model in the DCP folder of a job, which may flatten stacked experts."""
 
     stored: str
     plan: PlannedTensor
-    flat: bool = False  # stacked experts [experts, rows, columns] as [experts * rows, columns]
-    box: tuple[Shape, Shape] | None = None  # offsets and sizes of one expert's matrix, which is transposed
+    flat: bool = False  # experts [experts, rows, columns] are stored as [experts * rows, columns]
 
     def read(self, form: StoredForm, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Tensor:
         """Return the tensor, or a box of it."""
-        if self.box is not None:
-            matrix = form.read(self.stored, *self.box)
-            matrix = matrix.reshape(matrix.shape[-2:]).t()
-            return matrix if sizes is None else matrix[box_slices(offsets or [0, 0], sizes)]
         if not self.flat or sizes is None:
             return form.read(self.stored, offsets, sizes).reshape(self.plan.shape if sizes is None else tuple(sizes))
         _, rows, columns = self.plan.shape
@@ -86,18 +77,15 @@ class JobTensor:
 def job_tensors(
     stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]
 ) -> dict[str, JobTensor]:
-    """Return the tensors of a job by the names of Hugging Face folders. `shapes`: of all native tensors."""
+    """Return the tensors of a job's folder by their Hugging Face names. `shapes`: of all native tensors."""
     prefix = _prefix(stored, weight_map, shapes)
     inside = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     table = weight_map.for_names(inside)
     needed = _needed(table, shapes)
-    merged = _merged(needed, inside, stored)
     tensors: dict[str, JobTensor] = {}
     for name, full_name in inside.items():
         plan, shape = stored[full_name], needed.get(table.canonical(name), ())
-        if name in merged:
-            tensors |= merged[name]
-        elif len(shape) == 3 and len(plan.shape) == 2 and plan.shape[0] % shape[0] == 0:
+        if len(shape) == 3 and len(plan.shape) == 2 and plan.shape[0] % shape[0] == 0:
             stacked = (shape[0], plan.shape[0] // shape[0], plan.shape[1])
             tensors[name] = JobTensor(full_name, PlannedTensor(plan.dtype, stacked), flat=True)
         else:
@@ -106,7 +94,7 @@ def job_tensors(
 
 
 def _needed(weight_map: WeightMap, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return names and shapes in a Hugging Face folder of the model."""
+    """Return the tensor names and shapes of the model's Hugging Face folder."""
     blanks = {
         name: TensorRows.of(torch.empty(shape, device="meta"))
         for name, shape in shapes.items()
@@ -116,7 +104,7 @@ def _needed(weight_map: WeightMap, shapes: Mapping[str, Shape]) -> dict[str, Sha
 
 
 def _prefix(stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: Mapping[str, Shape]) -> str:
-    """Return the prefix behind which most names are those of the model. A job may store more: an optimizer."""
+    """Return the prefix that most tensors of the model have. Other tensors, such as an optimizer's, are ignored."""
     tables = [weight_map, *weight_map.others.values()]
     matches = [match for table in tables for native in shapes if (match := table.rule_for(native))]
     names = {name for _, foreign in matches for name in foreign}
@@ -130,30 +118,8 @@ def _prefix(stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: 
     return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default="")
 
 
-def _merged(
-    needed: Mapping[str, Shape], inside: Mapping[str, str], stored: Mapping[str, PlannedTensor]
-) -> dict[str, dict[str, JobTensor]]:
-    """Return the tensors of single experts in each tensor that holds those of a layer."""
-    experts: dict[str, dict[str, JobTensor]] = {}
-    for name, shape in needed.items():
-        match = EXPERT.fullmatch(name)
-        if match is None:
-            continue
-        home = f"{match[1]}.{'down_proj' if match[3] == 'down_proj' else 'gate_up_proj'}"
-        if home not in inside:
-            continue
-        plan, number = stored[inside[home]], int(match[2])
-        (outputs, inputs), first = shape, shape[0] if match[3] == "up_proj" else 0
-        box: tuple[Shape, Shape] = ((number, 0, first), (1, inputs, outputs))
-        if len(plan.shape) == 2:
-            box = ((number * inputs, first), (inputs, outputs))
-        tensor = JobTensor(inside[home], PlannedTensor(plan.dtype, (outputs, inputs)), box=box)
-        experts.setdefault(home, {})[name] = tensor
-    return experts
-
-
 class JobFolder(StoredForm):
-    """Read the DCP folder of a job with FSDP2 by the names of Hugging Face folders."""
+    """Read the DCP folder of an FSDP2 job by Hugging Face names."""
 
     def __init__(self, folder: Path, weight_map: WeightMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._folder = DcpFolder(folder)
@@ -171,18 +137,21 @@ class JobFolder(StoredForm):
 
 
 def check_dcp(folder: Path, other: Sequence[str] = ()) -> None:
-    """Raise unless a folder is one of torch.distributed.checkpoint. `other`: what else it could have been."""
+    """Raise unless a folder is a DCP folder. `other`: descriptions of formats that are accepted as well."""
     if not folder.is_dir():
         beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
         near, fix = nearest(folder.name, beside), "check model.weights" if other else None
         raise TesseraError(
-            "there is no such folder", where=str(folder), nearest=near, fix=fix, code="checkpoint.folder-missing"
+            f"no such folder: {folder}", where=str(folder), nearest=near, fix=fix, code="checkpoint.folder-missing"
         )
     if not (folder / METADATA).is_file():
         raise TesseraError(
-            f"here is {'neither ' + ', '.join(other) + ' nor' if other else 'not'} a torch DCP folder ({METADATA})",
+            f"the folder is no torch DCP folder: it has no {METADATA}",
             where=str(folder),
-            fix="a Hugging Face folder, a run or a checkpoint is named by model.path alone" if other else None,
+            allowed=[*other] or None,
+            fix="name a Hugging Face folder, a run or a checkpoint in model.path, without model.weights"
+            if other
+            else None,
             code="checkpoint.not-dcp-folder",
         )
 
@@ -200,7 +169,7 @@ def open_form(
         model = form.of_model(family, config)
         if model is None:
             raise TesseraError(
-                f"weights of the form {name} are not read for family {family}",
+                f"the format {name} does not support the family {family}",
                 where=str(folder),
                 code="weights.form-without-family",
             )
@@ -218,9 +187,9 @@ def fill_from_form(
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, str],
 ) -> None:
-    """Fill a model's tensors (plain or sharded) in place from a folder in another form.
+    """Fill a model's tensors (plain or sharded) in place from a DCP folder or an added format.
 
-    `shapes`: of all native tensors, of which `tensors` may be a part. A failure of one rank is raised on all.
+    `shapes`: of all native tensors; `tensors` may be some of them. Every rank raises the error of any rank.
     """
 
     def work() -> None:

@@ -1,8 +1,8 @@
-"""Read the description in a pickle without building any object: no class is imported and no function is called.
+"""Decode a pickle without creating its objects: no class is imported and no function is called.
 
-`describe` walks the opcodes with `pickletools`, which only decodes them. Containers and scalars become themselves; an
-object becomes a `Described` that holds the name of its class, its arguments and its state. Names that are not on the
-caller's list are refused, so that a poisoned file ends in an error and not in a surprise.
+`describe` interprets the opcodes that `pickletools` decodes. Containers and scalars become Python values. An object
+becomes a `Described` with the name of its class, its arguments and its state. A name that the caller does not allow
+raises an error, so that a malicious file cannot run code.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from tessera.errors import TesseraError
 
-# Bounds for the memory that a file may take. The tensors of a model are outside of its pickle.
+# Limits of the memory that a pickle may use. Tensor data is not part of the pickle.
 LARGEST_PICKLE = 256 << 20
 MOST_OPCODES = 20_000_000
 MOST_CHOSEN_KEYS = 1000
-_SMALL = 1 << 20  # numbers of parameters, as optimizers keep them, are below it
-_LONGEST_KEY = 64  # elements of a tuple, and bits of a number
+_SMALL = 1 << 20  # optimizers use parameter indices below this number as keys
+_LONGEST_KEY = 64  # most elements of a tuple, and most bits of a number, as a key
 _MARK = object()
 _PUSHED = frozenset(
     (
@@ -35,7 +35,7 @@ _FIXED_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True)
 class Name:
-    """Hold the name of a class or function, which is never imported."""
+    """Name a class or function. It is never imported."""
 
     module: str
     name: str
@@ -46,7 +46,7 @@ class Name:
 
 @dataclass(eq=False)
 class Described:
-    """Hold a pickle's description of an object: what would be called, with which arguments, and what would be set."""
+    """Describe a pickled object: the class or function, its arguments, state, items and elements."""
 
     name: Name
     arguments: tuple[Any, ...] = ()
@@ -54,21 +54,21 @@ class Described:
     items: dict[Any, Any] = field(default_factory=dict)
     elements: list[Any] = field(default_factory=list)
     new: bool = False
-    """Whether the class's `__new__` would be called, and not the name itself."""
+    """Whether pickle would create the object by `__new__` instead of a call."""
 
 
 @dataclass(frozen=True)
 class PersistentId:
-    """Refer to an object outside of the pickle, such as the bytes of a tensor."""
+    """Refer to data outside of the pickle, such as the bytes of a tensor."""
 
     value: Any
 
 
 def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
-    """Return the description in a pickle. `allowed` returns whether it may contain a name."""
+    """Decode a pickle. `allowed` returns whether the pickle may refer to a name."""
     if len(data) > LARGEST_PICKLE:
         raise TesseraError(
-            f"the pickle in it has {len(data):,} bytes; at most {LARGEST_PICKLE:,} are read",
+            f"the pickle has {len(data):,} bytes; the limit is {LARGEST_PICKLE:,}",
             where=where,
             code="checkpoint.pickle-too-large",
         )
@@ -79,20 +79,18 @@ def describe(data: bytes, allowed: Callable[[Name], bool], where: str) -> Any:
                 return machine.result()
             if number == MOST_OPCODES:
                 raise TesseraError(
-                    f"the pickle in it has more than {MOST_OPCODES:,} opcodes",
+                    f"the pickle has more than {MOST_OPCODES:,} opcodes",
                     where=where,
                     code="checkpoint.pickle-too-large",
                 )
             machine.step(opcode.name, argument, position)
     except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError, RecursionError) as error:
-        raise TesseraError(
-            f"this is not a pickle that can be read: {error}", where=where, code="checkpoint.damaged-pickle"
-        ) from None
-    raise TesseraError("the pickle in it ends too early", where=where, code="checkpoint.damaged-pickle")
+        raise TesseraError(f"the pickle is damaged: {error}", where=where, code="checkpoint.damaged-pickle") from None
+    raise TesseraError("the pickle is damaged: it has no end", where=where, code="checkpoint.damaged-pickle")
 
 
 class _Machine:
-    """Hold the stack and the memo of the pickle virtual machine."""
+    """Interpret pickle opcodes with a stack and a memo, like the pickle virtual machine."""
 
     def __init__(self, allowed: Callable[[Name], bool], where: str) -> None:
         self.allowed, self.where = allowed, where
@@ -103,11 +101,11 @@ class _Machine:
     def result(self) -> Any:
         (value,) = self.stack
         if value is _MARK:
-            raise ValueError("nothing but a mark is left")
+            raise ValueError("the stack ends with a mark")
         return value
 
     def step(self, opcode: str, argument: Any, position: int | None) -> None:
-        """Carry out one opcode."""
+        """Interpret one opcode."""
         match opcode:
             case "PROTO" | "FRAME":
                 pass
@@ -169,7 +167,7 @@ class _Machine:
                 self.stack.append(PersistentId(self.pop()))
             case _:
                 raise TesseraError(
-                    f"the pickle in it uses {opcode} at byte {position}, which is refused",
+                    f"the pickle uses the opcode {opcode} at byte {position}, which is not allowed",
                     where=self.where,
                     code="checkpoint.forbidden-pickle",
                 )
@@ -181,7 +179,7 @@ class _Machine:
         return value
 
     def pop_to_mark(self) -> list[Any]:
-        """Return all values above the last mark, and take them and the mark off the stack."""
+        """Pop all values above the last mark, and the mark; return the values."""
         for index in range(len(self.stack) - 1, -1, -1):
             if self.stack[index] is _MARK:
                 values = self.stack[index + 1 :]
@@ -215,8 +213,8 @@ class _Machine:
         (target.items if isinstance(target, Described) else target).update(items)
 
     def put(self, argument: int) -> None:
-        if not 0 <= argument < MOST_OPCODES:  # larger numbers could all have one hash
-            raise ValueError("an entry of the memo beyond the limit")
+        if not 0 <= argument < MOST_OPCODES:  # larger numbers could have equal hashes, which makes dictionaries slow
+            raise ValueError("a memo index above the limit")
         self.memo[argument] = self.top()
 
     def push_name(self, module: Any, name: Any) -> None:
@@ -225,32 +223,32 @@ class _Machine:
         full_name = Name(module, name)
         if not self.allowed(full_name):
             raise TesseraError(
-                f"it refers to {full_name}, which has no business in a file of weights",
+                f"the pickle refers to {full_name}, which a file of weights must not contain",
                 where=self.where,
-                fix="do not load this file with anything else either, unless you made it yourself; ask for safetensors",
+                fix="do not load this file with other tools, unless you trust its author; use safetensors instead",
                 code="checkpoint.forbidden-pickle",
             )
         self.stack.append(full_name)
 
     def call(self, new: bool = False) -> None:
-        """Describe a call; nothing is called."""
+        """Push the description of a call. Nothing is called."""
         arguments, function = self.pop(), self.pop()
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
-            raise ValueError("a call of something that is no name")
+            raise ValueError("a call of a value that is not a name")
         self.stack.append(Described(function, arguments, new=new))
 
     def set_state(self, state: Any) -> None:
         target = self.top()
         if not isinstance(target, Described) or target.state is not None:
-            raise ValueError("a state for something that has none")
+            raise ValueError("a state for a value that has none")
         target.state = state
 
 
 class Keys:
     """Check keys of dictionaries and elements of sets before they are hashed.
 
-    Hashes of strings are different in every process, and those of objects are their addresses. Those of numbers and
-    tuples are chosen by the author of a file: thousands with the same one would take hours to insert.
+    A file can contain thousands of numbers or tuples with equal hashes, which would take hours to insert. Strings and
+    objects are safe: Python randomizes their hashes.
     """
 
     def __init__(self) -> None:
@@ -261,20 +259,19 @@ class Keys:
         if isinstance(key, (str, bytes, Name, Described)) or (type(key) is int and 0 <= key < _SMALL):
             return key
         if isinstance(key, PersistentId) or (isinstance(key, tuple) and not _flat(key)):
-            raise ValueError("a key that is nested or long")
+            raise ValueError("a key is nested or too long")
         if isinstance(key, int) and key.bit_length() > _LONGEST_KEY:
-            raise ValueError("a number of many digits as a key")
+            raise ValueError("a key has too many digits")
         self._chosen += 1
         if self._chosen > MOST_CHOSEN_KEYS:
-            raise ValueError(f"more than {MOST_CHOSEN_KEYS:,} keys are neither text nor numbers below {_SMALL:,}")
+            raise ValueError(f"more than {MOST_CHOSEN_KEYS:,} keys are neither strings nor numbers below {_SMALL:,}")
         return key
 
     def dictionary(self, values: list[Any]) -> dict[Any, Any]:
-        """Return a dictionary of keys and values that follow each other."""
+        """Return a dictionary of a list with alternating keys and values."""
         return dict(zip(map(self, values[::2]), values[1::2], strict=True))
 
 
 def _flat(key: tuple[Any, ...]) -> bool:
-    """Return whether a tuple is short and holds no tuples: to hash these may take forever, or more stack than there
-    is."""
+    """Return whether a tuple is short and contains no tuples, so that hashing it is fast."""
     return len(key) <= _LONGEST_KEY and not any(isinstance(item, (tuple, PersistentId)) for item in key)

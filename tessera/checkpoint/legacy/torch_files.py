@@ -1,7 +1,6 @@
-"""Read the zip files of `torch.save` without unpickling: tensors, plain containers and scalars.
+"""Read archives of `torch.save` without unpickling: tensors, plain containers and scalars.
 
-A reader returns `StoredTensor`s, which name bytes in the file and are mapped one at a time. `torch_plan` lays out such
-files to be written.
+A tensor becomes a `StoredTensor`, which is memory-mapped when it is read. `torch_plan` plans archives to write.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _PARAMETER = Name(*SAVED_PARAMETER)
 ORDERED = Name("collections", "OrderedDict")
 _SIZE = Name("torch", "Size")
 _ENCODE = Name("_codecs", "encode")
-# Objects that training jobs store beside the weights. They are described and never built.
+# Prefixes of classes that training jobs store beside the weights. Their objects are never created.
 _BESIDE = (
     *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "builtins.set", "__builtin__.set"),
     *("numpy.", "torch.", "collections."),
@@ -64,18 +63,18 @@ _UNREADABLE = (
 
 
 def _may_contain(name: Name, more: tuple[str, ...]) -> bool:
-    """Return whether a file of weights may contain this name. `more`: further beginnings of allowed names."""
+    """Return whether a file of weights may refer to this name. `more`: further allowed prefixes."""
     full = str(name)
     return name == _ENCODE or (full.startswith((*_BESIDE, *more)) and not full.startswith(_NEVER))
 
 
 def _damaged(path: Path, what: str) -> TesseraError:
-    return TesseraError(what, where=str(path), code="checkpoint.damaged-torch-file")
+    return TesseraError(f"damaged torch.save file: {what}", where=str(path), code="checkpoint.damaged-torch-file")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Describe a tensor in a file: where its storage begins, and its offset and strides there."""
+    """Locate a tensor in a file: its storage, and its offset and strides in the storage."""
 
     file: Path
     storage_offset: int
@@ -88,12 +87,12 @@ class StoredTensor:
     """First element in the storage."""
 
     def check_size(self) -> None:
-        """Refuse a tensor that would take more memory than its bytes in the file, as one with a stride of 0 does."""
+        """Raise if the tensor is larger than its storage: a stride of 0 could claim any amount of memory."""
         if math.prod(self.shape) * self.dtype.itemsize > self.storage_bytes:
-            raise _damaged(self.file, "a tensor in it has more elements than its storage")
+            raise _damaged(self.file, "a tensor has more elements than its storage")
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the tensor, or a box of it: mapped pages if its elements are in order, otherwise a copy."""
+        """Return the tensor, or a box of it: over a memory map if it is contiguous, otherwise a copy."""
         self.check_size()
         all_soon = sizes is None
         offsets, sizes = offsets or (0,) * len(self.shape), self.shape if sizes is None else sizes
@@ -107,7 +106,7 @@ class StoredTensor:
 
 
 def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
-    """Return the content of a `torch.save` file: containers, scalars, `StoredTensor`s; other objects as `Described`.
+    """Return the content of a `torch.save` file: containers, scalars and `StoredTensor`; other objects as `Described`.
 
     `classes`: beginnings of class names that the file may contain besides those of torch and numpy. No object of them
     is built.
@@ -117,7 +116,7 @@ def read_torch_file(path: Path, classes: tuple[str, ...] = ()) -> Any:
 
 
 def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int, classes: tuple[str, ...] = ()) -> Any:
-    """Return the content of the archive in these bytes of an open file."""
+    """Return the content of the archive at `start` in an open file."""
     try:
         with zipfile.ZipFile(_Window(opened, start, length)) as archive:
             entries = _entries(archive, path)
@@ -127,53 +126,53 @@ def read_torch_archive(opened: IO[bytes], path: Path, start: int, length: int, c
             folder = pickles[0].removesuffix("data.pkl")
             if entries.get(folder + "byteorder") and archive.read(folder + "byteorder") != b"little":
                 raise TesseraError(
-                    "its bytes are in big-endian order",
+                    "the file has big-endian byte order",
                     where=str(path),
-                    fix="save it again on x86 or ARM",
+                    fix="save it again on an x86 or ARM machine",
                     code="checkpoint.big-endian-file",
                 )
             reader = _TorchReader(path, start, folder, entries, opened)
             return reader.build(describe(archive.read(pickles[0]), lambda name: _may_contain(name, classes), str(path)))
     except _UNREADABLE as error:
         raise TesseraError(
-            f"it is not a file of torch.save: {error}",
+            f"the file is not an archive of torch.save: {error}",
             where=str(path),
-            fix="files of torch before 1.6 are not read: load and save them once with a newer torch",
+            fix="load and save files of torch before 1.6 with a newer torch",
             code="checkpoint.not-torch-file",
         ) from None
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading; pipes, folders and devices are refused."""
+    """Open a regular file for reading. Raise for pipes, folders and devices."""
     try:
         opened = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     except (OSError, ValueError) as error:
         raise TesseraError(
-            f"it cannot be opened: {first_line(error)}", where=str(path), code="checkpoint.unreadable-file"
+            f"the file cannot be opened: {first_line(error)}", where=str(path), code="checkpoint.unreadable-file"
         ) from None
     if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
         opened.close()
-        raise TesseraError("it is not a regular file", where=str(path), code="checkpoint.unreadable-file")
+        raise TesseraError("not a regular file", where=str(path), code="checkpoint.unreadable-file")
     return opened
 
 
 def _entries(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """Return the archive's entries by name after checking that they are uncompressed and inside the file."""
+    """Return the archive's entries by name. Raise unless all of them are plain, uncompressed files."""
     listed = archive.infolist()
     if len(listed) > MOST_ENTRIES:
-        raise _damaged(path, f"it has {len(listed):,} entries; at most {MOST_ENTRIES:,} are read")
+        raise _damaged(path, f"it has {len(listed):,} entries; the limit is {MOST_ENTRIES:,}")
     entries = {entry.filename: entry for entry in listed}
     if len(entries) != len(listed):
-        raise _damaged(path, "two entries of it have one name")
+        raise _damaged(path, "two entries have the same name")
     for entry in listed:
         plain = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
-        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # torch reads the last as zeros
+        if not plain or entry.flag_bits & 1 or entry.external_attr & 0x10:  # torch reads folders as zeros
             raise _damaged(path, f"{entry.filename!r} is compressed, encrypted or marked as a folder")
     return entries
 
 
 class _Window:
-    """Read a part of a file like a file."""
+    """A file-like view of a part of a file."""
 
     def __init__(self, opened: IO[bytes], start: int, length: int) -> None:
         self.opened, self.start, self.length, self.position = opened, start, length, 0
@@ -187,7 +186,7 @@ class _Window:
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.length}[whence]
         if base + offset < 0:
-            raise OSError("a position before the beginning")
+            raise OSError("negative position")
         self.position = base + offset
         return self.position
 
@@ -195,31 +194,31 @@ class _Window:
         rest = max(self.length - self.position, 0)
         self.opened.seek(self.start + self.position)
         count = rest if size < 0 else min(size, rest)
-        if count > LARGEST_PICKLE:  # tensors are not read here
-            raise ValueError(f"a list or a pickle of {count:,} bytes")
+        if count > LARGEST_PICKLE:  # tensors are not read through this view
+            raise ValueError(f"a directory or pickle of {count:,} bytes")
         data = self.opened.read(count)
         self.position += len(data)
         return data
 
 
 class _TorchReader:
-    """Turn the description of a pickle into containers, scalars and stored tensors."""
+    """Convert a decoded pickle to containers, scalars and stored tensors."""
 
     def __init__(
         self, path: Path, start: int, folder: str, entries: Mapping[str, zipfile.ZipInfo], opened: IO[bytes]
     ) -> None:
         self.path, self.start, self.folder, self.entries, self.opened = path, start, folder, entries, opened
         self.keys = Keys()
-        self.built: dict[int, Any] = {}  # by the id of a description, which outlives this reader
+        self.built: dict[int, Any] = {}  # results by the id of a description
         self.storages: dict[str, tuple[int, int]] = {}
-        self.kinds: dict[str, Name] = {}  # of storages, by their keys
+        self.kinds: dict[str, Name] = {}  # storage classes by storage key
 
     def build(self, described: Any, depth: int = 0) -> Any:
         if depth > 200:
             raise _damaged(self.path, "its content is nested more than 200 levels deep")
         if isinstance(described, (Described, list, tuple, dict)):
             if id(described) not in self.built:
-                self.built[id(described)] = None  # a container that contains itself
+                self.built[id(described)] = None  # the value inside a container that contains itself
                 self.built[id(described)] = (
                     self.build_described(described, depth)
                     if isinstance(described, Described)
@@ -244,7 +243,7 @@ class _TorchReader:
             return self.build(described.arguments[0], depth + 1)
         if described.name == ORDERED:
             pairs = described.arguments[0] if described.arguments else []
-            # Not by way of `build`: this dictionary ends here, and its id would soon be that of another one.
+            # Not by `build`, which caches results by id: Python may reuse the id of this temporary dictionary.
             items = {self.keys(key): value for key, value in pairs}
             return self.build_container({**items, **described.items}, depth + 1)
         if described.name == _SIZE and len(described.arguments) == 1:
@@ -271,28 +270,28 @@ class _TorchReader:
         except (ValueError, AttributeError, KeyError, TypeError, IndexError):
             sound = False
         if not sound:
-            raise _damaged(self.path, "a tensor in it is described in a way that torch does not")
+            raise _damaged(self.path, "the description of a tensor is invalid")
         begin, length = self.storage(key)
         if elements * width != length or self.kinds.setdefault(key, class_name) != class_name:
-            raise _damaged(self.path, f"its storage {key!r} is not as large, or of the type, as is said")
+            raise _damaged(self.path, f"the storage {key!r} has another size or dtype than its tensors state")
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
         if 0 not in shape and last * dtype.itemsize > length:
-            raise _damaged(self.path, f"a tensor in it reaches beyond its storage {key!r}")
+            raise _damaged(self.path, f"a tensor reaches beyond its storage {key!r}")
         return StoredTensor(self.path, begin, length, dtype, tuple(shape), tuple(stride), offset)
 
     def storage(self, key: str) -> tuple[int, int]:
-        """Return where the bytes of a storage begin in the file, and how many there are."""
+        """Return the position and the number of bytes of a storage."""
         if key not in self.storages:
             entry = self.entries.get(f"{self.folder}data/{key}")
             if entry is None:
-                raise _damaged(self.path, f"its storage {key!r} is missing")
+                raise _damaged(self.path, f"the storage {key!r} is missing")
             self.opened.seek(self.start + entry.header_offset)
             header = self.opened.read(30)
             if len(header) != 30 or header[:4] != b"PK\x03\x04":
-                raise _damaged(self.path, f"the header of its storage {key!r} is damaged")
+                raise _damaged(self.path, f"the zip header of the storage {key!r} is damaged")
             name, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
             begin = self.start + entry.header_offset + 30 + name + extra
             if begin + entry.file_size > os.fstat(self.opened.fileno()).st_size:
-                raise _damaged(self.path, f"its storage {key!r} ends behind the end of the file")
+                raise _damaged(self.path, f"the storage {key!r} reaches beyond the end of the file")
             self.storages[key] = begin, entry.file_size
         return self.storages[key]

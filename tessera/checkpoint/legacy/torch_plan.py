@@ -1,7 +1,7 @@
-"""Plan the zip files of `torch.save`: the pickle, the directory, and where the bytes of every tensor go.
+"""Plan archives of `torch.save`: the pickle, the zip directory, and the positions of tensors.
 
-The pickle needs no bytes of tensors, only their shapes and types (`PlannedTensor`). Storages begin at multiples of 64
-bytes, as those of torch do, so that readers can map them.
+The plan needs only shapes and dtypes (`PlannedTensor`). Storages are aligned to 64 bytes, as in torch, so that readers
+can memory-map them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tessera.weights.file_plan import PlannedTensor
 
 ALIGNMENT = 64
 _FOLDER = "archive"
-_PADDING = 0x4246  # the extra field in which torch pads, too
-_LIMIT = 0xFFFFFFFF  # sizes and positions from here on are those of zip64
-_DATE = 1 << 5 | 1  # the first day that zip knows
+_PADDING = 0x4246  # zip extra field that torch uses for padding
+_LIMIT = 0xFFFFFFFF  # larger sizes and positions need zip64 fields
+_DATE = 1 << 5 | 1  # 1980-01-01, the earliest date in zip files
 
 
 @dataclass(frozen=True)
 class StoragePlace:
-    """Say where the bytes of a tensor go in a file, and where their CRC-32 stands."""
+    """Locate the bytes of a tensor in a file, and the two positions of their CRC-32."""
 
     plan: PlannedTensor
     offset: int
@@ -36,18 +36,18 @@ class StoragePlace:
 
 @dataclass(frozen=True)
 class TorchFilePlan:
-    """Describe an archive that `torch.load` reads: its end, the bytes beside tensors, and the places of tensors."""
+    """Describe an archive for `torch.load`: its end, all bytes that are not tensors, and the places of tensors."""
 
     end: int
     pieces: tuple[tuple[int, bytes], ...]
     tensors: tuple[StoragePlace, ...]
-    """In the order in which the content names them."""
+    """In the order of the pickled content."""
 
 
 def plan_torch_file(content: Any, start: int = 0) -> TorchFilePlan:
-    """Plan the archive of `content`: of containers, scalars, and `PlannedTensor`s where tensors will be.
+    """Plan the archive of `content`: containers, scalars, and a `PlannedTensor` for each tensor.
 
-    `start`: where it begins in its file, a multiple of 64.
+    `start`: the position of the archive in its file, a multiple of 64.
     """
     pickled = PickleWriter()
     archive = _Archive(start)
@@ -64,7 +64,7 @@ def plan_torch_file(content: Any, start: int = 0) -> TorchFilePlan:
 
 
 class _Archive:
-    """Lay out a zip file whose entries are stored as they are."""
+    """Lay out a zip file with uncompressed entries."""
 
     def __init__(self, start: int) -> None:
         assert start % ALIGNMENT == 0
@@ -77,7 +77,7 @@ class _Archive:
         self.pieces.append((offset, data))
 
     def announce(self, name: str, size: int, checksum: int = 0) -> tuple[int, int, int]:
-        """Return the number of an entry, and the positions of its header and of its data."""
+        """Add an entry without its data; return its index, and the positions of its header and its data."""
         header, full = self.position, f"{_FOLDER}/{name}".encode()
         extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT else b""
         padding = -(header + 30 + len(full) + len(extra) + 4) % ALIGNMENT
@@ -90,7 +90,7 @@ class _Archive:
         return len(self._entries) - 1, header, offset
 
     def close(self) -> list[int]:
-        """Write the directory, and return the position of each entry in it."""
+        """Add the zip directory; return the position of each entry in the directory."""
         begin, positions = self.position, []
         for name, checksum, size, header in self._entries:
             positions.append(self.position)
@@ -109,7 +109,7 @@ class _Archive:
         return positions
 
     def _common(self, size: int, checksum: int) -> bytes:
-        """Return the fields that an entry has both in front of its data and in the directory."""
+        """Return the fields that a local header and a directory entry have in common."""
         short = min(size, _LIMIT)
         return struct.pack("<HHHHHLLL", 45 if size >= _LIMIT else 20, 0, 0, 0, _DATE, checksum, short, short)
 
@@ -119,13 +119,13 @@ class _Archive:
 
 
 class PickleWriter:
-    """Write opcodes of pickle protocol 2 for containers, scalars, tensors and what `Described` names; nothing else."""
+    """Write pickle protocol 2 for containers, scalars, tensors and `Described` objects."""
 
     def __init__(self) -> None:
         self.plans: list[PlannedTensor] = []
 
     def dumps(self, content: Any) -> bytes:
-        """Return the pickle. `plans` then lists the tensors in it."""
+        """Return the pickle. Afterwards, `plans` lists its tensors."""
         return b"\x80\x02" + self._value(content) + b"."
 
     def _value(self, value: Any) -> bytes:
@@ -160,11 +160,11 @@ class PickleWriter:
         raise AssertionError(f"{type(value).__name__} is never written to such a file")
 
     def _tensor(self, plan: PlannedTensor) -> bytes:
-        """Describe a tensor that has a storage of its own."""
+        """Pickle a tensor with a separate storage."""
         if plan.dtype not in STORAGES:
             raise TesseraError(
-                f"{plan.dtype} has no form that all versions of torch read",
-                fix="convert to bfloat16",
+                f"{plan.dtype} cannot be stored in a file that all versions of torch load",
+                fix="convert the weights to bfloat16",
                 code="weights.dtype-not-in-torch-files",
             )
         key = str(len(self.plans))
