@@ -85,11 +85,6 @@ class FrozenWeights:
         frozen = self.names & {f"{MODEL}{name}" for name in names}
         return replace(self, names=frozen) if frozen else None
 
-    def fill(self, ranks: Ranks, source: FrozenSource, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
-        """Check the hashes of the files, then fill the frozen tensors. Every rank calls this."""
-        folder = self.checked_folder(ranks, source.folder, checkpoint)
-        source.read(folder, {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
-
     def checked_folder(self, ranks: Ranks, folder: Path | None, checkpoint: Path) -> Path:
         """Return the folder of the weights after checking its files. `folder`: its new path, if it was moved."""
         folder = folder or self.folder

@@ -20,7 +20,7 @@ from torch import Tensor
 from tessera.checkpoint.collective import CollectiveError, Ranks
 from tessera.checkpoint.files import Fault, free_bytes, no_fault, remove_folder
 from tessera.checkpoint.frozen import STATE_KEY, FrozenSource, FrozenWeights
-from tessera.checkpoint.state import state_to_json
+from tessera.checkpoint.state import MODEL, state_to_json
 from tessera.checkpoint.step_folders import StepFolders, step_of
 from tessera.checkpoint.storage import TABLE, SaveLayout, TensorSave, plan_save, total_bytes
 from tessera.checkpoint.stored import CONFIG, STATE, StoredCheckpoint, open_checkpoint
@@ -72,7 +72,7 @@ class CheckpointManager:
         self.folder = folder
         self.report: SaveReport | None = None  # of the last save
         self.newest: Path | None = None  # last saved or loaded checkpoint, whose bytes are verified
-        self._folders = StepFolders(folder, keep, fault, free)
+        self.folders = StepFolders(folder, keep, fault, free)
         self._frozen_source = frozen_source
         self._frozen: FrozenWeights | None = None  # weights that checkpoints of this run do not store
         self._layout: SaveLayout | None = None  # which chunks this rank writes
@@ -80,15 +80,6 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._outcome: list[SaveReport | Exception] = []  # of the background thread
         self._thread_ranks: Ranks | None = None
-
-    @property
-    def protected_step(self) -> int:
-        """The step whose checkpoint is never removed; -1: none."""
-        return self._folders.protected_step
-
-    @protected_step.setter
-    def protected_step(self, step: int) -> None:
-        self._folders.protected_step = step
 
     # ------------------------------------------------------------------------------------------ saving
 
@@ -205,7 +196,7 @@ class CheckpointManager:
 
     def _complete(self, ranks: Ranks, request: _Request, paused: float | None) -> SaveReport:
         """Write a checkpoint. If the disk is full, remove older checkpoints and try a second time."""
-        ranks.on_rank0(lambda: self._folders.free_space(request.needed))
+        ranks.on_rank0(lambda: self.folders.free_space(request.needed))
         for first_attempt in (True, False):
             try:
                 path, size = self._write(ranks, request)
@@ -213,7 +204,7 @@ class CheckpointManager:
             except CollectiveError as error:
                 # A full quota shows only when a write fails: the disk still reports free space.
                 may_help = first_attempt and _is_full(error)
-                if may_help and ranks.on_rank0(lambda: self._folders.free_space(request.needed, full=True)):
+                if may_help and ranks.on_rank0(lambda: self.folders.free_space(request.needed, full=True)):
                     continue
                 what = f"the checkpoint of step {request.step}"
                 raise error.about_writing(ranks, what, self.folder, request.needed) or error from error
@@ -228,10 +219,10 @@ class CheckpointManager:
     def _write(self, ranks: Ranks, request: _Request) -> tuple[Path, int]:
         staging: Path | None = None
         try:
-            staging = ranks.on_rank0(lambda: self._folders.begin(request.step))
+            staging = ranks.on_rank0(lambda: self.folders.begin(request.step))
             written = ranks.on_all(lambda: request.tensors.write(staging, self._fault))
             records = [record for of_rank in written for record in of_rank]
-            return ranks.on_rank0(lambda: self._folders.publish(staging, request.step, records, request.files))
+            return ranks.on_rank0(lambda: self.folders.publish(staging, request.step, records, request.files))
         except BaseException:
             # No rank is writing any more: errors are raised after all ranks have reported.
             if ranks.rank == 0 and staging is not None:
@@ -251,15 +242,11 @@ class CheckpointManager:
 
         The checkpoint that was protected before is removed if it is not among the newest `keep`.
         """
-        self.protected_step = step
+        self.folders.protected_step = step
         if Ranks.current().rank == 0:
-            self._folders.protect(step)
+            self.folders.protect(step)
 
     # ------------------------------------------------------------------------------------------ resuming
-
-    def newest_config(self) -> Path | None:
-        """Return the path of the newest undamaged recipe in a checkpoint. Not collective; no tensor is read."""
-        return self._folders.newest_config()
 
     def load_newest(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """Fill `tensors` from the newest undamaged checkpoint and return its state; None if there is no checkpoint.
@@ -293,7 +280,7 @@ class CheckpointManager:
         earlier steps only.
         """
         ranks, optional = Ranks.current(), may_lack or {}
-        ranks.on_rank0(self._folders.clean)
+        ranks.on_rank0(self.folders.clean)
         kinds = set[str]().union(*ranks.on_all(lambda: {name.split(".")[0] for name in (*tensors, *optional)}))
 
         def choose(stored: StoredCheckpoint) -> Mapping[str, Tensor]:
@@ -334,7 +321,7 @@ class CheckpointManager:
         the tensors to fill.
         """
         damaged: list[str] = []
-        for path, _ in ranks.on_rank0(self._folders.newest_first):
+        for path, _ in ranks.on_rank0(self.folders.newest_first):
             step = step_of(path)
             if before is not None and step is not None and step >= before:
                 continue
@@ -362,7 +349,8 @@ class CheckpointManager:
         problems = stored.fill(ranks, {name: tensor for name, tensor in tensors.items() if name not in elsewhere})
         if frozen is not None and not problems and any(ranks.on_all(lambda: bool(elsewhere))):
             assert self._frozen_source is not None, "a caller that loads a model names the folder of frozen weights"
-            frozen.fill(ranks, self._frozen_source, elsewhere, stored.path)
+            folder = frozen.checked_folder(ranks, self._frozen_source.folder, stored.path)
+            self._frozen_source.read(folder, {name.removeprefix(MODEL): t for name, t in elsewhere.items()})
         return problems
 
 

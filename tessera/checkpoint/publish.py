@@ -60,17 +60,12 @@ class Staging:
 
 
 def publish(
-    folder: Path,
-    write: Callable[[Path], None],
-    *,
-    origin: Origin | None = None,
-    overwrite: bool = False,
-    fault: Fault = no_fault,
+    folder: Path, write: Callable[[Path], None], *, origin: Origin | None = None, overwrite: bool = False
 ) -> None:
     """Publish a folder by one rename. `write` creates its files in a staging folder, on rank 0."""
 
     def work() -> None:
-        with staged(folder, origin, overwrite, fault) as staging:
+        with staged(folder, origin, overwrite) as staging:
             write(staging)
 
     Ranks.current().on_rank0(work)

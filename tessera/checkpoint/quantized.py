@@ -140,13 +140,9 @@ def find_quantized(
     """
     weights: dict[str, QuantizedWeight] = {}
     for name in shapes:
-        if name.endswith("_scale_inv") and kinds.get(name.removesuffix("_scale_inv")) in _FP8:
-            weight = name.removesuffix("_scale_inv")
-            weights[weight] = _blocks(weight, name, shapes, config, where)
-            _check_kinds(kinds, {name: _FLOATS}, where)
-        elif name.endswith("_scale") and kinds.get(name.removesuffix("_scale")) in _FP8:
-            weight = name.removesuffix("_scale")
-            weights[weight] = _one_scale(weight, name, shapes, where)
+        weight = name.removesuffix("_inv").removesuffix("_scale")
+        if name in (f"{weight}_scale", f"{weight}_scale_inv") and kinds.get(weight) in _FP8:
+            weights[weight] = _float8(weight, name, shapes, config, where)
             _check_kinds(kinds, {name: _FLOATS}, where)
         elif _STATE in name:
             weight, _, kind = name.partition(_STATE)
@@ -177,22 +173,18 @@ def _check_kinds(kinds: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]]
             raise _damaged(where, f"{name} is stored as {kinds[name]}, not as {' or '.join(allowed)}")
 
 
-def _blocks(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> ScaledFloat8:
-    size = config.get("weight_block_size") or (128, 128)
+def _float8(weight: str, scale: str, shapes: Shapes, config: Mapping[str, Any], where: str) -> ScaledFloat8:
+    """Describe an fp8 weight with one scale, one per row (`_scale`), or one per block (`_scale_inv`)."""
     shape, scales = shapes[weight], shapes[scale]
-    if math.prod(scales) == 1:
+    count, by_block = math.prod(scales), scale.endswith("_inv")
+    if shape and (count == 1 or (not by_block and count == shape[0])):
         return ScaledFloat8(shape, (weight, scale))
+    size = config.get("weight_block_size") or (128, 128)
     sound = isinstance(size, (list, tuple)) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-    fits = sound and len(shape) == len(scales) >= 2 and shape[:-2] == scales[:-2]
+    fits = sound and by_block and len(shape) == len(scales) >= 2 and shape[:-2] == scales[:-2]
     if not fits or any(-(-n // block) != m for n, m, block in zip(shape[-2:], scales[-2:], size, strict=True)):
-        raise _damaged(where, f"{scale} {list(scales)} does not fit {weight} {list(shape)} in blocks of {size}")
+        raise _damaged(where, f"{scale} {list(scales)} does not fit {weight} {list(shape)}, block size {size}")
     return ScaledFloat8(shape, (weight, scale), (int(size[0]), int(size[1])))
-
-
-def _one_scale(weight: str, scale: str, shapes: Shapes, where: str) -> ScaledFloat8:
-    if not shapes[weight] or math.prod(shapes[scale]) not in (1, shapes[weight][0]):
-        raise _damaged(where, f"{scale} {list(shapes[scale])} does not fit {weight} {list(shapes[weight])}")
-    return ScaledFloat8(shapes[weight], (weight, scale))
 
 
 def _four_bit(weight: str, name: str, kind: str, shapes: Shapes, states: Mapping[str, Tensor], where: str) -> FourBit:

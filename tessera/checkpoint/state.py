@@ -136,15 +136,11 @@ def parse_state(data: bytes, where: str) -> dict[str, Any]:
     """Parse the bytes of `state.json`."""
     try:
         state = json.loads(data)
+        if not isinstance(state, dict):
+            raise ValueError(f"it is a {type(state).__name__}, not a mapping")
+        return state
     except (ValueError, RecursionError) as error:
-        raise TesseraError(
-            f"the state cannot be read: {error}", where=where, code="checkpoint.damaged-state"
-        ) from error
-    if not isinstance(state, dict):
-        raise TesseraError(
-            f"the state is a {type(state).__name__}, not a mapping", where=where, code="checkpoint.damaged-state"
-        )
-    return state
+        raise TesseraError(f"the state is damaged: {error}", where=where, code="checkpoint.damaged-state") from error
 
 
 def _check(value: Any, where: str) -> None:
@@ -153,9 +149,7 @@ def _check(value: Any, where: str) -> None:
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise TesseraError(
-                    f"a key of the state is not a string: {key!r}",
-                    where=where,
-                    code="checkpoint.state-not-json",
+                    f"a key of the state is not a string: {key!r}", where=where, code="checkpoint.state-not-json"
                 )
             _check(inner, f"{where}.{key}")
     elif isinstance(value, (list, tuple)):

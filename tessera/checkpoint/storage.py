@@ -10,6 +10,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,34 +106,29 @@ def _copies(chunks: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     return copies
 
 
+@dataclass(frozen=True)
 class SaveLayout:
     """Remember which chunks this rank writes. Ranks agree on a layout once per run."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        planner: DefaultSavePlanner,
-        plan: SavePlan,
-        table: bytes | None,
-        tensors: Mapping[str, Tensor],
-    ) -> None:
-        self.table = table  # content of `tensors.json`, on rank 0
-        self._ranks, self._planner, self._plan = ranks, planner, plan
-        self._described = _described(tensors)
+    rank: int
+    planner: DefaultSavePlanner
+    plan: SavePlan
+    table: bytes | None  # content of `tensors.json`, on rank 0
+    described: Mapping[str, tuple[torch.Size, torch.dtype]]  # shapes and dtypes of all tensors
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the layout was planned for tensors of these names, shapes and dtypes."""
-        return self._described == _described(tensors)
+        return self.described == _described(tensors)
 
     def save_of(self, tensors: Mapping[str, Tensor]) -> TensorSave:
         """Return this rank's chunks of the tensors. Nothing is copied or written yet."""
-        self._planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=self._ranks.rank == 0)
+        self.planner.set_up_planner(dict(tensors), storage_meta=None, is_coordinator=self.rank == 0)
         chunks: dict[str, Tensor] = {}
-        for item in self._plan.items:
-            chunk = self._planner.resolve_data(item)
+        for item in self.plan.items:
+            chunk = self.planner.resolve_data(item)
             assert isinstance(chunk, Tensor), "only tensors are stored"
             chunks[_key(item)] = chunk
-        return TensorSave(_shard_file(self._ranks.rank), chunks)
+        return TensorSave(_shard_file(self.rank), chunks)
 
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -157,7 +153,7 @@ def plan_save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> SaveLayout:
         return [(plan, table if rank == 0 else None) for rank, plan in enumerate(plans)]
 
     plan, table = ranks.through_rank0(local_plan, global_plan)
-    return SaveLayout(ranks, planner, planner.finish_plan(plan), table, tensors)
+    return SaveLayout(ranks.rank, planner, planner.finish_plan(plan), table, _described(tensors))
 
 
 def _table_to_json(metadata: Metadata, locations: Mapping[MetadataIndex, tuple[str, str]]) -> bytes:

@@ -53,7 +53,7 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     It is that of the run, with the model of its newest checkpoint, which has the shapes of the stored weights.
     """
     recipe = find_file(folder, CONFIG)
-    trained = CheckpointManager(find_file(folder, "checkpoints"), keep=1).newest_config()
+    trained = CheckpointManager(find_file(folder, "checkpoints"), keep=1).folders.newest_config()
     if trained is None:
         return read_saved(recipe) if recipe.is_file() else None
     newest = read_saved(trained)

@@ -324,17 +324,12 @@ def match_names(
             best = table, names
     assert best is not None
     if unmatched := [layer for layer in stored.sides if layer not in best[1]]:
-        raise _unknown(unmatched, stored, every)
+        spellings = sorted(name.replace(".", "_") if stored.underscored else name for name in every)
+        raise TesseraError(
+            f"the file has adapters for layers that this model does not have: {few_names(unmatched, 5)}",
+            where=stored.where,
+            nearest=nearest(unmatched[0], spellings),
+            fix="check that the adapters belong to this model",
+            code="adapter.unknown-layers",
+        )
     return best
-
-
-def _unknown(layers: Sequence[str], stored: StoredAdapters, modules: Collection[str]) -> TesseraError:
-    names = sorted(name.replace(".", "_") if stored.underscored else name for name in modules)
-    near = nearest(layers[0], names)
-    return TesseraError(
-        f"the file has adapters for layers that this model does not have: {few_names(layers, 5)}",
-        where=stored.where,
-        nearest=near,
-        fix="check that the adapters belong to this model",
-        code="adapter.unknown-layers",
-    )

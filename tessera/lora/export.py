@@ -75,7 +75,8 @@ def save_adapters(
             if form in ("peft", "diffusers"):
                 modules = to_foreign(native, weight_map, str(folder))
                 # `tensors` may be one pipeline stage: other stages have modules with the same name endings.
-                others, kind = all_modules(tensors, weight_map), _task_type(language, reward)
+                others = all_modules(tensors, weight_map)
+                kind = "SEQ_CLS" if reward else "CAUSAL_LM" if language else None
                 config = make_config(modules, others, base, dropout, kind, modules_to_save, experts, every_expert)
                 named = {name: experts[parameter] for parameter, name in wrapper_names(experts).items()}
                 saved_tensors = _saved_tensors(full, in_memory, weight_map)
@@ -84,10 +85,6 @@ def save_adapters(
                 _write_exchange(staging, form, to_foreign(native, weight_map.others["original"], str(folder)))
 
     publish(folder, write, origin=origin, overwrite=overwrite)
-
-
-def _task_type(language: bool, reward: bool) -> str | None:
-    return "SEQ_CLS" if reward else "CAUSAL_LM" if language else None
 
 
 def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, language: bool, where: str) -> None:

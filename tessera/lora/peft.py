@@ -95,9 +95,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise ValueError("larger than 4 MB")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise TesseraError(
-            f"not readable as a configuration of adapters: {error}", where=str(path), code="adapter.unreadable-config"
-        ) from None
+        what = f"the adapter configuration cannot be read: {error}"
+        raise TesseraError(what, where=str(path), code="adapter.unreadable-config") from None
     return parse_config(text, str(path))
 
 
@@ -105,16 +104,11 @@ def parse_config(text: str, where: str, prefix: str = "") -> dict[str, Any]:
     """Parse and check a configuration. `prefix`: of the keys to use; other keys belong to other models."""
     try:
         config = json.loads(text)
+        if not isinstance(config, dict):
+            raise ValueError(f"it is a {type(config).__name__}, not a mapping")
     except (ValueError, RecursionError) as error:
-        raise TesseraError(
-            f"not readable as a configuration of adapters: {error}", where=where, code="adapter.unreadable-config"
-        ) from None
-    if not isinstance(config, dict):
-        raise TesseraError(
-            f"the adapter configuration is a {type(config).__name__}, not a mapping",
-            where=where,
-            code="adapter.unreadable-config",
-        )
+        what = f"the adapter configuration is damaged: {error}"
+        raise TesseraError(what, where=where, code="adapter.unreadable-config") from None
     config = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
     for key, allowed in _PLAIN.items():
         if key in config and config[key] not in allowed:

@@ -158,7 +158,7 @@ def choose(
         if not any(matches(settings.modules, above) for path in layers for above in ancestors(path)):
             if named:
                 continue
-            _check_refused(settings.modules, refused, experts, where, origin is not None)
+            _check_refused(settings.modules, refused, experts, where)
         selected = select_trees([settings.modules], [*layers, *experts], where)
         chosen.update(dict.fromkeys((path for path in selected if path not in experts), adapter))
     if not section.targets:
@@ -175,7 +175,7 @@ def choose(
 
 
 def _check_refused(
-    pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str, trained: bool
+    pattern: str, refused: Mapping[str, str], experts: Mapping[str, tuple[str, ...]], where: str
 ) -> None:
     """Raise if a pattern without a matching layer names a module without adapter support, or a part of experts.
 
@@ -194,7 +194,6 @@ def _check_refused(
             raise TesseraError(
                 f"{path} cannot have an adapter: {why}",
                 where=where,
-                fix="use adapters that were trained without this layer" if trained else None,
                 code="adapter.unsupported-layer",
             )
 

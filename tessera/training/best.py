@@ -102,7 +102,7 @@ class KeepBest(Callback):
         self._checkpoints = checkpoints
 
     def on_start(self, trainer: TrainerHandle) -> None:
-        self._checkpoints.protected_step = self.best.step
+        self._checkpoints.folders.protected_step = self.best.step
 
     def on_rewind(self, trainer: TrainerHandle) -> None:
         self.on_start(trainer)

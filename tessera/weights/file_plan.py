@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -73,15 +73,6 @@ class FolderPlan:
     @property
     def nbytes(self) -> int:
         return sum(file.size for file in self.files.values())
-
-    def below(self, folder: str) -> FolderPlan:
-        """Return the plan of the same files inside the sub-folder `folder`."""
-        files = {f"{folder}/{name}": file for name, file in self.files.items()}
-        moved = {
-            name: [replace(place, file=f"{folder}/{place.file}") for place in places]
-            for name, places in self.places.items()
-        }
-        return replace(self, files=files, places=moved)
 
 
 def map_elements(path: Path, offset: int, count: int, dtype: torch.dtype, *, all_soon: bool = False) -> Tensor:

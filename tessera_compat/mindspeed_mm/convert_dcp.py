@@ -420,8 +420,13 @@ def _write_job(target: Path, native: NativeTensors) -> None:
     def reopen(folder: Path) -> NativeTensors:
         return NativeTensors(DcpFolder(folder / "release", JOB), _SAME, _shapes(native), {})
 
-    plan = plan_dcp(native.plans, JOB).below("release")
-    plan = replace(plan, files={**plan.files, LATEST: FilePlan.of_bytes(b"release")})
+    inner = plan_dcp(native.plans, JOB)
+    files = {f"release/{name}": file for name, file in inner.files.items()}
+    places = {
+        name: [replace(place, file=f"release/{place.file}") for place in places]
+        for name, places in inner.places.items()
+    }
+    plan = replace(inner, files={**files, LATEST: FilePlan.of_bytes(b"release")}, places=places)
     origin = made_from("dcp", native.where)
     write_weights(target, WriteJob(native, _SAME, plan, reopen, origin=origin))
 

@@ -116,7 +116,7 @@ def test_without_memory_for_copies_the_save_is_waited_for(
     assert not manager.is_writing
     assert (tmp_path / "step-00000004").is_dir()
     assert manager.finish_background() == tmp_path / "step-00000004"
-    assert "training waits" in caplog.text
+    assert "training waits for this save" in caplog.text
 
 
 def test_device_memory_that_cannot_be_had_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,9 +81,7 @@ def read_dcp(folder: Path) -> dict[str, DcpTensor]:
         return _tensors(folder, describe(data, _allowed, str(path)))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise TesseraError(
-            f"{METADATA} is damaged: {first_line(error)}",
-            where=str(path),
-            code="checkpoint.dcp-metadata-unreadable",
+            f"{METADATA} is damaged: {first_line(error)}", where=str(path), code="checkpoint.dcp-metadata-unreadable"
         ) from None
 
 

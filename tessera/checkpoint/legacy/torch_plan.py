@@ -16,7 +16,7 @@ from typing import Any
 from tessera.checkpoint.legacy.pickles import Described, Name, PersistentId
 from tessera.checkpoint.legacy.torch_files import ORDERED, REBUILD, STORAGES
 from tessera.errors import TesseraError
-from tessera.weights.file_plan import PlannedTensor
+from tessera.weights.file_plan import Place, PlannedTensor
 
 ALIGNMENT = 64
 _FOLDER = "archive"
@@ -26,22 +26,13 @@ _DATE = 1 << 5 | 1  # 1980-01-01, the earliest date in zip files
 
 
 @dataclass(frozen=True)
-class StoragePlace:
-    """Locate the bytes of a tensor in a file, and the two positions of their CRC-32."""
-
-    plan: PlannedTensor
-    offset: int
-    checksums: tuple[int, int]
-
-
-@dataclass(frozen=True)
 class TorchFilePlan:
     """Describe an archive for `torch.load`: its end, all bytes that are not tensors, and the places of tensors."""
 
     end: int
     pieces: tuple[tuple[int, bytes], ...]
-    tensors: tuple[StoragePlace, ...]
-    """In the order of the pickled content."""
+    tensors: tuple[Place, ...]
+    """In the order of the pickled content, without a file name."""
 
 
 def plan_torch_file(content: Any, start: int = 0) -> TorchFilePlan:
@@ -57,8 +48,7 @@ def plan_torch_file(content: Any, start: int = 0) -> TorchFilePlan:
     archive.add("version", b"3\n")
     directory = archive.close()
     tensors = tuple(
-        StoragePlace(plan, offset, (header + 14, directory[entry] + 16))
-        for plan, (entry, header, offset) in zip(pickled.plans, places, strict=True)
+        Place("", offset, checksums=(header + 14, directory[entry] + 16)) for entry, header, offset in places
     )
     return TorchFilePlan(archive.position, tuple(archive.pieces), tensors)
 
