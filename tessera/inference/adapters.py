@@ -1,4 +1,4 @@
-"""Read the adapters of a run, a checkpoint, a PEFT folder or a LoRA file, without the weights of their model."""
+"""Load the adapters of a run, a checkpoint, a PEFT folder or a LoRA file, without the weights of the base model."""
 
 from __future__ import annotations
 
@@ -24,30 +24,33 @@ from tessera.weights.map import WeightMap
 
 @dataclass(frozen=True)
 class LoadedAdapters:
-    """Hold adapters with their matrices. The model's own weights are on the meta device."""
+    """Hold adapters with their matrices. Weights of the base model are on the meta device."""
 
     spec: ModelSpec
     weight_map: WeightMap | None
     adapters: Adapters
     tensors: Mapping[str, Tensor]
-    base: Path | None  # the folder of the model that they belong to
-    saved: Sequence[str] = ()  # parameters that were trained in full beside them
+    base: Path | None  # folder of the base model
+    saved: Sequence[str] = ()  # names of parameters that were trained in full beside the adapters
 
 
 def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Trust = False) -> LoadedAdapters:
-    """Return the adapters at a path.
+    """Load the adapters at a path.
 
-    `base`: the folder of their model, where a file does not name it. `dtype` None: as stored.
+    `base`: folder of the base model, if the adapter file does not name it. `dtype` None: as stored.
     """
     in_file = is_adapters(source)
     if base is not None and not in_file:
         raise TesseraError(
-            "a run names its model itself", where="--like", fix="leave it out", code="adapter.run-names-its-model"
+            "a run names its base model itself",
+            where="--like",
+            fix="leave --like out",
+            code="adapter.run-names-its-model",
         )
     model = find_model(source, dtype, trust, base)
     if model.section.lora is None:
         raise TesseraError(
-            "this model has no adapters", where=str(source), fix="leave --adapters out", code="adapter.none-in-model"
+            "the source has no adapters", where=str(source), fix="leave --adapters out", code="adapter.none-in-model"
         )
     spec, config = resolve(model.section)
     module = build_on_meta(spec, config)
@@ -66,6 +69,6 @@ def load_adapters(source: Path, base: Path | None, dtype: str | None, trust: Tru
 
 
 def _stored_type(source: Path, part: str) -> torch.dtype:
-    """Return the type of the matrices in a file."""
+    """Return the dtype of the matrices in an adapter file."""
     sides = next(iter(open_adapters(source, part).sides.values()))
     return next(iter(sides.values())).dtype

@@ -1,4 +1,4 @@
-"""Chat with a loaded model: each answer is generated from all turns before it."""
+"""A conversation with a loaded model. Each answer is generated from all previous messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tessera.core.batch import Batch
 
 
 class Answers(Protocol):
-    """Declare the model of a conversation."""
+    """Declare the method of a model that a conversation calls."""
 
     def generate(
         self,
@@ -30,7 +30,7 @@ class Answers(Protocol):
 class Chat:
     """Hold a conversation with a model.
 
-    `processor` makes a batch of messages, as that of `tessera.load` does. `sampling`: temperature, top_k, top_p, seed.
+    `processor`: turns messages into a batch; `tessera.load` returns one. `sampling`: temperature, top_k, top_p, seed.
     """
 
     model: Answers
@@ -38,11 +38,11 @@ class Chat:
     system: str | None = None
     max_new_tokens: int = 512
     sampling: dict[str, Any] = field(default_factory=dict)
-    turns: list[dict[str, Any]] = field(default_factory=list)  # messages of user and assistant so far
+    turns: list[dict[str, Any]] = field(default_factory=list)  # all messages except the system message
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Return the conversation so far, as `processor` and data sets take it."""
+        """Return the conversation as a list of messages, with the system message."""
         return [*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.turns]
 
     def ask(
@@ -53,10 +53,10 @@ class Chat:
         videos: Sequence[Any] = (),
         on_text: Callable[[str], None] | None = None,
     ) -> str:
-        """Return the answer to the next turn; `on_text` is called with each new part of it.
+        """Ask the next question and return the answer. `on_text` is called with each new part of the answer.
 
-        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. A turn that fails, or is
-        interrupted, leaves the conversation as it was.
+        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. If generation fails or is
+        interrupted, the conversation is unchanged.
         """
         media = [{"type": "image", "image": image} for image in images]
         media += [{"type": "video", "video": video} for video in videos]
@@ -68,17 +68,17 @@ class Chat:
         return answer
 
     def undo(self) -> bool:
-        """Forget the last question and its answer; return whether there was one."""
+        """Remove the last question and its answer. Return False if the conversation is empty."""
         had = bool(self.turns)
         del self.turns[-2:]
         return had
 
     def clear(self) -> None:
-        """Forget all turns; the system message stays."""
+        """Remove all questions and answers. The system message is kept."""
         self.turns.clear()
 
     def plain_messages(self) -> list[dict[str, Any]]:
-        """Return the conversation for a JSON file: media as paths. Media that are no paths are left out."""
+        """Return the conversation for a JSON file, with media as paths. Other media objects are dropped."""
         return [{**message, "content": _plain(message["content"])} for message in self.messages]
 
 

@@ -1,7 +1,7 @@
-"""Write a model as a Hugging Face folder that plain `transformers` loads, and prove it before it is published.
+"""Write a model as a Hugging Face folder that `transformers` loads, and check it before it is published.
 
-Every tensor is read again behind its write. Then, where transformers has the class, both sides compute logits from the
-folder. A folder that does not pass is not published.
+Every written tensor is read again and compared. If transformers has the class of the model, its logits are compared,
+too. A folder that fails a check is not published.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ _log = logging.getLogger("tessera")
 
 @dataclass(frozen=True)
 class FolderTarget:
-    """Describe a folder of weights that is written. `add_files` writes the files beside the weights.
+    """Describe a folder to write. `add_files` writes the side files (tokenizer, template, preprocessor).
 
-    `shards`: files by the names of tensors, as in the folder that is the pattern. `tied`: further native names of
-    shared tensors.
+    `shards`: name of tensor -> file name, as in the source folder. `tied`: second native name -> name, of tied weights.
     """
 
     table: WeightMap
@@ -70,22 +69,25 @@ def export_folder(
     overwrite: bool = False,
     prove: Prove = "auto",
 ) -> None:
-    """Write a Hugging Face folder. All ranks call it: weights are gathered tensor by tensor, the main rank writes.
+    """Write a Hugging Face folder. All ranks call this: weights are gathered one by one, and the main rank writes.
 
-    `adapters`, those of all stages, are merged into the weights. `files`: the folder whose tokenizer, template,
-    preprocessors, generation settings and licence are copied, with the fields of its config.json that no family reads.
-    `base`: the folder that the weights came from. `quantize`: "fp8" or "fp8-block". `origin`: see `made_from`.
-    `prove`: see `prove_folder`.
+    `adapters`: adapters of all pipeline stages, which are merged into the weights. `files`: the folder whose tokenizer,
+    template, preprocessors, generation settings and licence are copied, and whose config.json provides fields that the
+    family does not know. `base`: the folder of the original weights. `quantize`: "fp8" or "fp8-block". `origin`: see
+    `made_from`. `prove`: see `prove_folder`.
     """
     weight_map = spec.main.weight_map(model_config)
     if weight_map is None:
-        raise TesseraError(f"family {spec.name} has no Hugging Face form to export to", code="model.no-hf-form")
+        raise TesseraError(
+            f"the family {spec.name} has no weight map for Hugging Face folders, so it cannot be exported",
+            code="model.no-hf-form",
+        )
     tensors, merged = model_tensors(module), adapters or {}
     here = [weight_names(path, adapter) for path, adapter in merged.items() if factor_names(path)[0] in tensors]
     if any(name not in tensors for weights in here for name in weights):
         raise TesseraError(
-            "the weights of adapted layers are quantized, and adapters are merged into full weights only",
-            fix="write the adapters alone (tessera convert --adapters), and merge them into the model they belong to",
+            "adapters cannot be merged into quantized weights",
+            fix="write only the adapters (tessera convert --adapters), then convert them with --like BASE_MODEL",
             code="adapter.merge-into-quantized",
         )
     stored = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
@@ -107,7 +109,7 @@ def trained_target(
     files: Path | None,
     base: Path | None,
 ) -> FolderTarget:
-    """Return how the Hugging Face folder of a trained model is written. `tensors`: native ones, maybe without data."""
+    """Describe the Hugging Face folder of a trained model. `tensors`: native tensors, maybe without data."""
     read = None if spec.processor is None else functools.partial(spec.processor, config)
     add_files = functools.partial(write_side_files, processor=processor, read=read, source=files, weights=files)
     described = exported_config(config, base_config(files), main_dtype(tensors), spec.gives(REWARDS))
@@ -117,7 +119,7 @@ def trained_target(
 def quantized_target(
     target: FolderTarget, weights: WeightMap, kind: str, tensors: Mapping[str, Tensor], where: str
 ) -> FolderTarget:
-    """Return a target whose projections are quantized. Stacked experts are in the order that engines expect of fp8."""
+    """Return a target with fp8 projections. Stacked experts are stored in the order that vLLM expects for fp8."""
     fp8 = Fp8Map.of(weights, kind, tensors, PROJECTIONS, where)
     files = {scale: file for name, file in target.shards.items() for scale in (name, *fp8.scales_of(name))}
     return replace(target, table=fp8, config=fp8.config(target.config), shards=files)
@@ -133,7 +135,7 @@ def folder_job(
     base: Path | None,
     prove: Prove,
 ) -> WriteJob:
-    """Return the job that writes a target. `weights`: the map that reads the folder again."""
+    """Return the job that writes a target. `weights`: the weight map to read the written folder again."""
     shapes = {name: plan.shape for name, plan in native.plans.items()}
     plan = plan_folder(native.blanks(), target.table, target.config, like=target.shards)
 
@@ -149,14 +151,14 @@ def folder_job(
 
 
 def _seal(staging: Path, spec: ModelSpec, config: Any, base: Path | None, prove: Prove) -> None:
-    """Prove a Hugging Face folder that is about to be published, and write its record; raise if it is not right."""
+    """Check a finished staging folder and write its record. Raise if a check fails."""
     proof = prove_folder(staging, spec, config, prove)
     if proof.problems:
         raise TesseraError(
-            f"the export would not be what was trained: {'; '.join(proof.problems)}",
+            f"the exported folder differs from the trained model: {'; '.join(proof.problems)}",
             where=staging.name.removeprefix(".staging-").split("~")[0],
-            fix="nothing was published, and the checkpoints are untouched; `tessera convert RUN FOLDER --prove never` "
-            "writes the folder as it is, to look at",
+            fix="checkpoints are unchanged; to look at the folder, write it without this check: "
+            "tessera convert RUN FOLDER --prove never",
             code="output.export-differs",
         )
     for warning in (*proof.warnings, *filter(None, [proof.obstacle])):
@@ -165,18 +167,18 @@ def _seal(staging: Path, spec: ModelSpec, config: Any, base: Path | None, prove:
 
 
 def _as_in_base(weight_map: WeightMap, spec: ModelSpec, base: Path | None) -> WeightMap:
-    """Return the table that spells names as the folder that the weights came from."""
+    """Return the weight map with the spelling of tensor names in the base folder."""
     if base is None or detect_layout(base) is None or is_original(spec, base) or not any(base.glob("*.safetensors")):
         return weight_map
     try:
         with FolderTensors(base) as stored:
             return weight_map.spelled_as(stored.shapes)
-    except TesseraError:  # it was read once: damage since then does not stop the export
+    except TesseraError:  # the base folder was damaged after the start of the run; use the default spelling
         return weight_map
 
 
 def main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the floating point type of most weights."""
+    """Return the floating point dtype that most weights have."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors.values():
         if tensor.is_floating_point():

@@ -1,7 +1,6 @@
-"""The record of an export: the SHA-256 of each file.
+"""The file `tessera_export.json` in an exported folder: the SHA-256 of every file.
 
-The file `tessera_export.json` in an exported folder; other libraries ignore it. It shows later whether the folder was
-changed. Somebody who changes a folder on purpose can change the record as well.
+It reveals later changes by accident. It is not signed, so it does not protect against intentional changes.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ FORMAT = "tessera-export"
 VERSION = 5
 _READABLE = (4, VERSION)  # earlier records have no checksums of weight files
 _MAX_BYTES = 256 << 20
-_THREADS = 4  # hashing and reading release the interpreter
-# Files that readers of a folder use: a new one is reported.
+_THREADS = 4  # hashing and reading release the GIL
+# Suffixes of files that libraries load. An added file with such a suffix is reported.
 _READ_BY_OTHERS = (".json", ".jinja", ".model", ".safetensors", ".tiktoken")
 
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Hold the content of `tessera_export.json`. `base`: the name of the folder that the weights came from."""
+    """Hold the content of `tessera_export.json`. `base`: name of the base model."""
 
     base: str | None
     files: Mapping[str, str]  # name -> SHA-256
 
 
 def write_record(folder: Path, base: Path | None = None) -> ExportRecord:
-    """Write the record of a finished folder, and return it. `base`: the folder that the weights came from."""
+    """Write the record of a finished folder, and return it. `base`: folder of the base model."""
     names = _files_in(folder)
     with ThreadPoolExecutor(_THREADS) as pool:
         hashes = pool.map(lambda name: hash_file(folder / name).sha256, names)
@@ -54,7 +53,7 @@ def write_record(folder: Path, base: Path | None = None) -> ExportRecord:
 
 
 def _name_of(base: Path) -> str:
-    """Return the name of a folder without its path on this machine; of a download cache, the name of the model."""
+    """Return the name of a folder without its local path; for a download cache, the name of the model."""
     path = base.absolute()
     if path.parent.name == "snapshots":
         return path.parent.parent.name.removeprefix("models--").replace("--", "/") + f"@{path.name}"
@@ -68,7 +67,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def read_record(folder: Path) -> ExportRecord | None:
-    """Return the record of a folder; None if it has none, or one of an old release."""
+    """Return the record of a folder; None if there is none, or if an old release wrote it."""
     path = folder / MARK
     if not path.exists():
         return None
@@ -82,12 +81,12 @@ def read_record(folder: Path) -> ExportRecord | None:
         return ExportRecord(content["base"], files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TesseraError(
-            f"not a record of an export: {error!r}", where=str(path), code="output.bad-export-record"
+            f"the file is not a valid export record: {error!r}", where=str(path), code="output.bad-export-record"
         ) from None
 
 
 def changes_since(folder: Path, record: ExportRecord) -> list[str]:
-    """Return all differences of a folder from its record, in words."""
+    """Return descriptions of all missing, changed and added files of an exported folder."""
     problems, present = [], _files_in(folder)
     for name, sha256 in record.files.items():
         if name not in present:

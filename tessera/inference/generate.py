@@ -1,7 +1,6 @@
-"""Generate tokens one after another. The prompt is computed once and its keys and values are cached; then each step
-computes one token of every row that is not finished.
+"""Generate tokens step by step with a KV cache. A step computes one token for each row that is not finished.
 
-The random draw of a row depends on seed, row and step, never on the other rows of the batch.
+The random numbers of a row depend on seed, row and step only, not on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from tessera.runtime.rng import generator
 
 @dataclass(frozen=True)
 class Sampling:
-    """Describe how tokens are chosen. `temperature` 0 takes the likeliest one.
+    """Describe how tokens are sampled. `temperature` 0: greedy decoding.
 
-    `top_k` 0 and `top_p` 1 mean no limit; with both, k comes first.
+    `top_k` 0 and `top_p` 1 mean no limit. If both are set, top_k is applied first.
     """
 
     temperature: float = 0.0
@@ -49,7 +48,7 @@ class Sampling:
         unused = [name for name, used in (("top_k", self.top_k > 0), ("top_p", self.top_p < 1)) if used]
         if self.temperature == 0 and unused:
             raise TesseraError(
-                f"at temperature 0 the likeliest token is taken: {' and '.join(unused)} has no effect",
+                f"{' and '.join(unused)} has no effect at temperature 0, which takes the likeliest token",
                 where="sampling",
                 fix=f"set a temperature above 0, or leave {' and '.join(unused)} out",
                 code="generation.option-without-effect",
@@ -57,15 +56,15 @@ class Sampling:
 
 
 class Chooser:
-    """Choose one token for every sequence, step after step."""
+    """Sample the next token of each row, with a separate random generator for each row."""
 
     def __init__(self, sampling: Sampling, rows: int) -> None:
         self._sampling = sampling
-        # On the host: the same numbers on every device.
+        # CPU generators give the same numbers on every device.
         self._generators = [generator("cpu", sampling.seed, "sample", row) for row in range(rows)]
 
     def choose(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """Return the chosen tokens, [rows], for logits [rows, vocabulary]. `rows`: their numbers; default: all."""
+        """Return sampled tokens, [rows], from logits, [rows, vocabulary]. `rows`: the row numbers; None: all rows."""
         if self._sampling.temperature == 0:
             return logits.argmax(dim=-1)
         generators = self._generators if rows is None else [self._generators[row] for row in rows]
@@ -74,31 +73,31 @@ class Chooser:
 
 
 def pick(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
-    """Return the tokens at which the sum of the allowed probabilities, likeliest first, passes `draws` in [0, 1)."""
+    """Sample tokens by inverse transform: find where the cumulative probability, likeliest first, exceeds `draws`."""
     scores, order = (logits.float() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if 0 < sampling.top_k < scores.shape[-1]:
         scores[:, sampling.top_k :] = -torch.inf
     chances = scores.softmax(dim=-1)
     before = chances.cumsum(dim=-1) - chances
     chances = chances.masked_fill(before >= sampling.top_p, 0.0)
-    chances[:, 0] += chances.sum(dim=-1) == 0  # rounding never leaves nothing to choose from
+    chances[:, 0] += chances.sum(dim=-1) == 0  # keep the likeliest token if rounding removed all
     reached = chances.cumsum(dim=-1)
     position = torch.searchsorted(reached, draws[:, None] * reached[:, -1:], right=True)
     last = (chances > 0).sum(dim=-1, keepdim=True) - 1
     return order.gather(-1, torch.minimum(position, last)).squeeze(-1)
 
 
-_UNFINISHED = "�"  # how a decoder shows a character of which some bytes are still to come
+_UNFINISHED = "�"  # decoders return this for an incomplete UTF-8 character
 
 
 class TextStream:
-    """Decode the tokens of one sequence as they come, and call `on_text` with each new part of the text."""
+    """Decode the tokens of one row while they are generated, and call `on_text` with each new part of the text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], on_text: Callable[[str], None]) -> None:
         self._decode = decode
         self._on_text = on_text
         self._tokens: list[int] = []
-        self._sent = 0  # characters of the text that `on_text` has got
+        self._sent = 0  # number of characters passed to `on_text`
 
     def add(self, row: int, token: int) -> None:
         self._tokens.append(token)
@@ -107,7 +106,7 @@ class TextStream:
             self._send(text)
 
     def close(self) -> None:
-        """Send the rest of the text, also an unfinished character."""
+        """Pass the rest of the text to `on_text`, including an incomplete character."""
         self._send(self._decode(self._tokens))
 
     def _send(self, text: str) -> None:
@@ -118,17 +117,17 @@ class TextStream:
 
 @runtime_checkable
 class GenerativeModel(Protocol):
-    """Declare a model that continues token sequences: `model(batch, logits="last", cache=cache, step=step)`."""
+    """Declare a language model with a KV cache: `model(batch, logits="last", cache=cache, step=step)`."""
 
     def __call__(self, batch: Batch, **options: Any) -> Any: ...
 
     def new_cache(self, blocks: int, block_size: int) -> Any:
-        """Return the memory of a KV cache: `blocks` blocks of `block_size` tokens each (see `core.cache`)."""
+        """Allocate a KV cache of `blocks` blocks with `block_size` tokens each (see `core.cache`)."""
 
 
 @dataclass(frozen=True)
 class OwnGeneration:
-    """Hold a module that generates by itself, and the function that calls it (see `ModelSpec.generate`)."""
+    """Hold a module with its own generation method, and the function that calls it (see `ModelSpec.generate`)."""
 
     module: Any
     generate: Callable[..., list[list[int]]]
@@ -144,15 +143,17 @@ def generate_tokens(
     sampling: Sampling,
     on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
-    """Continue every segment of a prompt batch (see `Processor.prompt`) and return the new tokens of each.
+    """Generate a continuation of every prompt in a batch (see `Processor.prompt`), and return the new tokens.
 
-    A row ends before a stop token and leaves the batch; the others go on. `on_token(row, token)` is called for each
-    token as soon as it is known.
+    A row ends at a stop token, which is not returned, and leaves the batch. `on_token(row, token)` is called for each
+    new token.
     """
     rows = batch.segments["text"].bounds.numel() - 1
     if max_new_tokens < 0:
         raise TesseraError(
-            f"max_new_tokens is {max_new_tokens}", allowed=["0 and above"], code="generation.max-tokens-too-small"
+            f"max_new_tokens must be 1 or more, got {max_new_tokens}",
+            allowed=["0 and above"],
+            code="generation.max-tokens-too-small",
         )
     produced: list[list[int]] = [[] for _ in range(rows)]
     if rows == 0 or max_new_tokens == 0:
@@ -176,7 +177,7 @@ def generate_tokens(
         )
     device, lengths = batch["tokens"].device, _prompt_lengths(batch)
     capacity = max(lengths) + max_new_tokens
-    cache = model.new_cache(rows, capacity)  # one block for each row
+    cache = model.new_cache(rows, capacity)  # one cache block per row
     live = list(range(rows))
     step = CacheStep.of([CacheRow([row], 0, lengths[row]) for row in live], capacity, device)
     positions = _next_positions(batch)
@@ -208,8 +209,10 @@ def _prompt_lengths(batch: Batch) -> list[int]:
 
 
 def _next_positions(batch: Batch) -> Tensor:
-    """Return the position that follows the largest one of each prompt, [3, rows] or [rows]. With images that is not the
-    length of the prompt. Answers have the same positions in training (see `grid_positions`)."""
+    """Return the position after the largest position of each prompt, [3, rows] or [rows].
+
+    With images, it differs from the length of the prompt. Training uses the same positions (see `grid_positions`).
+    """
     positions, bounds = batch["positions"], batch.segments["text"].bounds.tolist()
     starts = [positions[..., a:b].max() + 1 for a, b in pairwise(bounds)]
     following = torch.stack(starts)
@@ -219,7 +222,7 @@ def _next_positions(batch: Batch) -> Tensor:
 def _check_numbers(logits: Tensor) -> None:
     if logits.isnan().any():
         raise TesseraError(
-            "the model's output is not a number (nan)",
-            fix="its weights are damaged or its training diverged: look at the loss, or take an older checkpoint",
+            "the logits of the model are NaN",
+            fix="the weights are damaged or training diverged: check the loss, or use an older checkpoint",
             code="generation.output-not-finite",
         )

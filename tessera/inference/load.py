@@ -1,4 +1,4 @@
-"""Load a model and its processor from a Hugging Face folder, a run, a checkpoint or adapters, and ask it questions."""
+"""Load a model and its processor from a Hugging Face folder, a run, a checkpoint or adapters."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ AdapterPaths = str | Path | Sequence[str | Path] | Mapping[str, float] | Mapping
 
 @dataclass(frozen=True)
 class FoundModel:
-    """Describe the model at a path, before its weights are read."""
+    """Describe a model before its weights are read."""
 
     origin: Origin
-    section: ModelSection  # as in a recipe; for adapters, with the folder of their model
+    section: ModelSection  # `model` section of a recipe; for adapters, its path is the base model
     dtype: torch.dtype
-    files: Path | None  # the folder of tokenizer and template
-    options: Mapping[str, Any]  # of the processor
+    files: Path | None  # folder with tokenizer and chat template
+    options: Mapping[str, Any]  # options of the processor
     limits: Limits
-    parts: Path | None = None  # the diffusers folder whose VAE and text encoders a run used
+    parts: Path | None = None  # diffusers folder with the VAE and text encoders of a run
 
 
 def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base: Path | None = None) -> FoundModel:
     """Describe the model of a Hugging Face folder, a run, a checkpoint or adapters. `dtype` None: as stored.
 
-    `base`: the folder of the model that adapters belong to; None: the one that they name.
+    `base`: folder of the base model of adapters; None: the folder that the adapters name.
     """
     kind = weight_dtype(dtype)
     origin = origin_of(folder)
@@ -85,12 +85,12 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
         section = build(ModelSection, {"path": base, "lora": lora, "head": "reward" if scores else None}, str(folder))
         check_config_numbers(folder_layout(base).config(), base)
         return FoundModel(origin, section, kind or stored_dtype(base), base, {}, Limits())
-    recipe = saved_config(folder) if origin == "run" else None  # the shape is that of the newest checkpoint
+    recipe = saved_config(folder) if origin == "run" else None  # the model section is taken from the newest checkpoint
     settings = load_config(recipe or read_saved(folder / RUN_CONFIG))
     check_trusted(folder, model_code(settings.model), trust)
     files = _processor_folder(folder if origin == "run" else folder.parent.parent, settings)
     limits = limits_of(settings.data)
-    if limits.urls is not None:  # a run of somebody else must not open the network of this machine to data
+    if limits.urls is not None:  # settings of a downloaded run must not permit access to private networks
         limits = replace(limits, urls=replace(limits.urls, private=False))
     kind = kind or DTYPES[settings.precision.weights]
     parts = parts_folder(settings)
@@ -98,7 +98,7 @@ def find_model(folder: Path, dtype: str | torch.dtype | None, trust: Trust, base
 
 
 def parts_folder(settings: RunConfig) -> Path | None:
-    """Return the diffusers folder whose VAE and text encoders a run of a generation model uses; None: it names none."""
+    """Return the diffusers folder with the VAE and text encoders of a run; None if the recipe names none."""
     preview, encoders = settings.train.preview, settings.train.task_options.get("encoders")
     named = encoders.get("folder") if isinstance(encoders, dict) else None
     places = (None if preview is None else preview.folder, named, settings.model.path)
@@ -119,26 +119,27 @@ def load(
     processor: Mapping[str, Any] | None = None,
     trust: Trust = False,
 ) -> tuple[LoadedModel, LoadedProcessor]:
-    """Load a model and its processor; the family is found from the folder.
+    """Load a model and its processor. The family is detected from the folder.
 
     `device` "auto": an accelerator if there is one. `dtype` None: as stored.
 
-    `model`: a module of your own, of the class that the run was given as an object (`tessera.train(..., model=net)`).
-    The trained weights are put into it, on its device and in its type, and it is `module` of the returned model.
+    `model`: your own module, for a run of `tessera.train(..., model=net)`. The trained weights are copied into it, with
+    its device and dtype. The returned model wraps it as `module`.
 
-    `adapters`: LoRA files or PEFT folders that are merged into the weights: a path, several, or {path: strength}.
+    `adapters`: LoRA files or PEFT folders to merge into the weights: one path, a list, or {path: strength}.
 
-    `base`: where `path` is one of adapters, the folder of the model that they belong to, if they do not name it.
+    `base`: folder of the base model, if `path` contains adapters that do not name it.
 
-    `shards`: a torch DCP folder, or shards by rank, whose weights are read in place of those of the Hugging Face folder
-    `path`.
+    `shards`: a torch DCP folder, or shards by rank, with the weights to load instead of the weights in the Hugging Face
+    folder `path`.
 
-    `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that one device does not hold. Every rank of a
-    process group calls this, and then everything else, together and with the same prompts; all get the answers.
+    `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that does not fit into one device. All ranks
+    of the process group must call this function and the methods of the model together, with the same arguments. All
+    ranks get the results.
 
-    `processor`: options as in `data.processor` of a recipe ({"max_pixels": 262144}), in place of the stored ones.
+    `processor`: options as in `data.processor` of a recipe ({"max_pixels": 262144}), which replace the stored options.
 
-    `trust`: a run that you did not make may name code to import and call; True: you trust it.
+    `trust`: True permits importing and calling code that a run names. Only use it for runs that you trust.
     """
     folder = local_model(path)
     if model is not None:
@@ -146,7 +147,7 @@ def load(
         for name, value in {**unused, "device": device, "dtype": dtype}.items():
             if value is not None:
                 raise TesseraError(
-                    "has no effect on a module of your own",
+                    "this argument has no effect together with model=",
                     where=name,
                     fix="leave it out",
                     code="model.option-not-for-module",
@@ -159,9 +160,9 @@ def load(
     merged = adapter_strengths(adapters)
     if merged and section.lora is not None and section.lora.quantize is not None:
         raise TesseraError(
-            "adapters are merged into full weights, and those of this run are quantized",
+            "adapters cannot be merged into the quantized weights of this run",
             where=str(folder),
-            fix="give the model's folder, and the adapters of this run beside the others",
+            fix="load the folder of the base model, with the adapters of this run and the others as adapters=",
             code="adapter.merge-into-quantized",
         )
     meta = _MetaModel.of(source)
@@ -185,7 +186,7 @@ def load(
         merge_into(path_of_adapters, strength, tensors, meta.names, meta.weights, part_of(section.path))
     options = {**source.options, **(processor or {})}
     prepare = None if spec.processor is None or files is None else spec.processor(meta.config, files, **options)
-    if source.origin not in ("run", "checkpoint"):  # these were trained with the template that is written here
+    if source.origin not in ("run", "checkpoint"):  # runs are trained with the built-in chat template
         warn_of_another_template(prepare, files)
     loaded = LoadedModel(module, spec, meta.config, prepare, run, trained, section.path, files, source.limits, saved)
     return loaded, LoadedProcessor(prepare, spec, source.limits)
@@ -193,7 +194,7 @@ def load(
 
 @dataclass(frozen=True)
 class _MetaModel:
-    """Hold a model on the meta device, and the names of its tensors without adapters."""
+    """Hold a model on the meta device without adapters, and names and shapes of its tensors."""
 
     spec: ModelSpec
     config: Any
@@ -202,7 +203,7 @@ class _MetaModel:
     names: list[str]
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
-    fresh: frozenset[str]  # trained in full beside adapters, and not in the folder of their model
+    fresh: frozenset[str]  # new parameters that the base folder lacks, such as a reward head
 
     @staticmethod
     def of(source: FoundModel) -> _MetaModel:
@@ -217,7 +218,7 @@ class _MetaModel:
 def chosen_adapters(
     section: ModelSection, spec: ModelSpec, config: Any, module: nn.Module
 ) -> tuple[dict[str, Adapter], list[str]]:
-    """Return the adapters that a model section selects, and the parameters that are trained in full beside them.
+    """Return the adapters that a `model` section selects, and the names of parameters that are trained in full.
 
     `module`: the model on the meta device, without adapters.
     """
@@ -237,7 +238,7 @@ def _fill_weights(
     adapters: Mapping[str, Adapter],
     shards: Path | None,
 ) -> None:
-    """Fill this rank's tensors from a Hugging Face folder, a run, a checkpoint, adapters or shards."""
+    """Read the weights of this rank from a Hugging Face folder, a run, a checkpoint, adapters or shards."""
     section, expected = source.section, [name for name in meta.names if name not in meta.fresh]
     if source.origin == "adapters":
         assert section.path is not None
@@ -247,9 +248,9 @@ def _fill_weights(
     elif shards is not None:
         if source.origin != "folder" or meta.weights is None:
             raise TesseraError(
-                "shards belong to a Hugging Face folder",
+                "shards= needs a Hugging Face folder that describes the model",
                 where=str(folder),
-                fix="name that folder",
+                fix="name the Hugging Face folder of the model as path",
                 code="weights.shards-without-folder",
             )
         fill_from_form(shards, tensors, meta.weights, meta.spec.name, meta.config, meta.shapes, meta.tied)
@@ -258,28 +259,33 @@ def _fill_weights(
 
 
 def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcessor]:
-    """Put the weights of a run, a checkpoint or an export into a module of the user's own."""
+    """Load the weights of a run, a checkpoint or an export into a module of the user."""
     if not isinstance(module, nn.Module):
         fix = f"model={module.__name__}(...)" if isinstance(module, type) else "model=net, an object of its class"
         raise TesseraError(
-            f"not a torch.nn.Module: {str(module)[:100]}", where="model", fix=fix, code="model.not-a-module"
+            f"model= must be a torch.nn.Module, got {str(module)[:100]}",
+            where="model",
+            fix=fix,
+            code="model.not-a-module",
         )
     if any(tensor.is_meta for tensor in model_tensors(module).values()):
         raise TesseraError(
-            "the module has no memory yet",
+            "the module is on the meta device",
             where="model",
-            fix="net.to_empty(device='cpu') gives it some",
+            fix="allocate it first: net.to_empty(device='cpu')",
             code="model.module-without-memory",
         )
     spec, config = spec_of_object(module)
     tensors = model_tensors(module)
-    stored = [] if detect_layout(folder) is not None else newest_names(folder)  # folders are checked when they are read
+    stored = (
+        [] if detect_layout(folder) is not None else newest_names(folder)
+    )  # names in Hugging Face folders are checked by the reader
     if unknown := [name for name in stored if name not in tensors]:
         raise TesseraError(
-            f"{type(module).__name__} has no {few_names(unknown)}, which was trained",
+            f"{type(module).__name__} lacks trained tensors: {few_names(unknown)}",
             where=str(folder),
             nearest=nearest(unknown[0], tensors),
-            fix="give a module of the class and the sizes that were trained",
+            fix="use a module of the class and sizes of the trained model",
             code="model.module-differs",
         )
     fill_from(folder, tensors, spec.main.weight_map(config), tied_names(module))
@@ -293,7 +299,7 @@ def _call_with_arguments(module: nn.Module) -> Callable[[Batch], Any]:
 
 
 def check_class_known(folder: Path) -> None:
-    """Raise if the model of a run or an export was given as an object, whose class no file names."""
+    """Raise if the model was trained as an object (model=net), because then no file names its class."""
     if (folder / RUN_CONFIG).is_file():
         section = load_config(saved_config(folder) or read_saved(folder / RUN_CONFIG)).model
         unknown = section.family == "module" and not section.config.get("class")
@@ -302,15 +308,15 @@ def check_class_known(folder: Path) -> None:
         unknown = layout is not None and layout.config().get("model_type") == MODEL_TYPE
     if unknown:
         raise TesseraError(
-            "the model was given as an object, and its class is not known here",
+            "this model was trained as a Python object, and its files do not name its class",
             where=str(folder),
-            fix="give a module of that class, which the weights are put into: tessera.load(folder, model=net)",
+            fix="create a module of its class and load the weights into it: tessera.load(folder, model=net)",
             code="model.class-not-known",
         )
 
 
 def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
-    """Return the adapters that were given, each with its strength, in order."""
+    """Return the argument `adapters` as {path: strength}. Raise if a path is not an adapter."""
     if adapters is None:
         return {}
     if isinstance(adapters, (str, Path)):
@@ -319,12 +325,12 @@ def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
     by_path = {Path(path): float(strength) for path, strength in strengths.items()}
     for path in by_path:
         if not is_adapters(path):
-            origin_of(path)  # raises if nothing is there
+            origin_of(path)  # raises another error if the path does not exist
             raise TesseraError(
-                "this is a model, not adapters",
+                "this path is a model, not an adapter",
                 where=str(path),
                 allowed=["a LoRA file (.safetensors)", "a PEFT folder"],
-                fix=f"a run that trained adapters gives them with: tessera convert {path} ADAPTERS --adapters",
+                fix=f"to get the adapters of a run: tessera convert {path} ADAPTERS --adapters",
                 code="adapter.folder-is-a-model",
             )
     return by_path
@@ -349,7 +355,7 @@ def generate(
     `on_text` is called with each new part of the answer. `adapters` and `trust`: see `load`. `sampling`: temperature,
     top_k, top_p, seed.
     """
-    Sampling(**sampling)  # refuses wrong values before the model is loaded
+    Sampling(**sampling)  # raise for wrong values before the model is loaded
     loaded, processor = load(model, device=device, adapters=adapters, trust=trust)
     conversation = Chat(loaded, processor, system, max_new_tokens, sampling)
     return conversation.ask(question, images=images, videos=videos, on_text=on_text)
@@ -363,26 +369,26 @@ def _over_ranks(
     dtype: torch.dtype,
     family: GenerationFamily | None,
 ) -> tuple[nn.Module, Callable[..., Any]]:
-    """Return this rank's part of a model, allocated and not yet filled, and the callable that runs it on all ranks.
+    """Return this rank's part of a model, allocated without values, and the callable that runs it on all ranks.
 
-    `family`: of a model that generates images or videos.
+    `family`: family of a generation model; None for a language model.
     """
     if not dist.is_initialized():
         raise TesseraError(
-            "a layout over several ranks needs a process group",
+            "parallel= needs a process group",
             where="parallel",
-            fix="start with torchrun, and call torch.distributed.init_process_group() first",
+            fix="start with torchrun, and call torch.distributed.init_process_group() before",
             code="layout.no-process-group",
         )
     if dtype not in (torch.float32, torch.bfloat16):
         raise TesseraError(
-            f"{dtype} over several ranks",
+            f"the dtype {dtype} is not supported with parallel=",
             where="dtype",
             allowed=["float32", "bfloat16"],
             code="layout.quantized-over-ranks",
         )
     section = build(ParallelSection, dict(parallel), "parallel")
-    # As many rows as any schedule asks for: nothing is scheduled here.
+    # Enough rows for every pipeline schedule, so that the plan accepts the layout.
     work = Workload(rows=dist.get_world_size() * (section.virtual or 2))
     plan = make_plan(
         section,
@@ -394,7 +400,7 @@ def _over_ranks(
     )
     if plan.axes.size(CONTEXT) > 1 and family is None:
         raise TesseraError(
-            "ranks cannot share the rows of a prompt, which grow by a token at a time",
+            "language models cannot generate with context parallelism",
             where="parallel.cp",
             allowed=[1],
             code="layout.axis-not-for-generation",
@@ -409,20 +415,20 @@ def _over_ranks(
 
 
 def _own_device(name: str, with_others: bool) -> torch.device:
-    """Return this rank's device. A rank that loads alone must not wait for the others to count them."""
+    """Return the device of this rank. Without `with_others`, do not communicate with other ranks."""
     if name == "cpu" or not dist.is_initialized():
         return devices.resolve(name)
     return devices.resolve_shared(name, rank_on_machine() if with_others else environment_ranks()[2])
 
 
 def _processor_folder(run: Path, settings: RunConfig) -> Path | None:
-    """Return the folder of the processor's files: the run's copy, or where they came from if there is no copy."""
+    """Return the folder with the processor files of a run: its copy, or the original folder."""
     copy = run / "processor"
     return copy if copy.is_dir() else settings.model.tokenizer or side_folder(settings.model.path)
 
 
 def weight_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the type of weights that a word means, or raise; None: as stored."""
+    """Return the torch dtype for a name such as "bfloat16". None means: as stored."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""Load a pipeline for a generation model of a folder, a run, a checkpoint or adapters, and write its samples."""
+"""Load a pipeline that generates images or videos, from a folder, a run, a checkpoint or adapters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tessera.weights.layouts import DiffusersFolder, pipeline_folder
 
 
 def generates_media(path: Path, trust: Trust = False) -> bool:
-    """Return whether the model at a path makes images or videos, and not text. Weights are not read."""
+    """Return whether the model at a path generates images or videos. Weights are not read."""
     return isinstance(resolve(find_model(local_model(path), None, trust).section)[0], GenerationSpec)
 
 
@@ -51,12 +51,12 @@ def load_pipeline(
 ) -> Pipeline:
     """Load a generation model from a diffusers folder, a run, one of its checkpoints or adapters.
 
-    `adapters`: LoRA files or PEFT folders that are merged into the model, with their strengths as `load` takes them. Of
-    a model with two experts they are for the one for much noise, `adapters_2` for the one for little noise; a file
-    that names both experts is for both.
+    `adapters`: LoRA files or PEFT folders to merge into the model, as in `load`. For a model with two experts, they are
+    merged into the high-noise expert, and `adapters_2` into the low-noise expert. A file that names both experts is
+    merged into both.
 
-    `parts`: the diffusers folder whose VAE and text encoders are used, where the model is not in one. The other
-    arguments are those of `load`. With `parallel`, all ranks call everything together, and all get the samples.
+    `parts`: diffusers folder with the VAE and text encoders, if the folder of the model has none. The other arguments
+    are those of `load`. With `parallel`, all ranks must make the same calls, and all ranks get the samples.
     """
     folder = local_model(path)
     source = find_model(folder, dtype, trust, None if base is None else Path(base))
@@ -64,9 +64,9 @@ def load_pipeline(
     family = family_of(spec, config)
     if family is None:
         raise TesseraError(
-            f"{spec.name} generates text",
+            f"{spec.name} is a language model, not a pipeline for images or videos",
             where=str(folder),
-            fix="use tessera.load, or tessera generate",
+            fix="load it with tessera.load",
             code="generation.model-generates-text",
         )
     home = _home(source, None if parts is None else Path(parts))
@@ -75,9 +75,9 @@ def load_pipeline(
     if not (SECOND in DiffusersFolder(home).components() and isinstance(boundary, (int, float))):
         if adapters_2 is not None:
             raise TesseraError(
-                "this model has one expert",
+                "adapters_2 is for models with two experts, and this model has one",
                 where="adapters_2",
-                fix="give them as adapters",
+                fix="pass the adapters as adapters=",
                 code="adapter.model-has-one-expert",
             )
         model, _ = load(folder, device, source.dtype, adapters=adapters, **how)
@@ -96,29 +96,29 @@ def load_pipeline(
 def _by_expert(
     adapters: Mapping[Path, float], adapters_2: Mapping[Path, float]
 ) -> tuple[dict[Path, float], dict[Path, float]]:
-    """Return which adapters each expert gets: a file may name both."""
+    """Return the adapters of the high-noise and of the low-noise expert."""
     first = {path: strength for path, strength in adapters.items() if FIRST in parts_in(path)}
     second = {path: strength for path, strength in adapters.items() if SECOND in parts_in(path)}
     return first, {**second, **adapters_2}
 
 
 def _home(source: FoundModel, parts: Path | None) -> Path:
-    """Return the diffusers folder of VAE and text encoders: the one that is named, or that the model came from."""
+    """Return the diffusers folder with VAE and text encoders: `parts`, or the folder of the model."""
     place = parts or source.parts or source.section.path
     home = None if place is None else pipeline_folder(place)
     if home is not None:
         return home
     raise TesseraError(
-        "a VAE and text encoders are missing: they are in the folder of a diffusers pipeline",
+        "the VAE and the text encoders of the pipeline are missing",
         where="the model" if place is None else str(place),
-        fix="name that folder with --parts FOLDER",
+        fix="name a diffusers folder that contains them: --parts FOLDER",
         code="generation.parts-missing",
     )
 
 
 @dataclass(frozen=True)
 class Written:
-    """Name the written files: samples, and their metadata."""
+    """Name the written files: samples and their metadata file."""
 
     files: tuple[Path, ...]
     metadata: Path
@@ -135,8 +135,10 @@ def generate_files(
     on_step: OnStep | None = None,
     **loading: Any,
 ) -> Written:
-    """Load a model, make the samples of a request and write them beside a metadata file. Of several ranks, which all
-    call this, the first writes. `loading`: further arguments of `load_pipeline`."""
+    """Load a model, generate the samples of a request, and write them with a metadata file.
+
+    All ranks of a process group call this, and the first rank writes. `loading`: further arguments of `load_pipeline`.
+    """
     target = Path(out)
     check_out(target, request.frames or 1)
     merged, merged_2 = adapter_strengths(adapters), adapter_strengths(adapters_2)

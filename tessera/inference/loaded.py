@@ -1,4 +1,4 @@
-"""Use a loaded model: chat, generate, compute rewards, make prompts, and write it to a folder."""
+"""A loaded model and its processor: generate, chat, compute rewards, and save the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tessera.lora.select import Adapters
 
 
 class LoadedModel(nn.Module):
-    """Generate text with a model: `module` is the plain torch module, used with its processor."""
+    """Wrap a model with its processor. `module` is the plain torch module."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class LoadedModel(nn.Module):
         limits: Limits | None = None,
         trained_whole: Sequence[str] = (),
     ) -> None:
-        """Make the model. `run`: called instead of a module that is split over several ranks. `base`: the folder of the
-        model that adapters belong to, if it is known. `files`: the folder of tokenizer and template.
-        `trained_whole`: parameters that were trained beside adapters."""
+        """Create the wrapper. `run`: callable to use instead of `module`, for a model that is split over ranks. `base`:
+        folder of the base model of adapters, if it is known. `files`: folder with tokenizer and chat template.
+        `trained_whole`: names of parameters that were trained in full beside adapters."""
         super().__init__()
         self.trained_whole = trained_whole
         self.adapters = adapters or {}
@@ -67,12 +67,12 @@ class LoadedModel(nn.Module):
 
     @property
     def passes(self) -> PassRanks:
-        """Return the ranks that compute the passes of guidance in turn."""
+        """Return the ranks that share the passes of classifier-free guidance."""
         return self._run.passes if isinstance(self._run, ModelOverRanks) else PassRanks()
 
     def forward(self, batch: Batch, logits: bool = True) -> Any:
-        """Return the outputs of the model by name."""
-        # Only the language models of Tessera can leave out logits.
+        """Return the outputs of the model as name -> tensor."""
+        # Only language models have the argument `logits`.
         options = {"logits": logits} if self.spec.task in ("language", "reward") else {}
         return self._run(batch.to(self.device), **options)
 
@@ -87,14 +87,14 @@ class LoadedModel(nn.Module):
         seed: int = 0,
         on_text: Callable[[str], None] | None = None,
     ) -> str | list[str]:
-        """Return the answer to a prompt, or a list of answers to several.
+        """Generate the answer to one prompt, or a list of answers to several prompts.
 
-        `on_text` is called with each new part of a single answer.
+        `on_text` is called with each new part of the answer, for one prompt only.
         """
         if self.spec.gives(REWARDS):
             raise TesseraError(
-                "a reward model generates no text",
-                fix="model.reward(batch) returns rewards of answers",
+                "a reward model cannot generate text",
+                fix="compute rewards of answers with model.reward(batch)",
                 code="generation.reward-model",
             )
         processor = _needed(self._processor, self.spec)
@@ -102,7 +102,7 @@ class LoadedModel(nn.Module):
         stream = None if on_text is None else TextStream(processor.decode, on_text)
         if stream is not None and rows != 1:
             raise TesseraError(
-                f"on_text follows one answer, and the batch has {rows} prompts",
+                f"on_text works with one prompt, and the batch has {rows}",
                 fix="pass one prompt",
                 code="generation.stream-of-several",
             )
@@ -122,10 +122,12 @@ class LoadedModel(nn.Module):
 
     @torch.no_grad()
     def reward(self, batch: Batch) -> list[float]:
-        """Return the reward of each conversation of a batch, by a reward model: higher is better."""
+        """Return the reward of each conversation in a batch. A higher reward is better."""
         if not self.spec.gives(REWARDS):
             raise TesseraError(
-                "this model has no head for rewards", fix="train one: train.task=reward", code="model.no-reward-head"
+                "this model has no reward head",
+                fix="train a reward model with train.task=reward",
+                code="model.no-reward-head",
             )
         outputs = self._run(batch.to(self.device), logits="last")
         return [float(value) for value in outputs[REWARDS].flatten()]
@@ -142,9 +144,9 @@ class LoadedModel(nn.Module):
         on_text: Callable[[str], None] | None = None,
         **sampling: Any,
     ) -> str:
-        """Return the answer to one question, with an image or several: `model.chat("What is this?", "cat.jpg")`.
+        """Answer one question, with or without images: `model.chat("What is this?", "cat.jpg")`.
 
-        `sampling`: temperature, top_k, top_p, seed, as in `generate`. For several turns see `tessera.chat`.
+        `sampling`: temperature, top_k, top_p, seed, as in `generate`. See `tessera.chat` for several questions.
         """
         processor = LoadedProcessor(self._processor, self.spec, self._limits)
         all_images = [*([] if image is None else [image]), *images]
@@ -159,12 +161,11 @@ class LoadedModel(nn.Module):
         overwrite: bool = False,
         prove: Literal["auto", "always", "never"] = "auto",
     ) -> Path:
-        """Write the model with the weights it has now, and return the folder: a Hugging Face folder with tokenizer,
-        template and preprocessor, which `transformers` and `tessera.load` read. Adapters are merged into the weights.
+        """Save the model as a Hugging Face folder for `transformers` and `tessera.load`, and return the folder.
 
-        `adapters`: write them alone, in PEFT's form. `prove`: whether logits are compared with those of transformers
-        before the folder is published, as by `tessera.convert`. A folder with other files is refused unless `overwrite`
-        is on.
+        Tokenizer, chat template and preprocessor are saved, too. Adapters are merged into the weights. `adapters`: save
+        only the adapters, in PEFT's format. `prove`: whether to compare logits with transformers before the folder is
+        published, as in `tessera.convert`. A folder that contains other files is refused unless `overwrite` is True.
         """
         check_choice(prove)
         target = Path(folder)
@@ -173,7 +174,7 @@ class LoadedModel(nn.Module):
                 raise TesseraError(
                     "this model has no adapters",
                     where="adapters=True",
-                    fix="leave it out",
+                    fix="leave adapters=True out",
                     code="adapter.none-in-model",
                 )
             save_adapters(
@@ -206,30 +207,30 @@ class LoadedModel(nn.Module):
 
 @dataclass(frozen=True)
 class LoadedProcessor:
-    """Make prompts for generation from chat messages, or from samples of a data set."""
+    """Create prompts for generation from chat messages, or from samples of a data set."""
 
     processor: Processor | None
     spec: ModelSpec
     limits: Limits
 
     def __call__(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
-        """Return a batch for one conversation or a list of them, each a list of {role, content}.
+        """Return a batch for one conversation or several. A conversation is a list of {role, content}.
 
-        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. Relative paths start at
-        `root`, or at the working folder.
+        Images are paths, PIL images or bytes; videos are paths, bytes or arrays of frames. Relative paths are
+        relative to `root`; None: to the working folder.
         """
         base = Path.cwd() if root is None else Path(root)
         samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
         return self.prompt([(sample, Path(base.anchor or "/")) for sample in samples])
 
     def whole(self, messages: Sequence[Any], root: str | Path | None = None) -> Batch:
-        """Return a batch of conversations that end with an answer, as a reward model reads them."""
+        """Return a batch of complete conversations, which end with an answer, for a reward model."""
         base = Path.cwd() if root is None else Path(root)
         samples = [sample_of(talk, str(number), base) for number, talk in enumerate(conversations(messages))]
         processor = _needed(self.processor, self.spec)
         if not isinstance(processor, ChatProcessor):
             raise TesseraError(
-                f"the processor of {self.spec.name} makes no batches of conversations",
+                f"the processor of {self.spec.name} cannot process complete conversations",
                 code="generation.no-conversations",
             )
         above = Path(base.anchor or "/")
@@ -238,9 +239,9 @@ class LoadedProcessor:
         return processor.collate([encoded], sum(len(sample.tokens) for sample in encoded))
 
     def prompt(self, samples: Sequence[tuple[Sample, Path]]) -> Batch:
-        """Return a batch for samples of data sets, each with the root folder of its media."""
+        """Return a batch of prompts for (sample of a data set, root folder of its media)."""
         processor = _needed(self.processor, self.spec)
-        if not isinstance(processor, ChatProcessor):  # it raises the reason why it makes no prompts
+        if not isinstance(processor, ChatProcessor):  # its method raises an error with the reason
             return processor.prompt([sample for sample, _ in samples], [[] for _ in samples])
         read = [read_media(sample, root, self.limits, processor) for sample, root in samples]
         return processor.prompt(
@@ -251,14 +252,14 @@ class LoadedProcessor:
 def _needed(processor: Processor | None, spec: ModelSpec) -> LanguageProcessor:
     if processor is not None and not isinstance(processor, LanguageProcessor):
         raise TesseraError(
-            f"{spec.name} generates images or videos, not text",
-            fix="use `tessera generate`",
+            f"{spec.name} is a model for images or videos, and cannot generate text",
+            fix="use tessera generate, or tessera.pipeline in Python",
             code="generation.model-generates-media",
         )
     if processor is None:
         raise TesseraError(
-            f"no processor for this {spec.name} model: text cannot be tokenized",
-            fix="put tokenizer.json and the preprocessor files beside the weights, or in the run's `processor` folder",
+            f"the folder of this {spec.name} model has no tokenizer or preprocessor",
+            fix="copy tokenizer.json and the preprocessor files into that folder, or into `processor` of the run",
             code="tokenizer.no-processor",
         )
     return processor

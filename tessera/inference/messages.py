@@ -1,6 +1,6 @@
-"""Make samples from chat messages of a caller, with media as paths, bytes or decoded objects.
+"""Convert chat messages of a caller to samples. Media are paths, bytes or decoded objects.
 
-A path may be anywhere on this machine. The content of the file is not trusted.
+A path may point anywhere on this machine. The content of a file is untrusted.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _DECODED: Mapping[str, tuple[type, str]] = {
 
 
 def conversations(messages: Sequence[Any]) -> list[list[Mapping[str, Any]]]:
-    """Return one conversation (a list of messages) or several (a list of those) as a list of several."""
+    """Return a list of conversations, from one conversation (a list of messages) or a list of conversations."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise TesseraError(
-            "messages are a list of {role, content}, or a list of such lists",
+            "messages must be a list of {role, content}, or a list of such lists",
             where="messages",
             code="generation.bad-messages",
         )
@@ -46,18 +46,22 @@ def conversations(messages: Sequence[Any]) -> list[list[Mapping[str, Any]]]:
         return [list(messages)]
     if all(isinstance(entry, Sequence) and not isinstance(entry, (str, bytes)) for entry in messages):
         return [list(entry) for entry in messages]
-    raise TesseraError("messages and lists of messages are mixed", where="messages", code="generation.bad-messages")
+    raise TesseraError(
+        "the list mixes messages and lists of messages", where="messages", code="generation.bad-messages"
+    )
 
 
 def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sample:
-    """Return a conversation as a sample. Paths of media are made absolute: relative ones start at `base`."""
+    """Return a conversation as a sample. Relative media paths are resolved against `base`."""
     if not messages:
-        raise TesseraError("an empty conversation", where="messages", code="generation.bad-messages")
+        raise TesseraError("the conversation is empty", where="messages", code="generation.bad-messages")
     checked = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise TesseraError("a message has a role and content", where=where, code="generation.bad-messages")
+            raise TesseraError(
+                "a message must have the keys role and content", where=where, code="generation.bad-messages"
+            )
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise TesseraError(
@@ -69,7 +73,9 @@ def sample_of(messages: Sequence[Mapping[str, Any]], id: str, base: Path) -> Sam
             )
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, Sequence):
-            raise TesseraError("content is a text or a list of parts", where=where, code="generation.bad-messages")
+            raise TesseraError(
+                "content must be a string or a list of parts", where=where, code="generation.bad-messages"
+            )
         checked.append(Message(role, tuple(_part(part, f"{where}.content[{i}]", base) for i, part in enumerate(parts))))
     return Sample(id, tuple(checked))
 
@@ -79,24 +85,26 @@ def _part(part: Any, where: str, base: Path) -> Part:
     kind = _KINDS.get(word) if isinstance(word, str) else None
     if kind is None:
         raise TesseraError(
-            f"unknown type of part: {word!r}",
+            f"unknown type of a content part: {word!r}",
             where=where,
             allowed=_KINDS,
             nearest=nearest(str(word), _KINDS),
             code="generation.unknown-part",
         )
     value = next((part[key] for key in (word, kind, "path", "url") if key in part), None)
-    if isinstance(value, Mapping):  # {"image_url": {"url": ...}}
+    if isinstance(value, Mapping):  # the form {"image_url": {"url": ...}} of OpenAI
         value = value.get("url")
     if value is None:
         raise TesseraError(
-            f"the part names no {kind}",
+            f"the content part has no {kind}",
             where=where,
             fix=f'write {{"type": "{kind}", "{kind}": ...}}',
             code="generation.bad-messages",
         )
     if kind == "text" and not isinstance(value, str):
-        raise TesseraError(f"text is a {type(value).__name__}", where=where, code="generation.bad-messages")
+        raise TesseraError(
+            f"text must be a string, got {type(value).__name__}", where=where, code="generation.bad-messages"
+        )
     return Part(kind, value if kind == "text" else _media(kind, value, where, base))
 
 
@@ -106,7 +114,7 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
         return value
     if not isinstance(value, (str, Path)):
         raise TesseraError(
-            f"the {kind} is a {type(value).__name__}",
+            f"unsupported type of {kind}: {type(value).__name__}",
             where=where,
             allowed=["a path", its_name, "bytes"],
             code="generation.bad-messages",
@@ -114,5 +122,5 @@ def _media(kind: PartKind, value: Any, where: str, base: Path) -> Any:
     if isinstance(value, str) and is_data_url(value):
         return decode_data_url(value)
     if "://" in str(value):
-        resolve(value, base)  # raises the reason
+        resolve(value, base)  # raises an error: URLs are not supported
     return str((base / Path(value).expanduser()).resolve())

@@ -1,8 +1,8 @@
-"""Prove that a folder computes in plain `transformers` or `diffusers` what it computes here.
+"""Prove that Tessera and `transformers` or `diffusers` compute the same from an exported folder.
 
-Both sides read the folder for themselves: weights, configuration, tokenizer, chat template and preprocessor, and
-compute a small input in float32. Results may differ by as much as rounding explains, which is measured: every weight of
-ours is moved by one rounding.
+Each side loads the folder by its own code (weights, configuration, tokenizer, chat template, preprocessor) and computes
+the outputs of a small input in float32. The allowed difference is derived from the effect of rounding: the outputs are
+computed again with every weight changed by one float32 rounding.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from tessera.runtime.progress import human_bytes
 from tessera.weights.layouts import CLASS_NAME, folder_layout
 
 Prove = Literal["auto", "always", "never"]
-AUTO_BYTES = 4 << 30  # of weights in float32; more takes minutes
-_SHARE = 4  # and no more than this part of the memory that is free
-_ROUNDINGS = 8.0  # how many times the effect of one rounding of the weights two right results may be apart
+AUTO_BYTES = 4 << 30  # largest size of float32 weights for prove=auto; a larger model takes minutes
+_SHARE = 4  # prove=auto uses at most 1/4 of the free memory
+_ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
-_SCALARS = {"guidance": 3.5}  # one number of a sample
-_TIME = 500.0  # of 1000; a thousandth of it, as some classes of diffusers are given it, is exact
+_SCALARS = {"guidance": 3.5}  # inputs that are one number per sample
+_TIME = 500.0  # timestep; 500 and 500/1000 are exact in float32
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Hold the result of a proof."""
+    """Hold the result of a comparison."""
 
-    line: str  # what was compared, or why nothing was
+    line: str  # what was compared, or why nothing was compared
     problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # faults that are not those of the weights
-    obstacle: str | None = None  # a reason for not comparing that is no fault of the folder
+    warnings: tuple[str, ...] = ()  # problems that do not concern the weights
+    obstacle: str | None = None  # why a comparison was impossible, if the folder is not to blame
 
 
 def check_choice(when: str) -> None:
-    """Raise if this is no choice: before a long conversion, and not at its end."""
+    """Raise if `when` is not a value of `prove`."""
     if when not in get_args(Prove):
         near = nearest(when, get_args(Prove))
         raise TesseraError(
-            f"no such choice: {when!r}",
+            f"unknown value of prove: {when!r}",
             where="--prove",
             allowed=get_args(Prove),
             nearest=near,
@@ -77,11 +77,11 @@ def check_choice(when: str) -> None:
 
 
 def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto") -> Proof:
-    """Compare config.json with `config`, the trained model, and logits or predicted latents of both sides.
+    """Compare config.json with the trained `config`, and logits or predicted latents with the other library.
 
-    One rank does it alone. `when`: "auto" skips models that the library has no class for, and models that take long or
-    much memory. An obstacle (a template that takes no such messages, a missing package) is then a warning; "always"
-    raises it.
+    One rank calls this. `when` "auto": skip the comparison if the library has no class for the model, or if it would
+    take long or much memory; other obstacles (a missing package, a chat template that refuses the messages) are
+    warnings. "always": raise instead. "never": compare nothing.
     """
     library = "diffusers" if CLASS_NAME in folder_layout(folder).config() else "transformers"
     untrue = () if when == "never" else tuple(_untrue_fields(folder, spec, config))
@@ -91,16 +91,16 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
     if reason is not None:
         if when == "always":
             raise TesseraError(
-                f"nothing can be proved: {reason}",
+                f"the folder cannot be compared: {reason}",
                 where=str(folder),
-                fix="leave `prove` as it is: auto",
+                fix="leave prove out; the default is auto",
                 code="output.nothing-to-prove",
             )
         return Proof(f"not compared with {library}: {reason}")
     try:
         return (_compare_latents if library == "diffusers" else _compare_logits)(folder, spec, config)
-    except Exception as error:  # of the other library, a template or an image codec: it may be any
-        if isinstance(error.__cause__, RuntimeError):  # shapes that do not fit
+    except Exception as error:  # foreign code (the library, a template, a codec) may raise any exception
+        if isinstance(error.__cause__, RuntimeError):  # the weights do not fit the class: a problem of the folder
             return Proof(f"compared with {library}", (first_line(error),))
         if when == "always":
             raise
@@ -111,8 +111,8 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
 
 
 def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
-    """Return the fields of a folder's config.json by which the model would be another one than `config` describes."""
-    if not spec.hf_types:  # a class of the user's own, or of transformers
+    """Return descriptions of the fields of a folder's config.json that contradict the trained `config`."""
+    if not spec.hf_types:  # a class of the user or of transformers: it has no config of Tessera to compare
         return []
     _, stored = resolve(ModelSection(path=folder, family=spec.name))
     trained = config.model_dump(mode="json")
@@ -120,20 +120,20 @@ def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
 
 
 def _compare_latents(folder: Path, spec: ModelSpec, config: Any) -> Proof:
-    """Compare what both sides predict for one small sample of random latents and embeddings."""
+    """Compare the predictions of Tessera and diffusers for a small sample of random latents and embeddings."""
     family = config.generation()
     batch = _generation_batch(spec, config, family)
     latents = from_tokens(batch["latents"], family.patch, config.proof_grid())
     ours, moved = _Ours(folder, spec, config).results(batch)
     stock = DiffusersModel(folder)
-    if stock.missing:  # diffusers leaves them on the meta device
+    if stock.missing:  # diffusers leaves missing weights on the meta device, so it cannot compute
         return Proof("compared with diffusers", (f"diffusers finds no tensor for {few_names(stock.missing)}",))
     expected = config.diffusers_tokens(stock.predict(config.diffusers_inputs(batch, latents)))
     return _judged("diffusers", "latents", stock, (ours, moved, expected), f"{len(ours)} tokens")
 
 
 def _generation_batch(spec: ModelSpec, config: Any, family: GenerationFamily) -> Batch:
-    """Return one sample of random numbers in the sizes that the family reads."""
+    """Return a batch with one sample of random latents and embeddings, in the sizes of the family."""
     assert spec.example is not None
     grid = config.proof_grid()
     words = max(reader.embeddings(reader.skip + _TOKENS) for reader in family.captions)
@@ -165,7 +165,7 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
         difference = _other_prompt(theirs["input_ids"][0].tolist(), _tokens(batch).tolist())
         if difference is None:
             inputs = theirs
-        else:  # then of tokens that are the same on both sides
+        else:  # prompts differ: compare logits of the same tokens instead
             warnings.append(difference)
             batch = ours.prompt(_messages([]))
             inputs["input_ids"] = _tokens(batch)[None]
@@ -185,7 +185,7 @@ def _judged(
     inputs_text: str,
     warnings: tuple[str, ...] = (),
 ) -> Proof:
-    """Return what three results prove: ours, ours after every weight was moved by one rounding, and the library's."""
+    """Judge three outputs: of Tessera, of Tessera with rounded weights, and of the library."""
     ours, moved, expected = results
     problems = [f"{library} finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
     problems += [f"{library} has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []
@@ -203,23 +203,23 @@ def _judged(
 
 
 def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | None:
-    """Return why nothing is compared; None if nothing is in the way."""
+    """Return why a folder cannot be compared; None if it can."""
     data = folder_layout(folder).config()
     if CLASS_NAME in data:
         return _no_diffusers(folder, spec) or _too_large(folder, when)
     if spec.gives(REWARDS):
-        return "a reward model has no logits of tokens"
+        return "a reward model has no token logits"
     foreign = spec.generate is not None
     if not foreign and (str(data.get("model_type")) not in spec.hf_types or spec.example is None):
-        return f"the family {spec.name} has no model of its own for this folder"
+        return f"Tessera has no built-in model for this folder (family {spec.name})"
     if "quantization_config" in data:
-        return "its computation with quantized weights differs"
+        return "transformers computes with quantized weights in another way"
     if importlib.util.find_spec("transformers") is None:
-        return "it is not installed (pip install tessera-mm[hf])"
+        return "the library is not installed (pip install tessera-mm[hf])"
     if (kind := StockModel.class_of(folder)) is None:
-        return f"it has no class {data.get('architectures')}"
+        return f"transformers has no class {data.get('architectures')}"
     if not foreign and not kind.can_generate():
-        return f"the family {spec.name} has no model of the class {kind.__name__}"
+        return f"the family {spec.name} does not implement the class {kind.__name__}"
     if spec.processor is not None and _sees(spec, config) and not (folder / "tokenizer.json").is_file():
         return "the folder has no tokenizer"
     if foreign and kind.can_generate() and (reason := _no_conversations(folder, spec, config)) is not None:
@@ -228,29 +228,31 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
 
 
 def _no_diffusers(folder: Path, spec: ModelSpec) -> str | None:
-    """Return why a folder of diffusers cannot be compared at all."""
+    """Return why a diffusers folder cannot be compared; None if it can."""
     if not isinstance(spec, GenerationSpec) or spec.example is None or not issubclass(spec.config, DiffusersConfig):
-        return f"the family {spec.name} has no model of its own for this folder"
+        return f"Tessera has no built-in model for this folder (family {spec.name})"
     if importlib.util.find_spec("diffusers") is None:
-        return "it is not installed (pip install tessera-mm[hf])"
-    return None if DiffusersModel.class_of(folder) is not None else "it has no class of the name in config.json"
+        return "the library is not installed (pip install tessera-mm[hf])"
+    return (
+        None if DiffusersModel.class_of(folder) is not None else "diffusers has no class with the name in config.json"
+    )
 
 
 def _too_large(folder: Path, when: Prove) -> str | None:
-    """Return why a comparison would take too long or too much memory."""
+    """Return why the model is too large to compare; None if it is not."""
     with FolderTensors(folder) as stored:
         size = 4 * sum(prod(shape) for shape in stored.shapes.values())
     free = devices.free_memory(torch.device("cpu"))
     if when == "auto" and size > min(AUTO_BYTES, free // _SHARE):
         return (
-            f"{human_bytes(size)} in float32, and `auto` takes at most {human_bytes(AUTO_BYTES)} and a "
+            f"the weights are {human_bytes(size)} in float32, and `auto` allows {human_bytes(AUTO_BYTES)} and a "
             f"quarter of the free memory ({human_bytes(free)}); `tessera compare FOLDER --prove always` does it"
         )
     return None
 
 
 class _Ours:
-    """Hold our model of a folder in float32 on the CPU, and its processor."""
+    """Hold Tessera's model of a folder, in float32 on the CPU, and its processor."""
 
     def __init__(self, folder: Path, spec: ModelSpec, config: Any) -> None:
         meta = build_on_meta(spec, config)
@@ -285,8 +287,8 @@ class _Ours:
         return self.processor.prompt([sample], [media], [sizes])
 
     def example(self) -> Batch:
-        """Return tokens spread over the vocabulary: without a tokenizer, special ones are unknown."""
-        if self._spec.generate is not None:  # a class of transformers that classifies
+        """Return a batch of tokens spread over the vocabulary, for a folder without a tokenizer."""
+        if self._spec.generate is not None:  # a classifier of transformers, which takes input_ids
             words = self._module.get_input_embeddings().weight  # type: ignore[union-attr, operator]
             return Batch({"input_ids": _spread(len(words))[None]})
         assert self._spec.example is not None
@@ -296,9 +298,9 @@ class _Ours:
 
     @torch.no_grad()
     def results(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits or predicted latents, and the same after every weight was moved by one rounding, up or down.
+        """Return logits or latents, and the same outputs after every weight was changed by one rounding, up or down.
 
-        The model is given up: the other side needs the memory.
+        The model is freed afterwards: the other library needs the memory.
         """
         module, self._module = self._module, None
         assert module is not None, "it computes once"
@@ -322,12 +324,12 @@ def _spread(vocabulary: int) -> Tensor:
 
 
 def _tokens(batch: Batch) -> Tensor:
-    """Return the tokens of a prompt: classes of transformers have rows of them."""
+    """Return the tokens of a prompt as one dimension."""
     return batch["input_ids"][0] if "input_ids" in batch else batch["tokens"]
 
 
 def _no_conversations(folder: Path, spec: ModelSpec, config: Any) -> str | None:
-    """Return why a class of transformers gets no prompt to be compared on."""
+    """Return why a class of transformers cannot be prompted with a conversation; None if it can."""
     processor = None if spec.processor is None else spec.processor(config, folder)
     if not isinstance(processor, ClassProcessor):
         return f"the family {spec.name} has no conversations"

@@ -1,4 +1,4 @@
-"""The other side of a comparison: the model and the processor that plain `transformers` loads from a folder."""
+"""Reference models for comparisons: a folder loaded by `transformers` or `diffusers` themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAULTS = ("load this folder", "compute with this folder")
 
 
 class UnreadableError(TesseraError):
-    """Say that a folder cannot be loaded or computed with, and that no missing package is the reason."""
+    """Report that a library cannot load or run a folder, although no package is missing."""
 
 
 class _Loaded:
@@ -103,15 +103,17 @@ def _class_named(library: Any, name: str, base: type) -> Any:
 
 
 class TransformersReference(StockModel):
-    """Answer by the model and processor that transformers loads from a folder.
+    """Generate answers with the model and the processor that transformers loads from a folder.
 
-    `apply_chat_template` of its processor writes the prompt, repeats the placeholders and preprocesses the images.
+    `apply_chat_template` of the processor renders the prompt, repeats placeholders and preprocesses images.
     """
 
     def __init__(self, folder: Path) -> None:
         if importlib.util.find_spec("transformers") is None:
             raise TesseraError(
-                "comparing needs `transformers`", fix="pip install tessera-mm[hf]", code="environment.no-transformers"
+                "the comparison needs the package transformers",
+                fix="pip install tessera-mm[hf]",
+                code="environment.no-transformers",
             )
         import transformers
 
@@ -123,7 +125,7 @@ class TransformersReference(StockModel):
         self._template = chat_template(self.processor, tokenizer) or ""
         self._special = tokenizer.special_tokens_map
         self._sees = tokenizer is not self.processor
-        # Greedy, whatever the folder sets for sampling: only the end of an answer is taken from its settings.
+        # Greedy decoding. Only the stop and padding tokens are taken from the generation settings of the folder.
         advised = self._model.generation_config
         self._model.generation_config = transformers.GenerationConfig(
             do_sample=False, eos_token_id=advised.eos_token_id, pad_token_id=advised.pad_token_id
@@ -137,9 +139,9 @@ class TransformersReference(StockModel):
         batch: int,
         count: Callable[[int], None] = lambda done: None,
     ) -> list[str]:
-        """Return the answer to each result of `inputs`. Inputs of one shape form a batch, so nothing is padded.
+        """Return the answers to prompts from `inputs`. Only prompts of equal shape share a batch, to avoid padding.
 
-        `count` is called with the number of new answers.
+        `count` is called with the number of answers of each batch.
         """
         alike: dict[tuple[Any, ...], list[int]] = {}
         for number, prompt in enumerate(prompts):
@@ -158,7 +160,7 @@ class TransformersReference(StockModel):
         return answers
 
     def inputs(self, messages: Sequence[Message], images: Sequence[Any]) -> dict[str, Any]:
-        """Return the inputs of the model. `images`: those of all messages, in order."""
+        """Return model inputs for a conversation. `images`: the images of all messages, in order."""
         chat = self._formatted(messages, iter(images))
         with _their_errors(self._folder, "prepare these messages"):
             inputs = self.processor.apply_chat_template(
@@ -172,10 +174,10 @@ class TransformersReference(StockModel):
         return {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
 
     def _formatted(self, messages: Sequence[Message], images: Any) -> list[dict[str, Any]]:
-        """Return the messages in the form that the template can write.
+        """Return the messages in a form that the chat template supports.
 
-        A template takes the content as a list of parts, as a string, or as either: the first form is taken in which all
-        text appears in the prompt.
+        Templates expect content as a list of parts, as a string, or both. Use the first form for which all texts appear
+        in the prompt.
         """
         parts = [[_part(part, images) for part in message.parts] for message in messages]
         texts = [part["text"] for content in parts for part in content if part["type"] == "text"]
@@ -184,17 +186,17 @@ class TransformersReference(StockModel):
                 {"role": message.role, "content": _joined(content) if whole and _only_text(content) else content}
                 for message, content in zip(messages, parts, strict=True)
             ]
-            try:  # in a process of its own before `apply_chat_template` runs it in this one
+            try:  # render in a separate process first: the template is untrusted code
                 where = f"chat_template of {self._folder}"
                 prompt = render(self._template, chat, self._special, answer=True, where=where)
             except TemplateLimit:
                 raise
-            except TesseraError:  # a template may do anything with unexpected messages
+            except TesseraError:  # the template does not support this form
                 continue
             if all(text.strip() in prompt for text in texts) and "{'type'" not in prompt:
                 return chat
         raise TesseraError(
-            "the folder's chat template does not write these messages",
+            "the chat template of the folder does not render the texts of the messages",
             where="chat_template",
             code="tokenizer.template-refuses-messages",
         )
@@ -202,7 +204,7 @@ class TransformersReference(StockModel):
 
 @contextlib.contextmanager
 def _their_errors(folder: Path, what: str, library: str = "transformers") -> Iterator[None]:
-    """Raise whatever their code raises, which may be anything where a file is not as expected, as `TesseraError`."""
+    """Convert any exception of a library into a `TesseraError`."""
     try:
         yield
     except Exception as error:
@@ -212,12 +214,12 @@ def _their_errors(folder: Path, what: str, library: str = "transformers") -> Ite
 
 
 def _in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs in the type of the model: some processors give pixels in bfloat16 (Llama 4)."""
+    """Return model inputs as float32: some processors return pixels in bfloat16 (Llama 4)."""
     return {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def _shape(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return names and shapes of all tensors, and the values of those that hold shapes themselves (grids, sizes)."""
+    """Return a key of names and shapes of all tensors, and of the values of grids and sizes."""
     return tuple(
         (name, tuple(value.shape), tuple(value.flatten().tolist()) if "grid" in name or "size" in name else ())
         for name, value in sorted(inputs.items())

@@ -1,6 +1,6 @@
-"""Read the trained model of a run, a checkpoint or adapters tensor by tensor, without a model in memory.
+"""Read the trained weights of a run, a checkpoint or adapters tensor by tensor, with merged adapters.
 
-Frozen weights that a checkpoint does not store are read from their folder. Adapters are merged.
+Frozen weights that a checkpoint does not contain are read from the base folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tessera.weights.map import WeightMap
 
 
 def open_trained(path: Path, source: FoundModel, spec: ModelSpec, config: Section, module: nn.Module) -> TrainedForm:
-    """Open the model that `source` describes. `module`: the model on the meta device, without adapters."""
+    """Open the weights that `source` describes. `module`: the model on the meta device, without adapters."""
     lora, hub, tensors = source.section.lora, spec.main.weight_map(config), model_tensors(module)
     if lora is not None and lora.quantize is not None:
         raise TesseraError(
-            "the weights of adapted layers are quantized, and adapters are merged into full weights only",
+            "adapters cannot be merged into quantized weights",
             where=str(path),
-            fix=f"tessera convert {path} ADAPTERS --adapters; then convert the folder ADAPTERS",
+            fix=f"run tessera convert {path} ADAPTERS --adapters, then convert the folder ADAPTERS",
             code="adapter.merge-into-quantized",
         )
     adapters, _ = chosen_adapters(source.section, spec, config, module)
@@ -55,20 +55,20 @@ def open_trained(path: Path, source: FoundModel, spec: ModelSpec, config: Sectio
 
 
 def _verified(path: Path) -> tuple[Path, Mapping[str, object]]:
-    """Return the checkpoint at a path, or the newest good one of a run, and its state. All bytes are verified."""
+    """Return a checkpoint, or the newest valid checkpoint of a run, and its state. All checksums are verified."""
     if (path / MANIFEST).is_file():
         return path, CheckpointManager(path.parent, keep=1).load(path, {})
     manager = CheckpointManager(find_file(path, "checkpoints"), keep=1)
     state = manager.load_newest({})
     if state is None or manager.newest is None:
-        raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
+        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
     return manager.newest, state
 
 
 class TrainedForm(StoredForm):
-    """Read a trained model in one type, with its adapters merged."""
+    """Read trained weights in one dtype, with merged adapters."""
 
-    weight_map = WeightMap((), same_names=True)  # its names are native ones
+    weight_map = WeightMap((), same_names=True)  # names are native names
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class TrainedForm(StoredForm):
         dtype: torch.dtype,
         wide: Collection[str],
     ) -> None:
-        """Make the form. `shapes`: of the model's tensors, without adapters. `wide`: tensors that keep float32."""
+        """Create the reader. `shapes`: native name -> shape, without adapters. `wide`: names that stay in float32."""
         self.where = where
         self._shapes, self._adapters, self._dtype, self._wide = shapes, adapters, dtype, wide
         self._stored: Mapping[str, SplitTensor] = {}
         self._factors: dict[str, Tensor] = {}
-        self._saved: dict[str, Tensor] = {}  # of adapters: parameters that were trained in full beside them
+        self._saved: dict[str, Tensor] = {}  # parameters in the adapter file that were trained in full
         self._base: NativeTensors | None = None
 
     def open_adapters(self, path: Path, weight_map: WeightMap | None, base: Path | None) -> None:
-        """Read the adapters of a file or a folder."""
+        """Read adapters from a LoRA file or a PEFT folder."""
         adapters = read_adapters(path, layer_paths(self._shapes), weight_map, part_of(base), expert_paths(self._shapes))
         for layer, factors in adapters.items():
             matrices = factors.a.to(self._dtype), factors.b.to(self._dtype)
@@ -97,9 +97,9 @@ class TrainedForm(StoredForm):
         self._saved = read_saved(path, list(self._shapes), weight_map)
 
     def open_checkpoint(self, checkpoint: tuple[Path, Mapping[str, object]], base: Path | None) -> Path | None:
-        """Open a verified checkpoint, (path, state); return the folder of frozen weights that it does not store.
+        """Open a verified checkpoint, given as (path, state). Return the folder of its frozen weights, if it has any.
 
-        `base`: that folder, if it was moved.
+        `base`: current path of that folder, if it was moved.
         """
         path, state = checkpoint
         self.where = str(path)
@@ -108,7 +108,9 @@ class TrainedForm(StoredForm):
             parts, weights = tensor_names(layer, adapter), weight_names(layer, adapter)
             if not names.keys() >= set(parts) or not {*names, *self._shapes} >= set(weights):
                 raise TesseraError(
-                    f"the checkpoint has no adapter of {layer}", where=self.where, code="checkpoint.adapter-missing"
+                    f"the checkpoint lacks the adapter of layer {layer}",
+                    where=self.where,
+                    code="checkpoint.adapter-missing",
                 )
             self._factors |= {factor: names[factor].read().to(self._dtype) for factor in parts}
         self._stored = {name: names[name] for name in self._shapes if name in names}
@@ -117,21 +119,21 @@ class TrainedForm(StoredForm):
         missing = [name for name in self._shapes if name not in self._stored and name not in elsewhere]
         if missing:
             raise TesseraError(
-                f"the checkpoint does not hold {', '.join(missing[:5])}",
+                f"the checkpoint lacks tensors: {', '.join(missing[:5])}",
                 where=self.where,
                 code="checkpoint.tensors-missing",
             )
         return None if frozen is None else frozen.checked_folder(Ranks.current(), base, path)
 
     def open_base(self, base: Path | None, weight_map: WeightMap | None, tied: Mapping[str, str]) -> None:
-        """Open the folder of weights that are not stored: frozen ones, or those of the model of adapters."""
+        """Open the base folder, for weights that the checkpoint or the adapters do not contain."""
         if all(name in self._stored for name in self._shapes):
             return
         assert base is not None, "frozen weights, and the model of adapters, are those of a published folder"
         assert weight_map is not None, "a family that reads folders has a weight map"
         folder = SafetensorsForm(base)
         inside = {weight_map.canonical(name) for name in folder.tensors()}
-        elsewhere = {*self._saved, *self._stored}  # the folder need not have these, such as a new head
+        elsewhere = {*self._saved, *self._stored}  # the base folder may lack these, such as a new head
         wanted = {n: s for n, s in self._shapes.items() if n not in elsewhere or _is_in(n, weight_map, inside)}
         self._base = NativeTensors(folder, weight_map, wanted, tied)
 
@@ -167,6 +169,6 @@ class TrainedForm(StoredForm):
 
 
 def _is_in(name: str, weight_map: WeightMap, names: Collection[str]) -> bool:
-    """Return whether a folder with these names has the sources of a native tensor."""
+    """Return whether `names` of a folder include a source of the native tensor `name`."""
     match = weight_map.rule_for(name)
     return match is None or any(foreign in names for foreign in match[1])

@@ -1,4 +1,4 @@
-"""Find the weights of a model: in a Hugging Face folder, a run, or one checkpoint of it."""
+"""Find and read the weights of a model in a Hugging Face folder, a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from tessera.weights.map import WeightMap
 
 CONFIG = "config.yaml"
 RUN_FILE = "run.json"
-REPLACING = ".replacing"  # files of the old run are being moved here, or back
-REPLACED = ".replaced"  # all of the old run is here, and the new one has applied no step yet
-ASIDE = (".restoring", REPLACED, REPLACING)  # the first is that of an older version: files are being moved back
+REPLACING = ".replacing"  # subfolder: --overwrite is moving files of the old run into it, or back
+REPLACED = ".replaced"  # subfolder: it contains the old run until the new run has applied a step
+ASIDE = (".restoring", REPLACED, REPLACING)  # subfolders that may contain a run; .restoring is of an older version
 
 _log = logging.getLogger("tessera")
 
 
 def run_exists(folder: Path) -> bool:
-    """Return whether a folder holds a run with checkpoints, also one whose files wait aside."""
+    """Return whether a folder contains a run with checkpoints, also if --overwrite has moved its files aside."""
     return any(any((folder / aside / "checkpoints").glob("step-*")) for aside in ("", *ASIDE))
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Return the path of a file of a run. It is aside if an attempt to replace the run was killed."""
+    """Return the path of a file of a run, also if a killed --overwrite has left it in a subfolder."""
     return next((path for aside in ASIDE if (path := folder / aside / name).exists()), folder / name)
 
 
 def saved_config(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration that a run goes on with; None if there is none.
+    """Return the recipe to resume a run with; None if there is none.
 
-    It is that of the run, with the model of its newest checkpoint, which has the shapes of the stored weights.
+    It is the recipe of the run folder, with the `model` section of the newest checkpoint, which matches its weights.
     """
     recipe = find_file(folder, CONFIG)
     trained = CheckpointManager(find_file(folder, "checkpoints"), keep=1).folders.newest_config()
@@ -61,7 +61,7 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
         return newest
     try:
         config = read_saved(recipe)
-        load_config({**config, "name": "run"})  # a folder may have been given a name that no recipe may have
+        load_config({**config, "name": "run"})  # a renamed run folder may have a name that is not valid in a recipe
     except TesseraError as error:
         raise TesseraError(
             error.what,
@@ -84,7 +84,7 @@ Origin = Literal["folder", "adapters", "run", "checkpoint"]
 
 
 def origin_of(path: Path) -> Origin:
-    """Return the kind of a path, by the files that mark it."""
+    """Return what a path contains: a Hugging Face folder, adapters, a run or a checkpoint."""
     if (path / MANIFEST).is_file():
         return "checkpoint"
     if (path / "config.yaml").is_file():
@@ -104,23 +104,23 @@ def fill_from(
     expected: Iterable[str] = (),
     base: Path | None = None,
 ) -> None:
-    """Fill a model's tensors (plain or sharded) in place from the folder, run or checkpoint at `path`.
+    """Read weights from the folder, run or checkpoint at `path` into the (plain or sharded) tensors of a model.
 
-    `expected`: all names of the model, when `tensors` is only a part of it. `base`: the folder of frozen weights that a
-    checkpoint does not store; None: the one that it names.
+    `expected`: all names of the model, if `tensors` is only a part of it. `base`: folder of the frozen weights that a
+    checkpoint does not contain; None: the folder that the checkpoint names.
     """
     origin = origin_of(path)
     if origin == "adapters":
         raise TesseraError(
-            "these are adapters, without the model that they belong to",
+            "this path contains adapters, not a full model",
             where=str(path),
-            fix="give the model's folder as model.path, and this one as model.lora.path",
+            fix="set model.path to the folder of the base model, and model.lora.path to the adapters",
             code="adapter.folder-is-adapters",
         )
     if origin == "folder":
         if weight_map is None:
             raise TesseraError(
-                "this family has no weight map: it cannot read Hugging Face folders",
+                "this family cannot read Hugging Face folders: it has no weight map",
                 where=str(path),
                 code="model.no-hf-form",
             )
@@ -135,17 +135,17 @@ def fill_from(
     if origin == "checkpoint":
         CheckpointManager(path.parent, keep=1, frozen_source=source).load(path, named)
     elif CheckpointManager(path / "checkpoints", keep=1, frozen_source=source).load_newest(named) is None:
-        raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
+        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
 
 
 def newest_names(path: Path) -> list[str]:
-    """Return the names of the model's tensors in a checkpoint, or in the newest one of a run."""
+    """Return the names of the model's tensors in a checkpoint, or in the newest checkpoint of a run."""
     newest: Path | None = path
     if not (path / MANIFEST).is_file():
         manager = CheckpointManager(path / "checkpoints", keep=1)
         newest = None if manager.load_newest({}) is None else manager.newest
     if newest is None:
-        raise TesseraError("this run has no checkpoint yet", where=str(path), code="checkpoint.none-yet")
+        raise TesseraError("this run has no checkpoint", where=str(path), code="checkpoint.none-yet")
     stored = read_table(newest).state_dict_metadata
     return [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
 
@@ -153,11 +153,15 @@ def newest_names(path: Path) -> list[str]:
 def _nothing_here(path: Path) -> TesseraError:
     if path.is_file():
         refuse_pickle(path)
-        return TesseraError(f"this is a file: {path}", fix="name its folder", code="weights.file-not-folder")
+        return TesseraError(
+            f"{path} is a file, and a folder is needed",
+            fix="name the folder that contains the file",
+            code="weights.file-not-folder",
+        )
     if not path.is_dir():
         return no_such_folder(path)
     return TesseraError(
-        "no model here",
+        "the folder contains no model",
         where=str(path),
         allowed=[
             "a Hugging Face folder (config.json)",
@@ -170,8 +174,8 @@ def _nothing_here(path: Path) -> TesseraError:
 
 
 def allocated(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: Sequence[str] = ()) -> nn.Module:
-    """Return a model from the meta device with memory for its weights, which are to be filled. `float32`: patterns of
-    modules that keep this type, as the plan of a family names them."""
+    """Allocate the weights of a model on the meta device, without values. `float32`: patterns of modules that keep this
+    dtype, from the plan of the family."""
     buffers = computed_buffers(module)
     module.to(dtype)
     for path in _wide(module, float32):
@@ -186,6 +190,6 @@ def _wide(module: nn.Module, float32: Sequence[str]) -> list[str]:
 
 
 def float32_names(module: nn.Module, float32: Sequence[str]) -> frozenset[str]:
-    """Return the tensors of a model that keep float32. `float32`: see `allocated`."""
+    """Return the names of tensors that keep float32. `float32`: see `allocated`."""
     wide = tuple(f"{path}." for path in _wide(module, float32))
     return frozenset(name for name in model_tensors(module) if name.startswith(wide))

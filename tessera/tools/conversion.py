@@ -1,4 +1,4 @@
-"""Convert between folders without a model in memory."""
+"""Convert weights from one folder to another, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from tessera.weights.layouts import folder_layout
 from tessera.weights.map import WeightMap
 
 Recipe = str | Path | Mapping[str, Any]
-FORMS = ("hf", "original", "dcp")  # and those that other packages add
+FORMS = ("hf", "original", "dcp")  # built-in formats; packages can add others
 
 
 def check_apart(target: Path, *sources: str | Path | None) -> None:
-    """Refuse a target that is, or holds, a folder that is read: it would be replaced."""
+    """Raise if the target is a source folder, or contains one: writing would replace it."""
     for source in sources:
         if source is not None and Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):
             raise TesseraError(
-                f"{source} is read, and would be replaced",
+                f"the target is or contains {source}, which is a source of the conversion",
                 where=str(target),
                 fix="name another folder",
                 code="output.replaces-source",
@@ -56,7 +56,7 @@ class ConversionJob:
     """Describe one conversion between folders."""
 
     source: Path
-    form: str | None  # of the source; None: a run, a checkpoint or adapters
+    form: str | None  # format of the source; None: a run, a checkpoint or adapters
     target: Path
     to: str
     prefix: str = ""
@@ -66,16 +66,16 @@ class ConversionJob:
     recipe: Recipe | None = None
     like: Path | None = None
     jobs: int | None = None
-    dtype: torch.dtype | None = None  # of a Hugging Face folder that is written anew; None: as stored
+    dtype: torch.dtype | None = None  # type of written weights, from hf to hf only; None: as stored
     trained: FoundModel | None = None
-    layout: Any = None  # of an added form, parsed by it
-    source_layout: Any = None  # the source is checked to have it
+    layout: Any = None  # layout of the target, parsed by the added format
+    source_layout: Any = None  # raise if the source has another layout
     fault: Fault = no_fault
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """Describe the model that is converted. `folder`: with its config.json, `raw`, and the side files."""
+    """Describe the model that is converted. `folder`: its Hugging Face folder; `raw`: content of its config.json."""
 
     section: ModelSection
     spec: ModelSpec
@@ -101,7 +101,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
     hub = spec.main.weight_map(config)
     if hub is None:
         raise TesseraError(
-            f"the family {spec.name} has no Hugging Face form, and no other",
+            f"the family {spec.name} has no weight map, so it cannot be converted",
             where=str(job.source),
             code="model.no-hf-form",
         )
@@ -133,7 +133,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
 
 
 def _plan(job: ConversionJob, form: ModelForm | None, native: NativeTensors, table: WeightMap) -> FolderPlan:
-    """Plan a folder of an added form, or a DCP folder."""
+    """Plan the files of an added format, or of a DCP folder."""
     tensors = {name: plan for group in native.groups(table) for name, plan in group.foreign.items()}
     if form is not None:
         return form.plan(tensors, job.layout, str(job.target))
@@ -141,14 +141,14 @@ def _plan(job: ConversionJob, form: ModelForm | None, native: NativeTensors, tab
 
 
 def _types(module: nn.Module, float32: tuple[str, ...], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the type of each floating point tensor of a model that is written in one, by native names."""
+    """Return native name -> dtype of each floating point tensor, if a model is written as `dtype`."""
     wide = float32_names(module, float32)
     floats = [name for name, tensor in model_tensors(module).items() if tensor.is_floating_point()]
     return {name: torch.float32 if name in wide else dtype for name in floats}
 
 
 def _folder_target(job: ConversionJob, model: ConvertedModel, hub: WeightMap, native: NativeTensors) -> FolderTarget:
-    """Return how a Hugging Face folder, or one in the form of the original checkpoint, is written."""
+    """Describe the Hugging Face folder, or the folder in the original format, that is written."""
     blanks = native.blanks()
     if job.to == "original":
         return original_target(model.spec, hub, blanks, job.like or model.section.path, job.source)
@@ -170,7 +170,7 @@ def _open(folder: Path, name: str, prefix: str, form: ModelForm | None, layout: 
 
 
 def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, form: ModelForm | None) -> StoredForm:
-    """Open the source."""
+    """Open the source of a conversion for reading."""
     if job.form is not None:
         return _open(job.source, job.form, job.prefix, form, job.source_layout)
     assert job.trained is not None
@@ -178,7 +178,7 @@ def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, form: 
 
 
 def _model_form(name: str | None, model: ConvertedModel, where: str) -> ModelForm | None:
-    """Return how an added form stores a model; None for the forms of this package. Raise if it cannot store it."""
+    """Return an added format for this model; None for a built-in format. Raise if it does not support the model."""
     form = weight_form(name)
     if form is None:
         return None
@@ -186,7 +186,7 @@ def _model_form(name: str | None, model: ConvertedModel, where: str) -> ModelFor
     if stored is None:
         fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
         raise TesseraError(
-            f"the family {model.spec.name} has no form {name}",
+            f"the format {name} does not support the family {model.spec.name}",
             where=where,
             fix=fix,
             code="weights.form-without-family",

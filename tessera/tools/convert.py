@@ -1,7 +1,6 @@
-"""Convert a model from any form to another one: `tessera convert SRC DST --to FORM`.
+"""Convert a model to another format: `tessera convert SRC DST --to FORM`.
 
-Tensors are streamed from folder to folder, without a model in memory. Runs, checkpoints and adapters are read tensor by
-tensor as well. Only adapters alone come from a model.
+Tensors are read and written one by one, so that the model need not fit into memory.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ def convert(
     jobs: int | None = None,
     trust: Trust = False,
 ) -> Path:
-    """Write a model in another form and return the folder.
+    """Write a model in another format, and return the new folder.
 
-    `to`: "hf", "original" (the form of `like`, or of the original checkpoint that it began from), "dcp"
-    (torch.distributed.checkpoint), or a form that another package adds. Shards of an added form are divided by `layout`
-    (tp, ep, and lists of layers for vit and llm), or as a run by `recipe` would divide the model.
-    `like`: the folder with the configuration and the side files, for forms that have none. `source_layout`: what
-    the layout of shards to read must be, if it is to be checked. `prefix`: stands before the names in a DCP folder.
-    `quantize`: "fp8" (a scale for each output) or "fp8-block" (for each block of 128 x 128): projections of the text
-    decoder are written in eight bits, as vLLM serves them. `jobs`: threads that convert between folders; by default two
-    more than processors, and at most 8.
-    Adapters are merged into the model that they belong to: `like`, if they do not name it. With `adapters` they alone
-    are written: `to` "peft" (also "hf"), "diffusers", "comfyui" or "kohya".
-    `prove`: whether logits of a Hugging Face folder are compared with those of transformers before it is published:
-    "auto" (see `tessera.inference.proof`), "always" or "never".
+    `to`: "hf" (Hugging Face), "original" (the format of the model's authors), "dcp" (torch.distributed.checkpoint), or
+    a format that another package adds. `layout`: how an added format is split into shards (tp, ep, lists of layers for
+    vit and llm). `recipe`: take that layout from the plan of a recipe.
+    `like`: a folder with config.json and side files, if the source has none; the base model, if adapters do not name
+    it. `source_layout`: raise if the shards of the source have another layout. `prefix`: first part of names in a DCP
+    folder. `dtype`: type of the written weights; None: as stored.
+    `quantize`: write the projections of the text decoder as fp8 for vLLM, with a scale for each output ("fp8") or for
+    each block of 128 x 128 ("fp8-block"). `jobs`: number of threads; None: two more than CPUs, at most 8.
+    `adapters`: write only the adapters of the source, with `to` "peft" (or "hf"), "diffusers", "comfyui" or "kohya". By
+    default, adapters are merged into the weights.
+    `prove`: whether to compare logits of the new folder with transformers before it is published: "auto" (see
+    `tessera.inference.proof`), "always" or "never".
     """
     source, target = local_model(source), Path(target)
     like = None if like is None else local_model(like, "--like", weights=False)
@@ -72,41 +71,45 @@ def convert(
         unused = {"--layout": layout, "--recipe": recipe, "--prefix": prefix or None, "--quantize": quantize}
         for option, value in {**unused, "--jobs": jobs}.items():
             if value is not None:
-                why = "adapters are written alone"
+                why = "only adapters are written"
                 raise TesseraError(why, where=option, fix="leave it out", code="output.option-without-effect")
         return _write_adapters(source, target, _adapter_form(to), like, dtype, overwrite, trust)
     if to == "peft" or to == "diffusers" or to == "comfyui" or to == "kohya":
         raise TesseraError(
-            f"{to} is a form of adapters", where="--to", fix=f"--adapters --to {to}", code="adapter.form-of-adapters"
+            f"{to} is a format of adapters, not of full models",
+            where="--to",
+            fix=f"--adapters --to {to}",
+            code="adapter.form-of-adapters",
         )
     added = extension_names(GROUP)
     forms = [*FORMS, *added]
     if to not in forms:
         raise TesseraError(
-            f"no such form: {to!r}",
+            f"unknown format {to!r}",
             where="--to",
             allowed=forms,
             nearest=nearest(to, forms),
-            fix=f"name one of these, or install the package that adds it (entry points of {GROUP})",
+            fix=f"choose one of these formats, or install a package that adds the format (entry points {GROUP})",
             code="output.unknown-form",
         )
     for option, value in (("--layout", layout), ("--recipe", recipe)):
         if value is not None and to not in added:
             fix = " or ".join(f"--to {name}" for name in added) or "leave it out"
-            what = f"{to} is not divided over ranks"
+            what = f"the format {to} has no layout"
             raise TesseraError(what, where=option, fix=fix, code="layout.not-for-this-form")
     if layout is not None and recipe is not None:
         raise TesseraError(
-            "a layout and a recipe both divide the model", where="--recipe", fix="give one", code="layout.given-twice"
+            "--layout and --recipe exclude each other",
+            where="--recipe",
+            fix="leave one of them out",
+            code="layout.given-twice",
         )
     if quantize is not None and to != "hf":
-        raise TesseraError(
-            "only Hugging Face folders are written quantized", where="--quantize", code="output.quantized-form"
-        )
+        raise TesseraError("--quantize works with --to hf only", where="--quantize", code="output.quantized-form")
     form = _form_of(source)
     _check_used(form, to, None if like is None else Path(like), prefix, prove, jobs)
     if dtype is not None and form is not None and (form, to) != ("hf", "hf"):
-        why = f"from {form} to {to} every tensor keeps its type"
+        why = f"a conversion from {form} to {to} keeps the type of every tensor"
         raise TesseraError(why, where="--dtype", fix="leave it out", code="output.option-without-effect")
     pattern = None if like is None else Path(like)
     job = ConversionJob(source, form, target, to, prefix, overwrite, prove, quantize, recipe, pattern, jobs)
@@ -124,7 +127,7 @@ def convert(
 
 
 def _form_of(source: Path) -> str | None:
-    """Return the form of a folder of weights; None for runs, checkpoints and adapters."""
+    """Return the format of a folder of weights; None for runs, checkpoints and adapters."""
     if (added := detect_form(source)) is not None:
         return added
     if (source / METADATA).is_file():
@@ -132,7 +135,7 @@ def _form_of(source: Path) -> str | None:
     above = next((str(folder) for folder in source.absolute().parents[:3] if detect_form(folder)), None)
     if source.is_file() and above is not None:
         raise TesseraError(
-            f"this is one file of several: {source}", fix=f"name {above}", code="weights.file-of-several"
+            f"{source} is one file of a sharded model", fix=f"name {above}", code="weights.file-of-several"
         )
     try:
         return "hf" if origin_of(source) == "folder" else None
@@ -150,24 +153,24 @@ def _form_of(source: Path) -> str | None:
 
 
 def _check_used(form: str | None, to: str, like: Path | None, prefix: str, prove: Prove, jobs: int | None) -> None:
-    """Refuse options that would change nothing, and those that cannot be meant."""
+    """Raise for options without effect and for wrong values."""
     if jobs is not None and jobs < 1:
         raise TesseraError(
-            f"{jobs} threads cannot do it",
+            f"--jobs must be 1 or more, got {jobs}",
             where="--jobs",
-            fix="give 1 or more, or leave it out",
+            fix="leave --jobs out for the default",
             code="output.too-few-threads",
         )
     if like is not None and detect_layout(like) is None:
         raise TesseraError(
-            f"no {CONFIG_FILE} in {like}",
+            f"{like} is not a Hugging Face folder: {CONFIG_FILE} is missing",
             where="--like",
-            fix="name a Hugging Face folder",
+            fix="name the Hugging Face folder of the model",
             code="weights.no-config-file",
         )
     named_twice = like is not None and form == "hf" and to != "original"
     for option, is_unused, why in (
-        ("--like", named_twice, "a Hugging Face folder names its model itself"),
+        ("--like", named_twice, "a Hugging Face folder describes its model itself"),
         ("--prefix", prefix and not {form, to} & {"dcp"}, "no DCP folder is read or written"),
         ("--prove", prove == "always" and to not in ("hf", "original"), f"transformers does not read {to}"),
     ):
@@ -176,14 +179,14 @@ def _check_used(form: str | None, to: str, like: Path | None, prefix: str, prove
 
 
 def _described(source: Path, form: str, like: Path | None) -> Path:
-    """Return the Hugging Face folder with the configuration of a folder's model."""
+    """Return the Hugging Face folder that describes the model of a source: itself, or `like`."""
     if form == "hf" or (like is None and detect_layout(source) is not None):
         return source
     if like is None:
         raise TesseraError(
-            "these files do not say which model they are of",
+            "the source has no config.json that describes the model",
             where=str(source),
-            fix="name the Hugging Face folder that it began from: --like FOLDER (like= in Python)",
+            fix="name a Hugging Face folder of the model: --like FOLDER (like= in Python)",
             code="weights.model-not-named",
         )
     return like
@@ -198,7 +201,7 @@ def _write_adapters(
     overwrite: bool,
     trust: Trust,
 ) -> Path:
-    """Write adapters alone. The weights of the model that they belong to are not read."""
+    """Write only the adapters of a source. Weights of the base model are not read."""
     adapters = load_adapters(source, None if like is None else Path(like), dtype, trust)
     save_adapters(
         target,
@@ -221,7 +224,7 @@ def _adapter_form(to: str) -> AdapterForm:
     form = "peft" if to == "hf" else to
     if form not in forms:
         raise TesseraError(
-            f"adapters have no form {to!r}",
+            f"unknown format of adapters {to!r}",
             where="--to",
             allowed=forms,
             nearest=nearest(to, forms),

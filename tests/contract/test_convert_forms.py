@@ -136,7 +136,7 @@ def test_runs_that_hold_no_plain_weights_are_refused(run: Path, tmp_path: Path) 
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
     with raises("adapter.merge-into-quantized") as raised:
         tessera.convert(copy, tmp_path / "no", to="mm")
-    assert "ADAPTERS --adapters; then convert" in str(raised.value)
+    assert "ADAPTERS --adapters, then convert" in str(raised.value)
 
 
 # ---------------------------------------------------------------------------------------------- layouts of recipes
@@ -194,10 +194,10 @@ def test_recipes_that_shards_cannot_follow_are_refused(folder: Path, tmp_path: P
     ("words", "said"),
     [
         (["--to", "dpc"], "dcp"),
-        (["--to", "hf", "--recipe", "r.yaml"], "not divided over ranks"),
+        (["--to", "hf", "--recipe", "r.yaml"], "layout.not-for-this-form"),
         (["--to", "mm", "--recipe", "missing.yaml"], "missing.yaml"),
-        (["--to", "dcp", "--dtype", "float32"], "keeps its type"),
-        (["--to", "mm", "--adapters"], "adapters have no form"),
+        (["--to", "dcp", "--dtype", "float32"], "output.option-without-effect"),
+        (["--to", "mm", "--adapters"], "output.unknown-adapter-form"),
     ],
 )
 def test_wrong_words_of_convert(folder: Path, tmp_path: Path, words: list[str], said: str) -> None:

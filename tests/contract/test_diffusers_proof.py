@@ -120,4 +120,4 @@ def test_a_machine_without_diffusers_is_told(wan: Path, monkeypatch: pytest.Monk
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "diffusers" else find(name))
     spec, config = resolve(ModelSection(path=wan))
-    assert "not compared with diffusers: it is not installed" in prove_folder(wan, spec, config).line
+    assert "not compared with diffusers: the library is not installed" in prove_folder(wan, spec, config).line

@@ -207,7 +207,7 @@ def test_a_folder_that_transformers_computes_otherwise_is_not_published(
     wrong = swapped(spec, *names[0], *names[1:])
     with raises(error) as refused:
         export_folder(module, wrong, config, processor, tmp_path / "out", files=base)
-    assert "nothing was published" in str(refused.value)
+    assert "--prove never" in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     export_folder(module, wrong, config, processor, tmp_path / "out", files=base, prove="never")
     assert (tmp_path / "out" / WEIGHTS).is_file()
@@ -231,9 +231,11 @@ def test_what_is_not_proved_is_said(base: Path, tmp_path: Path, caplog: pytest.L
                 path.unlink()
         assert "transformers computes the same logits (16 tokens)" in "\n".join(tessera.compare(bare).lines())
         (bare / "config.json").write_text((bare / "config.json").read_text().replace("Qwen2ForCausalLM", "Nobody"))
-        assert tessera.compare(bare).lines()[-1] == "not compared with transformers: it has no class ['Nobody']"
+        assert (
+            tessera.compare(bare).lines()[-1] == "not compared with transformers: transformers has no class ['Nobody']"
+        )
         (bare / "config.json").write_text((bare / "config.json").read_text().replace("Nobody", "logging"))
-        assert "it has no class ['logging']" in tessera.compare(bare).lines()[-1]
+        assert "has no class ['logging']" in tessera.compare(bare).lines()[-1]
     with raises("output.nothing-to-prove"):
         tessera.compare(bare, prove="always")
 
@@ -248,7 +250,7 @@ def test_a_template_that_reads_otherwise_elsewhere_is_told(base: Path, tmp_path:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     agreement = tessera.compare(folder)
     assert agreement.complete, "what keeps from comparing is no fault"
-    assert "not compared with transformers: the folder's chat template does not write" in agreement.lines()[-1]
+    assert "not compared with transformers: the chat template of the folder does not render" in agreement.lines()[-1]
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 7}')
     assert "transformers cannot load this folder" in "".join(tessera.compare(folder).problems)
 
