@@ -1,4 +1,4 @@
-"""Write features of a data set: encode every sample of a recipe once, for all later runs.
+"""Write features of a data set: encode every sample once to latents and text embeddings, for all later runs.
 
 Ranks take shards in turn and skip complete shards. So a killed run continues where it stopped, on any number of ranks.
 """
@@ -80,9 +80,9 @@ def write_features(
     shard: int = 64,
     batch: int = 4,
 ) -> Features:
-    """Encode every sample of a split of the recipe's data and write shards of them to `folder`.
+    """Encode every sample of a split of the recipe's data, and write the features as shards to `folder`.
 
-    `shard`: samples of a shard; `batch`: samples that are encoded together. Ranks are those of the environment.
+    `shard`: samples per shard; `batch`: samples that are encoded together. All ranks of a launcher share the work.
     """
     began = time.monotonic()
     config = load_local_config(recipe, dict(overrides or {}))
@@ -164,7 +164,7 @@ def _prepare(
         raise TesseraError(
             f"{setup.spec.name} does not generate images or videos, so it has no features to write",
             where="model",
-            fix="name a recipe of such a family, such as wan",
+            fix="use a recipe of a generation family, such as wan",
             code="generation.not-a-generation-model",
         )
     plain = {"kind": "generation", "pack": False, "shuffle": False, "balance": False}

@@ -1,4 +1,4 @@
-"""Know how much memory devices have, by name, and how much of it a run can use: one table for all that plans."""
+"""The memory of known devices, by name, and the share that a run can use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tessera.runtime.device import ACCELERATORS
 
 GIB = 2**30
 
-# GiB that the driver reports, a little less than what is printed on the box; and which kind of accelerator it is.
+# Name of a device -> (GiB that its driver reports, kind of accelerator). Drivers report less than vendors advertise.
 _GPU, _NPU = ACCELERATORS
 _TABLE = {
     "b200": (178.3, _GPU),
@@ -41,35 +41,36 @@ _TABLE = {
 }
 DEVICE_NAMES = tuple(_TABLE)
 
-_RUNTIME = 0.8  # GiB that the driver, kernels and workspaces of libraries take
-_COLLECTIVES = 1.0  # GiB more where ranks communicate
-_GAPS = 0.03  # share that the allocator cannot hand out, because free memory lies in pieces of other sizes
+_RUNTIME = 0.8  # GiB for the driver, kernels and workspaces of libraries
+_COLLECTIVES = 1.0  # further GiB if ranks communicate
+_GAPS = 0.03  # share that the allocator cannot use because of fragmentation
 
-_LARGEST = 10_000  # GiB; what is more has been written in another unit
+_LARGEST = 10_000  # GiB; a larger number was probably meant in another unit
 
 
 @dataclass(frozen=True)
 class DeviceSize:
-    """Hold the memory of a kind of device: what it has in bytes, and the value of `train.device` for it."""
+    """Hold the memory of a device in bytes, and the value of `train.device` for it."""
 
     name: str
     total: int
     device: str
 
     def usable(self, ranks: int = 1) -> int:
-        """Return the bytes that tensors of a rank can have, without those of the runtime and the allocator's gaps."""
+        """Return the bytes available for tensors: without the runtime and fragmentation."""
         taken = _RUNTIME + (_COLLECTIVES if ranks > 1 else 0.0)
         return max(0, int(self.total * (1 - _GAPS) - taken * GIB))
 
 
 def find_size(name: str, where: str = "device") -> DeviceSize:
-    """Return the size of a device by its name (`h200`, `24g`), or of one with so many GiB (`96`)."""
+    """Return the size of a device from its name (`h200`, `24g`), or from a number of GiB (`96`)."""
     word = name.strip().lower().replace("_", "-").removeprefix("nvidia-").removeprefix("ascend-")
     word = word[:-1] if word.endswith("gb") else word
-    sizes = [known for known in DEVICE_NAMES if known.startswith(f"{word}-")]  # of one chip
+    # Variants of one device with different memory sizes.
+    sizes = [device for device in DEVICE_NAMES if device.startswith(f"{word}-")]
     if len(sizes) > 1:
         raise TesseraError(
-            f"{name} comes with more than one size of memory", where=where, allowed=sizes, code="device.several-sizes"
+            f"{name} exists with several memory sizes", where=where, allowed=sizes, code="device.several-sizes"
         )
     word = sizes[0] if sizes else word
     if word in _TABLE:
@@ -81,7 +82,7 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
         size = 0.0
     if not 0 < size < math.inf:
         raise TesseraError(
-            f"no device is known as {name!r}",
+            f"unknown device {name!r}",
             where=where,
             allowed=[*DEVICE_NAMES, "a number of GiB, such as 96"],
             nearest=nearest(word, DEVICE_NAMES),
@@ -90,7 +91,7 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
     device = DeviceSize(f"{size:g} GiB", int(min(size, _LARGEST) * GIB), _GPU)
     if not device.usable() or size > _LARGEST:
         raise TesseraError(
-            f"{name} is {size:g} GiB, and no device is of that size",
+            f"{name} means {size:g} GiB, and no device has that size",
             where=where,
             allowed=[*DEVICE_NAMES, f"a number of GiB above {_RUNTIME:g}, of which the runtime takes as much"],
             code="device.unknown-size",

@@ -115,7 +115,7 @@ def run_roles(config: RunConfig, world: int, phase: str = "running a step") -> l
     if setup.spec.example is None:
         raise Uncountable(
             f"the family {setup.spec.name} has no example batch for a dry run",
-            fix="use tessera plan without --dry-run, which estimates communication and memory from the plan",
+            fix="use tessera plan without --dry-run, which estimates memory from the plan",
             code="model.no-example-batch",
         )
     plan = setup.plan
@@ -171,7 +171,7 @@ def _uncounted(position: int, output: str) -> Uncountable:
     lines = [line for line in lines if re.match(r"[\w.]+(?:Error|Exception|Interrupt)\b", line)] or lines
     return Uncountable(
         f"the dry run of pipeline position {position} failed: {lines[-1] if lines else 'no output'}",
-        fix="use tessera plan without --dry-run, which estimates communication and memory from the plan",
+        fix="use tessera plan without --dry-run, which estimates memory from the plan",
         code="run.dry-run-stage-failed",
     )
 

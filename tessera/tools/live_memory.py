@@ -1,4 +1,4 @@
-"""Count the bytes of tensors that live during a step, also where tensors have shapes and no memory."""
+"""Count the bytes of live tensors during a step, also of fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tessera.runtime.torch_internals import TorchDispatchMode, tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follow the tensors that operations make while the mode is on: activations, gradients and temporary tensors.
+    """Count the tensors that operations create while this mode is active: activations, gradients, temporary tensors.
 
-    Tensors that were there before, such as weights, are not counted. `most` is the peak in bytes. Storages that are
-    allocated empty may be freed and filled again without an operation, as fully_shard does with gathered weights: their
-    sizes are read again at every operation. The workspace of kernels is added where `ops` declares it.
+    Older tensors, such as weights, are not counted. `most` is the peak in bytes. fully_shard frees and allocates the
+    storages of gathered weights without an operation, so the sizes of such storages are read at every operation. The
+    workspace of kernels is added if `ops` declares it.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class LiveMemory(TorchDispatchMode):
         self.live = 0
         self.most = 0
         self._references: dict[int, StorageWeakRef] = {}
-        self._sizes: dict[int, int] = {}  # of the counted storages
+        self._sizes: dict[int, int] = {}  # id of a counted storage -> bytes
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._filled: set[int] = set()  # of these, the ones that have memory now
+        self._filled: set[int] = set()  # ids of resizable storages that have memory now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # the operations on local tensors follow by themselves
+            return NotImplemented  # torch calls this mode again for the operations on local tensors
         for leaf in tree_leaves([args, kwargs]):
             if isinstance(leaf, Tensor):
                 self._meet(leaf, counted=False)
@@ -47,7 +47,7 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def leave_out(self, tensor: Tensor) -> None:
-        """Count a tensor no longer: on a real device it would have left it."""
+        """Stop counting a tensor that a real run moves to the host."""
         number = StorageWeakRef(tensor.untyped_storage()).cdata
         self._filled.discard(number)
         self._resized.pop(number, None)
@@ -62,7 +62,7 @@ class LiveMemory(TorchDispatchMode):
                 self._filled.add(number)
                 self._set(number, storage.nbytes())
             return
-        self._references[number] = reference  # keeps the number from being given to another storage
+        self._references[number] = reference  # the reference prevents reuse of the id by another storage
         weakref.finalize(storage, self._leave, number).atexit = False
         if counted:
             self._set(number, storage.nbytes())
@@ -71,7 +71,7 @@ class LiveMemory(TorchDispatchMode):
                 self._filled.add(number)
 
     def _look_again(self) -> None:
-        """Notice which storages were freed since the last operation."""
+        """Subtract storages that were freed since the last operation."""
         for number in list(self._filled):
             storage = self._resized[number]()
             if storage is not None and storage.nbytes() == 0:
