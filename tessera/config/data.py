@@ -30,8 +30,8 @@ class SourceSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {"question": "a column of metadata.csv, beside file_name and answer"}
 
     path: Path = Field(
-        description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards or a folder; {000..127} and * match several; "
-        "or hf://org/name[@revision][/files] (ms:// for ModelScope), which is downloaded"
+        description="JSON, JSONL, Parquet, CSV, TSV or text file, tar shards or a folder; {000..127} and * match "
+        "several; or hf://org/name[@revision][/files] (ms:// for ModelScope), which is downloaded"
     )
     hub_id: HubName | None = Field(None, description="hub id and commit of `path`, which a run records")
     root: Path | None = Field(None, description="folder that contains all media; default: the folder of the file")
@@ -71,21 +71,21 @@ class DataSection(Section):
     length: int = Field(2048, gt=0, le=2**28, description="tokens of one packed row")
     truncate: Literal["never", "turns"] = Field(
         "never",
-        description="samples longer than a row: never: leave them out and list them; turns: cut after the last turn that "
-        "fits",
+        description="samples longer than a row: never: leave them out and list them; turns: cut after the last "
+        "turn that fits",
     )
     shuffle: bool = True
     stream: bool = Field(
         False,
-        description="download files of data.train when the run reaches them, and pack and shuffle inside of each file; "
-        "off: download and index all files before the first step, and shuffle all samples",
+        description="download files of data.train when the run reaches them, and pack and shuffle inside of each "
+        "file; off: download and index all files before the first step, and shuffle all samples",
     )
     stream_cache_gib: float | None = Field(
         100,
         gt=0,
         le=1e9,
-        description="with stream: size of the cache of downloaded files in GiB; beyond it the least recently used file is "
-        "removed, unless a run reads it; null: no limit",
+        description="with stream: size of the cache of downloaded files in GiB; beyond it the least recently used "
+        "file is removed, unless a run reads it; null: no limit",
     )
     pack: bool = Field(True, description="pack several samples into a row; off: one sample per row")
     balance: bool = Field(True, description="balance the computation of rows and of ranks")
@@ -101,8 +101,8 @@ class DataSection(Section):
         0.05,
         gt=0,
         le=1,
-        description="with on_bad_sample=skip: largest fraction of bad samples that a data set or a run may have; one bad "
-        "sample is always allowed, and samples longer than a row do not count",
+        description="with on_bad_sample=skip: largest fraction of bad samples that a data set or a run may have; "
+        "one bad sample is always allowed, and samples longer than a row do not count",
     )
     train_on: list[str] = Field(
         default_factory=lambda: ["assistant"], description="roles whose messages are trained on"
@@ -116,8 +116,9 @@ class DataSection(Section):
     )
     jpeg_draft: bool = Field(
         False,
-        description="decode JPEGs at 1/2, 1/4 or 1/8 of their size if the model needs no more; photos of 12 megapixels "
-        "load about 2.5 times as fast, and pixels differ slightly from those of the reference processors",
+        description="decode JPEGs at 1/2, 1/4 or 1/8 of their size if the model needs no more; photos of 12 "
+        "megapixels load about 2.5 times as fast, and pixels differ slightly from those of the "
+        "reference processors",
     )
     processor: dict[str, Any] = Field(default_factory=dict, description="preprocessor options, such as min_pixels")
     options: dict[str, Any] = Field(default_factory=dict, description="options of a custom data kind")

@@ -1,4 +1,4 @@
-"""Parse ids of models and data sets on a hub: `hf://org/name[@revision][/path]` (Hugging Face), `ms://` (ModelScope)."""
+"""Parse ids of models and data sets: `hf://org/name[@revision][/path]` (Hugging Face), `ms://...` (ModelScope)."""
 
 from __future__ import annotations
 

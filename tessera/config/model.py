@@ -25,7 +25,7 @@ class LoraTarget(Section):
 
 
 class LoraSection(Section):
-    """Configure LoRA: train two small matrices for each selected linear layer or expert; all other weights are frozen."""
+    """Configure LoRA: train two small matrices for each selected linear layer or expert; other weights are frozen."""
 
     targets: list[str | LoraTarget] = Field(
         default_factory=list,
@@ -43,22 +43,22 @@ class LoraSection(Section):
     )
     init: Literal["default", "pissa"] = Field(
         "default",
-        description="initialization of adapters; default: A random, B zero; pissa: the largest singular vectors of the "
-        "layer's weight, which are subtracted from the weight",
+        description="initialization of adapters; default: A random, B zero; pissa: the largest singular vectors "
+        "of the layer's weight, which are subtracted from the weight",
     )
     modules_to_save: list[str] = Field(
         default_factory=list, description="patterns of modules whose full weights are trained as well"
     )
     path: Path | None = Field(
         None,
-        description="adapters to start from: a PEFT folder, a LoRA file (.safetensors) of diffusers, ComfyUI or kohya, "
-        "a run or a checkpoint; without `targets`, layers and ranks are taken from it",
+        description="adapters to start from: a PEFT folder, a LoRA file (.safetensors) of diffusers, ComfyUI or "
+        "kohya, a run or a checkpoint; without `targets`, layers and ranks are taken from it",
     )
     forms: list[AdapterForm] = Field(
         ["peft"],
         min_length=1,
-        description="file formats of the adapters in RUN/adapter that checkpoint.export writes: peft; for generation models "
-        "also diffusers, comfyui and kohya",
+        description="file formats of the adapters in RUN/adapter that checkpoint.export writes: peft; for "
+        "generation models also diffusers, comfyui and kohya",
     )
     merge: bool = Field(False, description="at the end also export the full model with merged adapters")
     quantize: WeightBits | None = Field(
@@ -87,8 +87,8 @@ class LoraSection(Section):
     def _merges_whole_weights(self) -> LoraSection:
         if self.merge and self.quantize is not None:
             raise ValueError(
-                "adapters cannot be merged into quantized weights; leave `merge` out, and merge the exported adapters "
-                "into the unquantized model: tessera convert RUN/adapter FOLDER"
+                "adapters cannot be merged into quantized weights; leave `merge` out, and merge the exported "
+                "adapters into the unquantized model: tessera convert RUN/adapter FOLDER"
             )
         return self
 
@@ -105,8 +105,8 @@ class ModelSection(Section):
     )
     hub_id: HubName | None = Field(
         None,
-        description="id and commit of the hub that `path` was downloaded from; a run notes it here, and downloads the "
-        "folder again if it is gone",
+        description="id and commit of the hub that `path` was downloaded from; a run notes it here, and downloads "
+        "the folder again if it is gone",
     )
     weights: Path | None = Field(
         None, description="initial weights in another form than `path`: shards by rank, or a torch DCP folder"
@@ -115,7 +115,8 @@ class ModelSection(Section):
     config: dict[str, Any] = Field(default_factory=dict, description="fields that differ from the preset or the folder")
     head: Literal["language", "reward"] | None = Field(
         None,
-        description="language (logits) or reward (one number); default: the head in `path`, or the one that the objective needs",
+        description="language (logits) or reward (one number); default: the head in `path`, or the one that the "
+        "objective needs",
     )
     freeze: list[str] = Field(
         default_factory=list, description="patterns of modules or parameters that are not trained"

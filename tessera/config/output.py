@@ -16,8 +16,9 @@ from tessera.config.values import Steps, StepsOrNone
 class CheckpointSection(Section):
     every: StepsOrNone | str | None = Field(
         None,
-        description="interval between checkpoints: 500 (steps), 10min, 1epoch; 0: only at the end. An interval in minutes "
-        "grows if saving would take more than 5 % of the time. Default: 10min, or 0 if `at_end` is off",
+        description="interval between checkpoints: 500 (steps), 10min, 1epoch; 0: only at the end. An interval in "
+        "minutes grows if saving would take more than 5 % of the time. Default: 10min, or 0 if "
+        "`at_end` is off",
     )
     at_end: bool = Field(True, description="save when the run ends or is stopped")
     keep: int = Field(2, gt=0, le=10**6, description="number of newest checkpoints to keep")
@@ -28,24 +29,24 @@ class CheckpointSection(Section):
     )
     asynchronous: bool = Field(
         True,
-        description="copy the tensors, and write them in a thread while training continues; off: training waits until "
-        "they are written. It always waits for the last checkpoint",
+        description="copy the tensors, and write them in a thread while training continues; off: training waits "
+        "until they are written. It always waits for the last checkpoint",
     )
     weights_only: bool = Field(
         False,
-        description="save no optimizer state: the checkpoint can be loaded, also as `model.path` of another run, but the "
-        "run cannot be resumed from it",
+        description="save no optimizer state: the checkpoint can be loaded, also as `model.path` of another run, "
+        "but the run cannot be resumed from it",
     )
     store_frozen: bool = Field(
         False,
-        description="store frozen weights in every checkpoint. Off: a checkpoint stores the path of `model.path` and the "
-        "hashes of its files for frozen weights from there, and needs the folder to be loaded",
+        description="store frozen weights in every checkpoint. Off: a checkpoint stores the path of `model.path` "
+        "and the hashes of its files for frozen weights from there, and needs the folder to be loaded",
     )
     export: bool = Field(False, description="also write a Hugging Face folder at the end")
     prove: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="compare the logits of an exported folder with those of transformers before it is published. auto: if "
-        "transformers has the class and the weights take at most 4 GB in float32",
+        description="compare the logits of an exported folder with those of transformers before it is published. "
+        "auto: if transformers has the class and the weights take at most 4 GB in float32",
     )
 
     @field_validator("every")
@@ -72,9 +73,9 @@ class GuardSection(Section):
     renamed: ClassVar[Mapping[str, str]] = {"copy_every": "checkpoint.every (the run goes back to a checkpoint)"}
     policy: Literal["clip", "skip", "rollback", "stop", "off"] = Field(
         "clip",
-        description="reaction to a spike: clip its update further; skip it, a few times at most; roll back to the last "
-        "good checkpoint and skip the samples that caused it; or stop. A non-finite step is always skipped. off: no "
-        "step is checked",
+        description="reaction to a spike: clip its update further; skip it, a few times at most; roll back to the "
+        "last good checkpoint and skip the samples that caused it; or stop. A non-finite step is "
+        "always skipped. off: no step is checked",
     )
     limit: int = Field(10, gt=0, description="the run ends after more non-finite steps in a row than this")
     loss_spike: float | None = Field(
@@ -97,8 +98,8 @@ class GuardSection(Section):
     )
     coverage: Literal["auto", "stop", "warn", "off"] = Field(
         "auto",
-        description="reaction to a trained tensor without a gradient in the first step; auto: stop, but warn for a class "
-        "of transformers, which may have unused parts",
+        description="reaction to a trained tensor without a gradient in the first step; auto: stop, but warn for "
+        "a class of transformers, which may have unused parts",
     )
 
     @field_validator("policy", "coverage", mode="before")

@@ -83,8 +83,8 @@ class ParallelSection(Section):
 
     backend: Literal["fsdp2", "megatron"] = Field(
         "fsdp2",
-        description="defaults of other keys: megatron keeps gathered weights until the step ends and reduces gradients "
-        "once per step",
+        description="defaults of other keys: megatron keeps gathered weights until the step ends and reduces "
+        "gradients once per step",
     )
     tp: Ranks = Field(1, description="tensor parallel degree: ranks that compute each layer together")
     sequence_parallel: bool = Field(False, description="shard tokens over the tp ranks between layers")
@@ -97,8 +97,8 @@ class ParallelSection(Section):
     )
     layers: dict[str, list[Annotated[int, Field(ge=0, le=10**6)]]] | None = Field(
         None,
-        description="number of layers of each stream on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, 10, 7]}; "
-        "default: balanced by cost",
+        description="number of layers of each stream on each stage, such as {vision: [32, 0, 0, 0], text: [1, 10, "
+        "10, 7]}; default: balanced by cost",
     )
     cp: Ranks = Field(1, description="context parallel degree: ranks that share the tokens of each row")
     ulysses: Ranks | None = Field(
@@ -124,12 +124,13 @@ class ParallelSection(Section):
     ignore: list[str] = Field(default_factory=list, description="patterns of frozen modules that are not sharded")
     reshard_after_forward: bool | Ranks | None = Field(
         None,
-        description="free gathered weights after forward and gather them again in backward; a number: reshard over so "
-        "many ranks in between; default: true, but false with a pipeline or backend megatron",
+        description="free gathered weights after forward and gather them again in backward; a number: reshard "
+        "over so many ranks in between; default: true, but false with a pipeline or backend megatron",
     )
     recompute: list[str | RecomputeSection] = Field(
         default_factory=list,
-        description="patterns of modules whose activations are recomputed; {modules: pattern, keep: matmul} saves some of them",
+        description="patterns of modules whose activations are recomputed; {modules: pattern, keep: matmul} saves "
+        "some of them",
     )
     use_reentrant: bool = Field(False, description="torch's reentrant checkpointing, which cannot save any results")
     activation_offload: list[str] = Field(
@@ -137,7 +138,8 @@ class ParallelSection(Section):
     )
     compile: bool | list[str] = Field(
         False,
-        description="compile the model's blocks (true), or the modules of these patterns: faster steps after a slow first one",
+        description="compile the model's blocks (true), or the modules of these patterns: faster steps after a "
+        "slow first one",
     )
     block_offload: bool | list[str] = Field(
         False,
@@ -161,11 +163,12 @@ class ParallelSection(Section):
     )
     watch: bool = Field(
         True,
-        description="run the watchdog, which names a rank that died, stopped, stalled or is out of step, and ends all ranks",
+        description="run the watchdog, which names a rank that died, stopped, stalled or is out of step, and ends "
+        "all ranks",
     )
     silence_s: Seconds = Field(15, ge=1, description="watchdog: a rank without a heartbeat for this time is lost")
     stall_s: Seconds = Field(
         120,
-        description="watchdog: a rank that delays the others for this time is named, unless it reads data, compiles or "
-        "computes",
+        description="watchdog: a rank that delays the others for this time is named, unless it reads data, "
+        "compiles or computes",
     )

@@ -114,8 +114,8 @@ class RunLength:
     def row_after(self, state: Mapping[str, Any]) -> int:
         """Return the row with which a resumed run continues. `state`: the result of `position` in the checkpoint.
 
-        Row numbers do not depend on the rows of a step, unless the recipe sets `samples_per_step`. Then the rows differ,
-        and the run continues at the same share of an epoch, rounded to a step.
+        Row numbers do not depend on the rows of a step, unless the recipe sets `samples_per_step`. Then the rows
+        differ, and the run continues at the same fraction of an epoch, rounded to a step.
         """
         rows, before = int(state["rows_drawn"]), state.get("length") or {}
         same = all(before.get(key) == getattr(self, key) for key in ("samples_per_step", "rows_per_step"))

@@ -161,8 +161,8 @@ class GroupSection(Section):
 class OptimSection(Section):
     name: Literal["adamw", "lion", "muon", "adafactor"] = Field(
         "adamw",
-        description="muon: for weights of linear layers and experts, with adamw for all other parameters; adafactor: `lr` "
-        "is relative to the norm of the weights",
+        description="muon: for weights of linear layers and experts, with adamw for all other parameters; "
+        "adafactor: `lr` is relative to the norm of the weights",
     )
     lr: Rate = Field(1e-5, description="learning rate; the default is 1e-4 if model.lora is set")
     betas: tuple[Beta, Beta] = Field(

@@ -1,4 +1,4 @@
-"""Decide whether the code that `config.yaml` of a run folder names may be imported. The folder may be from the internet.
+"""Decide whether the code that `config.yaml` of a run folder names may be imported. The folder may be a download.
 
 A run that names code outside of this package gets a random id, in its folder and, with the import paths, in a state
 folder of the user. The import paths of any folder without such an entry are printed, and nothing is imported unless the
@@ -71,13 +71,14 @@ def check_trusted(folder: Path, code: Mapping[str, str], trust: Trust) -> None:
     raise TesseraError(
         f"this folder names code to import and call, and you have not trained it on this machine:{listing}",
         where=str(folder),
-        fix="if you trust this code, pass --trust (in Python trust=True); for `tessera train`, name the code in the recipe",
+        fix="if you trust this code, pass --trust (in Python trust=True); for `tessera train`, name the "
+        "code in the recipe",
         code="run.code-not-trusted",
     )
 
 
 def remember(folder: Path, code: Mapping[str, str]) -> None:
-    """Record in the user's state folder that the code of this run is trusted. If that fails, only a warning is logged."""
+    """Record in the user's state folder that the code of this run is trusted. A failure is only logged."""
     if not code:
         return
     name = _read_id(folder)
@@ -93,8 +94,8 @@ def remember(folder: Path, code: Mapping[str, str]) -> None:
         os.replace(fresh, state / f"{name}.json")
     except (OSError, RuntimeError) as error:
         log.warning(
-            "this run names code of your own, and the record of it cannot be written (%s): `tessera resume` will need "
-            "--trust; set %s to a writable folder",
+            "this run names code of your own, and the record of it cannot be written (%s): `tessera "
+            "resume` will need --trust; set %s to a writable folder",
             error,
             STATE_VARIABLE,
         )

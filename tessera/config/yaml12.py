@@ -1,7 +1,7 @@
 """Read and write YAML as version 1.2 defines it: `true` and `false` are the only booleans, `off` and `yes` are words.
 
-PyYAML implements version 1.1, in which `12:30` is a number of seconds, `010` is eight and `2024-01-01` is a date object.
-In recipes these are texts and the number ten.
+PyYAML implements version 1.1, in which `12:30` is a number of seconds, `010` is eight and `2024-01-01` is a date. In
+recipes these are texts and the number ten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RESOLVERS: tuple[tuple[str, str, list[str]], ...] = (
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Read plain data. Refuse aliases, which can expand without limit, and duplicate keys, of which one would be lost."""
+    """Read plain data. Refuse aliases, which can expand without limit, and duplicate keys."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - PyYAML's name; filled below
 

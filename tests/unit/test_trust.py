@@ -90,7 +90,7 @@ def test_what_is_no_data_set_and_no_maker_of_one_is_refused_before_it_is_called(
         assert raised.value.where is not None
         assert raised.value.where.startswith("data.options")
         said = str(raised.value)
-        assert "part of Python itself" in said or "is not called" in said or "neither a class nor a function" in said
+        assert "standard library" in said or "is not called" in said or "neither a class nor a function" in said
 
 
 @pytest.mark.parametrize("path", ["os:system", "builtins:print", "subprocess:run", f"{TOYS}:random.choice"])
@@ -307,7 +307,7 @@ def test_a_note_that_cannot_be_written_stops_no_run(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "file" / "below"))
     run = tessera.train(recipe(tmp_path))
-    assert "will ask for --trust" in capsys.readouterr().err
+    assert "will need --trust" in capsys.readouterr().err
     with raises("run.code-not-trusted", "--trust"):
         tessera.resume(run.folder)
 
