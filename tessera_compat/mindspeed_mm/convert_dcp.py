@@ -427,8 +427,7 @@ def _write_job(target: Path, native: NativeTensors) -> None:
         for name, places in inner.places.items()
     }
     plan = replace(inner, files={**files, LATEST: FilePlan.of_bytes(b"release")}, places=places)
-    origin = made_from("dcp", native.where)
-    write_weights(target, WriteJob(native, _SAME, plan, reopen, origin=origin))
+    write_weights(target, WriteJob(native, _SAME, plan, reopen, origin=made_from("dcp", native.where)))
 
 
 def _write_folder(
@@ -448,5 +447,4 @@ def _write_folder(
     blanks = native.blanks()
     config = with_dtype(read_mapping(like / "config.json"), main_dtype(blanks))
     plan = plan_folder(blanks, table, config, shard_bytes, files)
-    origin = made_from("hf", native.where)
-    write_weights(target, WriteJob(native, table, plan, reopen, finish, origin))
+    write_weights(target, WriteJob(native, table, plan, reopen, finish, made_from("hf", native.where)))

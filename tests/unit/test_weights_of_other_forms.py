@@ -79,16 +79,30 @@ class InMemory(StoredForm):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "model.model.", "model.base_model.model.model."])
-def test_tensors_of_a_job_are_found_behind_its_prefixes(prefix: str) -> None:
-    """Stacked experts have lost a dimension; an optimizer is stored beside the model."""
-    spec, config = resolve(ModelSection(family="qwen3_vl", preset="quickstart-moe"))
+@pytest.mark.parametrize(("family", "merged"), [("qwen3_vl", False), ("qwen3", True)])
+def test_tensors_of_a_job_are_found_behind_its_prefixes(prefix: str, family: str, merged: bool) -> None:
+    """Stacked experts have lost a dimension, or those of a layer are one; an optimizer is stored beside the model."""
+    spec, config = resolve(ModelSection(family=family, preset="quickstart-moe"))
     module, table = build_on_meta(spec, config), spec.main.weight_map(config)
     assert table is not None
     native = {name: torch.randn(tensor.shape) for name, tensor in model_tensors(module).items()}
     published = table.to_foreign(native)
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in published.items():
-        stored[prefix + name] = tensor.reshape(-1, tensor.shape[-1]) if ".experts." in name else tensor
+        if ".experts." not in name:
+            stored[prefix + name] = tensor
+        elif not merged:
+            stored[prefix + name] = tensor.reshape(-1, tensor.shape[-1])
+    layers = [name.removesuffix(".0.down_proj.weight") for name in published if name.endswith(".0.down_proj.weight")]
+    for at in layers:
+        count = sum(name.startswith(at) and name.endswith("down_proj.weight") for name in published)
+        gates = [
+            torch.cat([published[f"{at}.{n}.{kind}_proj.weight"] for kind in ("gate", "up")]) for n in range(count)
+        ]
+        downs = [published[f"{at}.{n}.down_proj.weight"] for n in range(count)]
+        stored[f"{prefix}{at}.gate_up_proj"] = torch.cat([gate.t() for gate in gates])
+        stored[f"{prefix}{at}.down_proj"] = torch.stack([down.t() for down in downs])
+    assert bool(layers) == merged
     form = InMemory({**stored, **({"optimizer.state.model.exp_avg": torch.zeros(2)} if prefix else {})})
     job = job_tensors(form.tensors(), table, native_shapes(native))
     assert job.keys() == published.keys()

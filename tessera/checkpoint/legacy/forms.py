@@ -1,11 +1,13 @@
 """Load weights from folders of torch.distributed.checkpoint (DCP), and from formats that other packages add.
 
-A training job with FSDP2 stores its model in a DCP folder with name prefixes, such as `model.`, and may flatten stacked
-experts to two dimensions. `JobFolder` derives both from the names and shapes that the model needs.
+A training job with FSDP2 stores its model in a DCP folder with name prefixes, such as `model.`. It may flatten stacked
+experts to two dimensions, or merge the matrices of all experts of a layer into one transposed tensor. `JobFolder`
+derives all of this from the names and shapes that the model needs.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from tessera.weights.map import WeightMap
 from tessera.weights.rows import TensorRows
 
 Shape = tuple[int, ...]
+EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 class DcpFolder(StoredForm):
@@ -58,14 +61,19 @@ class DcpFolder(StoredForm):
 
 @dataclass(frozen=True)
 class JobTensor:
-    """Locate a tensor of the model in the DCP folder of a job, which may flatten stacked experts."""
+    """Locate a tensor of the model in the DCP folder of a job, which may flatten or merge experts."""
 
     stored: str
     plan: PlannedTensor
     flat: bool = False  # experts [experts, rows, columns] are stored as [experts * rows, columns]
+    box: tuple[Shape, Shape] | None = None  # offsets and sizes of one expert in a merged tensor, which is transposed
 
     def read(self, form: StoredForm, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Tensor:
         """Return the tensor, or a box of it."""
+        if self.box is not None:
+            matrix = form.read(self.stored, *self.box)
+            matrix = matrix.reshape(matrix.shape[-2:]).t()
+            return matrix if sizes is None else matrix[box_slices(offsets or [0, 0], sizes)]
         if not self.flat or sizes is None:
             return form.read(self.stored, offsets, sizes).reshape(self.plan.shape if sizes is None else tuple(sizes))
         _, rows, columns = self.plan.shape
@@ -82,10 +90,13 @@ def job_tensors(
     inside = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
     table = weight_map.for_names(inside)
     needed = _needed(table, shapes)
+    merged = _merged(needed, inside, stored)
     tensors: dict[str, JobTensor] = {}
     for name, full_name in inside.items():
         plan, shape = stored[full_name], needed.get(table.canonical(name), ())
-        if len(shape) == 3 and len(plan.shape) == 2 and plan.shape[0] % shape[0] == 0:
+        if name in merged:
+            tensors |= merged[name]
+        elif len(shape) == 3 and len(plan.shape) == 2 and plan.shape[0] % shape[0] == 0:
             stacked = (shape[0], plan.shape[0] // shape[0], plan.shape[1])
             tensors[name] = JobTensor(full_name, PlannedTensor(plan.dtype, stacked), flat=True)
         else:
@@ -116,6 +127,28 @@ def _prefix(stored: Mapping[str, PlannedTensor], weight_map: WeightMap, shapes: 
             if any(table.canonical(end) in names for table in tables):
                 counts[name[: len(name) - len(end)]] += 1
     return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default="")
+
+
+def _merged(
+    needed: Mapping[str, Shape], inside: Mapping[str, str], stored: Mapping[str, PlannedTensor]
+) -> dict[str, dict[str, JobTensor]]:
+    """Return for each merged tensor the experts that it contains, by their Hugging Face names."""
+    experts: dict[str, dict[str, JobTensor]] = {}
+    for name, shape in needed.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            continue
+        merged = f"{match[1]}.{'down_proj' if match[3] == 'down_proj' else 'gate_up_proj'}"
+        if merged not in inside:
+            continue
+        plan, number = stored[inside[merged]], int(match[2])
+        (outputs, inputs), first = shape, shape[0] if match[3] == "up_proj" else 0
+        box: tuple[Shape, Shape] = ((number, 0, first), (1, inputs, outputs))
+        if len(plan.shape) == 2:
+            box = ((number * inputs, first), (inputs, outputs))
+        tensor = JobTensor(inside[merged], PlannedTensor(plan.dtype, (outputs, inputs)), box=box)
+        experts.setdefault(merged, {})[name] = tensor
+    return experts
 
 
 class JobFolder(StoredForm):
