@@ -133,7 +133,7 @@ class GenerationProcessor:
                 raise TesseraError(
                     f"{options.width}x{options.height} pixels are not a multiple of the patch size {wide}x{tall}",
                     where="data.processor.height",
-                    fix=f"height={near[0]} width={near[1]}",
+                    fix=f"set height={near[0]} and width={near[1]}",
                     code="generation.size-not-whole-patches",
                 )
             return options.width, options.height
@@ -187,7 +187,7 @@ class GenerationProcessor:
             raise TesseraError(
                 f"captions cannot be tokenized: {names} missing",
                 where="model.path or model.tokenizer",
-                fix="name the folder of a diffusers pipeline, which has its tokenizers",
+                fix="name the folder of a complete diffusers pipeline",
                 code="generation.missing-tokenizer",
             )
         full = [tokenizer.ids(caption) for tokenizer in self.tokenizers]

@@ -202,7 +202,7 @@ def test_patches_over_time_are_whole() -> None:
 def test_sizes_that_are_no_whole_patches_are_refused() -> None:
     with raises("generation.size-not-whole-patches", "16x16") as caught:
         GenerationProcessor.load(CROSS, None, vae_stride=(4, 8), height=100, width=64)
-    assert caught.value.fix == "height=96 width=64"
+    assert caught.value.fix == "set height=96 and width=64"
     with raises("recipe.wrong-value"):
         GenerationProcessor.load(CROSS, None, height=64)
     with raises("recipe.unknown-key", "num_frame"):

@@ -115,7 +115,7 @@ class DiffusionTask(Task):
                 else f"this model does not support given={frames}",
                 where="train.task_options.given",
                 allowed=list(images.choices),
-                fix="train.task_options.given=first" if frames == "none" else None,
+                fix="set train.task_options.given=first" if frames == "none" else None,
                 code="generation.given-frames-mismatch",
             )
         noise = {"given_noise": self.options.given_noise is not None, "given_dropout": self.options.given_dropout > 0}
@@ -358,8 +358,8 @@ class DiffusionTask(Task):
             raise TesseraError(
                 "the batch has images or videos instead of latents",
                 where="train.task_options.encoders",
-                fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the VAE and text "
-                "encoders of a diffusers folder; `tessera data features` writes latents once",
+                fix="set train.task_options.encoders.folder to a diffusers folder, whose encoders then run in every "
+                "step; or write latents once: tessera data features",
                 code="generation.batch-without-latents",
             )
         values = batch["clean"].shape[1]

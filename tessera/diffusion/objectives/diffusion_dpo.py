@@ -88,8 +88,7 @@ class DiffusionDpoTask(DiffusionTask):
             raise TesseraError(
                 "diffusion_dpo needs images or videos and encoders; stored features are not supported",
                 where="train.task_options.encoders",
-                fix="train.task_options.encoders.folder=FOLDER encodes them in every step, with the parts of a "
-                "diffusers folder",
+                fix="set train.task_options.encoders.folder to a diffusers folder with a VAE and text encoders",
                 code="generation.pairs-need-encoders",
             )
 

@@ -349,6 +349,6 @@ def _check_multiple(name: str, value: int, step: int, rest: int) -> None:
             f"{name} {value} is not supported by the strides of the model",
             where=f"--{name}",
             allowed=[f"multiples of {step}" + (f" and {rest} more" if rest else "")],
-            fix=f"--{name} {' or '.join(near)}",
+            fix=f"set --{name} to {' or '.join(near)}",
             code="generation.size-not-whole-patches",
         )
