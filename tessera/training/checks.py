@@ -49,8 +49,8 @@ class Coverage(Callback):
         self._idle &= idle
         if self._idle and self._looks == LOOKS and trainer.world.is_main:
             log.warning(
-                "%d trained tensors received a gradient of zeros in each of %d steps: %s. An encoder does so if the "
-                "batches have no input for it",
+                "%d trained tensors received a gradient of zeros in each of %d steps: %s. An encoder without "
+                "input in the batches has such gradients",
                 len(self._idle),
                 LOOKS,
                 few_names(sorted(self._idle)),

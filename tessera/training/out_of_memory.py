@@ -63,7 +63,7 @@ class MemoryAdvice:
             what = f"in one of the micro-batches of the step, together {describe(batches)}"
         ids = few_names([id for batch in batches for id in batch.sample_ids], 4)
         if ids and phase != _UPDATE:
-            log.to_file(30, f"samples of the micro-batch without memory: {ids}")
+            log.to_file(30, f"samples of the micro-batch that was out of memory: {ids}")
         key, why = self.key(phase)
         return TesseraError(
             f"{devices.name(device)} is out of memory at step {trainer.step + 1}, {what}. "

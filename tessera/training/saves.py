@@ -137,13 +137,13 @@ def check_resumed(step: int, before: Mapping[str, Any], now: Mapping[str, Any]) 
     changed = [f"{key} {old[key]} -> {new[key]}" for key in new if key in old and old[key] != new[key]]
     if changed:
         log.logger().warning(
-            "the schedule has changed since step %d was saved (%s): the learning rate goes on from its new value",
+            "the schedule has changed since step %d was saved (%s): the learning rate follows the new schedule",
             step,
             ", ".join(changed),
         )
     if before["world"] != now["world"]:
         log.logger().info(
-            "world size was %d and is %d now: samples and their order are the same, sums are so to rounding",
+            "world size was %d and is %d now: the order of samples is the same, and sums differ by rounding",
             before["world"],
             now["world"],
         )

@@ -117,7 +117,7 @@ class Guard(OptimizerStep):
     def on_end(self, trainer: TrainerHandle) -> None:
         if self._counts and trainer.world.is_main:
             done = ", ".join(f"{action} {count}" for action, count in sorted(self._counts.items()))
-            log.info("guard: bad steps in all: %s (%s)", done, trainer.config.folder / RECORD)
+            log.info("guard: bad steps: %s (%s)", done, trainer.config.folder / RECORD)
             self._counts = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,7 +144,10 @@ class Guard(OptimizerStep):
         self._not_finite = 0  # the limit counts from the resume on
         self._dropped = list(state.get("dropped", []))
         if state.get("lr_share", 1.0) < 1.0:  # earlier versions halved the learning rate after a divergence
-            log.warning("guard: the run had trained at %g times optim.lr; set optim.lr to that", state["lr_share"])
+            log.warning(
+                "guard: this run had trained at %g times optim.lr since a divergence; lower optim.lr by that factor",
+                state["lr_share"],
+            )
 
     # ------------------------------------------------------------------------------------------ one step
 
