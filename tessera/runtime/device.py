@@ -1,4 +1,4 @@
-"""Answer every question about devices: names, capabilities, memory and speed. No other file names a kind of device."""
+"""Query devices: names, capabilities, memory and speed. Only this file contains names of device types."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tessera.errors import TesseraError, first_line, nearest
 log = logging.getLogger("tessera")
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
-COLLECTIVE_BACKENDS = tuple(_BACKENDS.values())  # the words by which errors of collectives are known
+COLLECTIVE_BACKENDS = tuple(_BACKENDS.values())  # names of collective backends, as error messages contain them
 ACCELERATORS = tuple(kind for kind in _BACKENDS if kind != "cpu")
 
-# Dense bf16 matrix peak in FLOP/s as vendors state it, by a word in the device's name, most telling word first. Unknown
-# devices report no peak, and MFU is left out.
+# Dense bf16 peak in FLOP/s by vendors' data sheets, for devices whose name contains the word; the first match counts.
+# For other devices no MFU is reported.
 _PEAKS = (
     ("H200", 989e12),
     ("H100", 989e12),
     ("H800", 989e12),
-    ("GB300", 2500e12),  # before names that they contain
+    ("GB300", 2500e12),  # before GB200 and B200, which it contains in part
     ("GB200", 2500e12),
     ("B200", 2250e12),
     ("A100", 312e12),
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold bytes of memory: on an accelerator those of tensors, on a CPU the resident memory of this process."""
+    """Hold memory in bytes: of tensors on an accelerator, or the resident memory of this process on a CPU."""
 
     used: int
     peak: int
@@ -61,7 +61,7 @@ def _accelerator() -> str | None:
 
 
 def resolve(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device of this process for `auto` or a device type; raise if it is not there."""
+    """Return the device of this process for a value of `train.device`; raise if this machine has none."""
     kind = name
     if kind == "auto":
         kind = _accelerator() or "cpu"
@@ -97,22 +97,24 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
 
 
 def current() -> torch.device:
-    """Return the device on which this process computes now: that of its accelerator if there is one, or the CPU."""
+    """Return the current accelerator device of this process, or the CPU."""
     kind = _accelerator()
     return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def is_accelerator(name: str) -> bool:
-    """Return whether a value of `train.device` means an accelerator: "auto" if this machine has one, "cpu" never.
+    """Return whether a value of `train.device` means an accelerator.
 
-    Any other name counts as an accelerator, also where there is none of that type.
+    "auto" does if this machine has an accelerator, "cpu" does not, and any other name does.
     """
     return _accelerator() is not None if name == "auto" else name.partition(":")[0] != "cpu"
 
 
 def resolve_shared(name: str, local_rank: int) -> torch.device:
-    """Return the device in a process group of the caller's, who may have shown each process only its own device, or
-    may want several ranks on one."""
+    """Return the device of a rank whose process group the caller has made.
+
+    If the process sees one device only, all local ranks use it.
+    """
     kind = _accelerator() if name == "auto" else name
     if kind not in (None, "cpu") and _accelerator() == kind and torch.accelerator.device_count() == 1:
         local_rank = 0
@@ -121,7 +123,7 @@ def resolve_shared(name: str, local_rank: int) -> torch.device:
 
 def _load_npu() -> None:
     try:
-        import torch_npu  # noqa: F401 - importing it is what makes torch know the device
+        import torch_npu  # noqa: F401 - the import registers the device in torch
     except ImportError:
         raise TesseraError(
             "device npu needs the package torch_npu", fix="pip install tessera-mm[npu]", code="device.no-torch-npu"
@@ -129,8 +131,7 @@ def _load_npu() -> None:
 
 
 def backend(device: torch.device, with_host: bool = False) -> str:
-    """Return the collective backend of a device, with that of the host beside it where checkpoints move host
-    tensors."""
+    """Return the collective backend of a device. `with_host`: also that of the CPU, for checkpoints of host tensors."""
     name = _BACKENDS[device.type]
     if with_host and device.type != "cpu":
         return f"cpu:gloo,{device.type}:{name}"
@@ -138,14 +139,16 @@ def backend(device: torch.device, with_host: bool = False) -> str:
 
 
 def pci_addresses(ranks: int) -> list[str | None]:
-    """Return the PCI addresses of this machine's devices, or None for each that does not tell its address. Without an
-    accelerator each of the `ranks` on this machine counts as a device."""
+    """Return the PCI address of each device of this machine, or None where it is unknown.
+
+    Without an accelerator the list has `ranks` entries.
+    """
     count = max(ranks, torch.accelerator.device_count())
     addresses: list[str | None] = [None] * count
     if _accelerator() == "cuda":
         for number in range(torch.accelerator.device_count()):
             properties: Any = torch.cuda.get_device_properties(number)
-            with contextlib.suppress(AttributeError):  # older releases of torch do not tell
+            with contextlib.suppress(AttributeError):  # older releases of torch lack these properties
                 addresses[number] = (
                     f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
                 )
@@ -153,11 +156,11 @@ def pci_addresses(ranks: int) -> list[str | None]:
 
 
 def binds_cores_itself() -> bool:
-    """Return whether torch's extension for the accelerator reads CPU_AFFINITY_CONF and binds threads by itself."""
+    """Return whether torch_npu is installed, which binds threads to cores by CPU_AFFINITY_CONF."""
     return _accelerator() == "npu" or importlib.util.find_spec("torch_npu") is not None
 
 
-# Of accelerators whose memory is counted on another machine: what decides which tensors a step keeps.
+# Capabilities of accelerators for dry runs on a CPU: they determine which tensors a step keeps.
 _COUNTED_ABILITIES = {
     "cuda": ("flash_attention", "tensor_cores", "wide_sums", "fused_optimizer", "grouped_mm", "triton")
 }
@@ -166,9 +169,9 @@ _COUNTED: ContextVar[str | None] = ContextVar("counted", default=None)
 
 @contextlib.contextmanager
 def counted_as(name: str) -> Iterator[None]:
-    """Answer `supports` for the CPU as the device of a value of `train.device` would, inside the block.
+    """Let `supports` return the capabilities of another device for CPU tensors, inside the block.
 
-    For tensors without memory alone: operations then choose what they would choose there, and nothing is computed.
+    For dry runs, whose tensors have no memory: operations choose the implementation of that device.
     """
     token = _COUNTED.set((_accelerator() or "cpu") if name == "auto" else name.partition(":")[0])
     try:
@@ -178,10 +181,9 @@ def counted_as(name: str) -> Iterator[None]:
 
 
 def counted_for(device: torch.device) -> str | None:
-    """Return the accelerator that tensors without memory on this device stand for (`counted_as`); mostly None.
+    """Return the accelerator that `counted_as` simulates on the CPU; None outside of a dry run.
 
-    None for what is compiled as well: it is never a dry run, and the compiler cannot follow the question, so that the
-    graph would break at every operation that asks.
+    None in compiled code: it never runs dry, and reading a context variable would break the graph.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return None
@@ -190,17 +192,17 @@ def counted_for(device: torch.device) -> str | None:
 
 
 def supports(device: torch.device, what: str) -> bool:
-    """Return whether a device has a capability that `ops` asks for by name. An unknown name is a programming error."""
-    if what == "no_values":  # tensors of a dry run, whatever device they stand for
+    """Return whether a device has a capability. The names are those below."""
+    if what == "no_values":  # tensors of a dry run
         return device.type == "cpu" and not torch.compiler.is_compiling() and _COUNTED.get() is not None
     counted = counted_for(device)
     if counted is not None:
         return what in _COUNTED_ABILITIES.get(counted, ())
     if what == "flash_attention":
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if what == "cudnn_attention":  # at 1.9 times the speed of flash attention on these chips, slower on others
+    if what == "cudnn_attention":  # on Hopper 1.9 times as fast as flash attention, slower elsewhere
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and cudnn.is_available()
-    if what == "wide_sums":  # products of half precision that are added to numbers of single precision
+    if what == "wide_sums":  # half-precision products accumulated into float32 tensors
         return device.type == "cuda"
     if what == "tensor_cores":
         return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -217,18 +219,17 @@ def supports(device: torch.device, what: str) -> bool:
 
 @functools.cache
 def _builds_kernels(device: torch.device) -> bool:
-    """Return whether Triton is there and finds what it needs, a C compiler and Python's headers: many images lack
-    them."""
+    """Return whether Triton can compile kernels: it needs a C compiler and Python's headers, which many images lack."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:
         from tessera.runtime.triton_probe import probe
 
         probe(device)
-    except Exception as error:  # whatever Triton or the compiler has to say
+    except Exception as error:  # Triton and the compiler raise errors of any type
         log.warning(
-            "kernels of Tessera's own cannot be built here, so torch's are used, which are slower: %s; "
-            "a C compiler and the headers of Python mend that (apt install gcc python3-dev)",
+            "Triton kernels cannot be compiled here, so slower kernels of torch are used: %s; "
+            "install a C compiler and Python's headers (apt install gcc python3-dev)",
             first_line(error),
         )
         return False
@@ -242,14 +243,13 @@ def name(device: torch.device) -> str:
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
-    """Return what torch's profiler records on this device."""
+    """Return the activities that torch's profiler records on this device."""
     activity = {"cuda": ProfilerActivity.CUDA, "npu": ProfilerActivity.PrivateUse1}.get(device.type)
     return [ProfilerActivity.CPU] if activity is None else [ProfilerActivity.CPU, activity]
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the stated dense bf16 peak; None if it is not known, so that no MFU is reported rather than a wrong
-    one."""
+    """Return the dense bf16 peak in FLOP/s; None if it is unknown."""
     label = name(device)
     return next((peak for word, peak in _PEAKS if word in label), None)
 
@@ -257,7 +257,7 @@ def peak_flops(device: torch.device) -> float | None:
 def memory(device: torch.device) -> Memory:
     if device.type == "cpu":
         page = os.sysconf("SC_PAGE_SIZE")
-        # Not ru_maxrss: a program begins with the peak of the process that started it.
+        # Not ru_maxrss, which a process inherits from its parent.
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             status = dict(line.split(":", 1) for line in file if ":" in line)
         used, peak = (int(status[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
@@ -272,7 +272,7 @@ _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory",
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether a device had no memory left, by an error or by one that it was raised from."""
+    """Return whether an error, or one of its causes, reports that a device is out of memory."""
     while error is not None:
         said = isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
         if said or isinstance(error, torch.OutOfMemoryError):
@@ -282,7 +282,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes can be allocated without touching what this process has reserved already."""
+    """Return the free memory of a device in bytes, without memory that this process has reserved."""
     if device.type != "cpu":
         module: Any = torch.get_device_module(device)
         return int(module.mem_get_info(device)[0])
@@ -296,7 +296,7 @@ def free_memory(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device, after: Any) -> Iterator[None]:
-    """Queue what this thread does on a stream of its own, behind the event that `queued` gave to another thread."""
+    """Run the block on a new stream, after the event `after`, which `queued` returned in another thread."""
     if device.type == "cpu":
         yield
         return
@@ -308,7 +308,7 @@ def own_stream(device: torch.device, after: Any) -> Iterator[None]:
 
 
 def queued(device: torch.device) -> Any:
-    """Return an event behind all that this thread has queued on an accelerator; None for the host."""
+    """Record and return an event after all work that this thread has queued on an accelerator; None for the CPU."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
@@ -318,14 +318,16 @@ def queued(device: torch.device) -> Any:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak for a run, whatever the process did before. A CPU process cannot reset its peak."""
+    """Reset the peak of allocated memory. On a CPU the peak of a process cannot be reset."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def has_unfinished_work(device: torch.device) -> bool:
-    """Return whether an accelerator still computes what was queued on its default stream; any thread may ask. One
-    that cannot answer now (it records a graph, for example) counts as working."""
+    """Return whether the default stream of an accelerator has unfinished work. Any thread may call it.
+
+    True if the stream cannot be queried now, for example while a graph is captured.
+    """
     if device.type == "cpu":
         return False
     module: Any = torch.get_device_module(device)
@@ -336,12 +338,12 @@ def has_unfinished_work(device: torch.device) -> bool:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest type in which this device can add up scalars over ranks."""
+    """Return the widest dtype in which this device can all-reduce."""
     return torch.float32 if device.type == "npu" else torch.float64
 
 
 class HostCopy:
-    """Copy a few numbers to the host. They can be waited for without waiting for what was queued behind them."""
+    """Copy a small tensor to the host. Reading it waits for the copy alone, not for work that was queued later."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -354,7 +356,7 @@ class HostCopy:
             self._event.record(module.current_stream(values.device))
 
     def ready(self) -> bool:
-        """Return whether a call would not have to wait."""
+        """Return whether the copy has finished."""
         return self._event is None or bool(self._event.query())
 
     def __call__(self) -> list[float]:
@@ -364,13 +366,13 @@ class HostCopy:
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of these numbers on the device, without waiting for it."""
+    """Return a tensor of these numbers on the device. The host does not wait for the copy."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if supports(device, "pinned_memory") else tensor.to(device)
 
 
 class SideCopies:
-    """Copy from the host to an accelerator beside its computation, on a stream of its own."""
+    """Copy tensors from the host to an accelerator on a separate stream, while it computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -379,15 +381,15 @@ class SideCopies:
 
     def start(self, copy: Callable[[], _T]) -> tuple[_T, Any]:
         """Run `copy` on the side stream; return its result and an event for `finish`."""
-        with self._module.stream(self._stream):  # also makes the device this thread's
+        with self._module.stream(self._stream):  # also sets the current device of this thread
             copied = copy()
             done = self._module.Event()
             done.record(self._stream)
         return copied, done
 
     def finish(self, done: Any, tensors: Iterable[torch.Tensor]) -> None:
-        """Order what this thread queues from now on behind the copy; the host does not wait."""
+        """Let later work of this thread wait for the copy on the device; the host does not wait."""
         current = self._module.current_stream(self._device)
         current.wait_event(done)
         for tensor in tensors:
-            tensor.record_stream(current)  # so that its memory is not given away while this stream still reads it
+            tensor.record_stream(current)  # its memory is not reused while this stream reads it

@@ -1,4 +1,4 @@
-"""Join and leave a world of ranks, and exchange small values without a mesh."""
+"""Join and leave the process group of a run, and exchange small values between ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tessera.runtime.launcher import watch_launcher
 from tessera.runtime.rendezvous import JOIN_TIMEOUT_S, check_ranks, open_store, rank_info
 from tessera.runtime.torch_internals import default_store, fake_store
 
-# Error texts of torch's backends when a peer or a connection is lost: a line of the backend's source, or its report.
-# The name of a backend alone says nothing: errors of one's own may contain it as well.
+# Errors of torch's backends after a peer or a connection is lost contain a line of the backend's source, or one of
+# these phrases. The name of a backend alone is no sign: other errors contain it as well.
 _BACKENDS = "|".join(devices.COLLECTIVE_BACKENDS)
 _PEER_WORDS = re.compile(
     rf"\b({_BACKENDS})/[\w./-]+\.(cc|cpp|h):\d+|\b({_BACKENDS}) (error|communicator was aborted|connect\w* failed)"
@@ -34,7 +34,7 @@ _PEER_WORDS = re.compile(
 
 @dataclass(frozen=True)
 class World:
-    """Identify this process among all ranks. It is passed explicitly; nothing reads it from global state."""
+    """Identify this process among all ranks."""
 
     rank: int
     size: int
@@ -57,12 +57,12 @@ def environment_ranks(env: Mapping[str, str] = os.environ) -> tuple[int, int, in
 
 
 def expected_rank() -> int:
-    """Return the rank that this process has or will have."""
+    """Return the rank of this process, also before it has joined the process group."""
     return dist.get_rank() if dist.is_initialized() else environment_ranks()[0]
 
 
 def expected_world_size() -> int:
-    """Return the size of the world that `world` will join, before it does."""
+    """Return the number of ranks, also before this process has joined the process group."""
     return dist.get_world_size() if dist.is_initialized() else environment_ranks()[1]
 
 
@@ -75,11 +75,11 @@ def world(
     config: str = "",
     folder: Path | None = None,
 ) -> Iterator[World]:
-    """Join the world that the environment describes; leave it at the end, whatever happened.
+    """Join the process group that the environment variables describe, and leave it after the block.
 
-    A single process gets a group of one as well, over an in-process store: no port, and one path for one or many ranks.
-    A group that the caller has set up already (tests, a user's own program) is used and left alone. Ranks that do not
-    come within `join_timeout_s`, or that differ in `config` or in the shared `folder`, are named in an error.
+    A single process has a group of one rank, without a port. A process group that exists already is used and not
+    destroyed. Ranks that do not join within `join_timeout_s`, have another `config` or cannot write into `folder` are
+    named in an error.
     """
     watch_launcher()
     if dist.is_initialized():
@@ -105,14 +105,13 @@ def world(
 
 
 def rank_on_machine() -> int:
-    """Return this rank's number among the ranks of its machine: as the launcher says, or counted, which all ranks do
-    together."""
+    """Return the local rank: from LOCAL_RANK, or by comparing host names, in which all ranks take part."""
     if "LOCAL_RANK" in os.environ:
         return environment_ranks()[2]
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return 0
-    # Through the store and not by a collective: those of an accelerator need to know the device already.
+    # By the store: collectives of an accelerator need the device, which is not chosen yet.
     store = PrefixStore("machines", default_store())
     store.set(str(rank), socket.gethostname())
     return sum(store.get(str(other)).decode() == socket.gethostname() for other in range(rank))
@@ -120,7 +119,7 @@ def rank_on_machine() -> int:
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[World]:
-    """Make a world of any size in one process, for plans and dry runs: collectives return at once and move nothing."""
+    """Simulate a process group of any size in one process: collectives return at once and copy nothing."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=size)
     try:
         yield World(rank, size, 0, torch.device("cpu"))
@@ -152,8 +151,11 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return [ranks, n] on every rank from [n] of each. It is done by a sum: if ranks are out of step, gloo ends the
-    process when a gather meets one of another size, and raises an error for a sum."""
+    """Gather a tensor [n] of each rank into [ranks, n] on every rank.
+
+    By an all-reduce: if another rank calls a collective of another size, gloo raises an error for a sum and kills the
+    process for a gather.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values[None]
     table = values.new_zeros(dist.get_world_size(), *values.shape)
@@ -179,14 +181,16 @@ def agree_on_step(step: int, count: int, *flags: bool) -> tuple[bool, list[bool]
 
 
 class RankFailure(TesseraError):
-    """Raised when another rank, or the agreement between ranks, failed; not for an error in this rank's own work."""
+    """Report a failure of another rank, or of the communication between ranks."""
 
     exit_code = 3
 
 
 class OutOfStep(RankFailure):
+    """Report ranks that are at different steps. `ranks`: those that differ from the majority."""
+
     def __init__(self, steps: Sequence[int]) -> None:
-        # Without a majority the main rank is the measure.
+        # Of two equally frequent steps, that of rank 0 counts as the common one.
         common = max(dict.fromkeys(steps), key=lambda s: (steps.count(s), s == steps[0]))
         self.ranks = [rank for rank, step in enumerate(steps) if step != common]
         steps_by_rank = ", ".join(f"rank {rank} is at step {steps[rank]}" for rank in self.ranks[:8])
@@ -198,7 +202,7 @@ class OutOfStep(RankFailure):
 
 
 def is_peer_error(error: BaseException) -> bool:
-    """Return whether a collective broke because its partner did; then the cause lies on another rank."""
+    """Return whether an error of a collective was caused by another rank that ended or lost its connection."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
@@ -206,13 +210,12 @@ def is_peer_error(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def main_rank_first(world: World) -> Iterator[None]:
-    """Let the main rank run the block, then the others. They poll instead of waiting in a collective, which has a
-    timeout."""
+    """Run the block on rank 0 first, then on the other ranks, which poll the store: a collective would time out."""
     if world.size == 1:
         yield
         return
     store = PrefixStore("main-rank-first", default_store())
-    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # every rank counts its own turns, and all come to each
+    done = f"done/{store.add(f'turns/{world.rank}', 1)}"  # number of this call, which all ranks count alike
     if world.is_main:
         try:
             yield
@@ -224,13 +227,12 @@ def main_rank_first(world: World) -> Iterator[None]:
     while not store.check([done]):
         time.sleep(0.05)
     if store.get(done) != b"done":
-        raise RankFailure("the main rank failed", fix="look at what it said", code="run.main-rank-failed")
+        raise RankFailure("rank 0 failed", fix="read the error of rank 0", code="run.main-rank-failed")
     yield
 
 
 def wait_for(works: Iterable[dist.Work | None]) -> None:
-    """Wait for collectives that were begun. The watchdog treats a rank in this function as one that waits for
-    others."""
+    """Wait for started collectives. The watchdog regards a rank in this function as waiting for other ranks."""
     for work in works:
         if work is not None:
             work.wait()

@@ -1,8 +1,8 @@
-"""Read files that somebody else wrote, and keep append-only records of a run.
+"""Read untrusted files with limits, and read and write the JSONL records of a run.
 
-Of foreign files only regular ones are read, and only so many bytes of them. Records are one JSON object a line. A line
-that cannot be read (a torn write, a damaged disk block, an editor) costs that line alone: readers pass over it and say
-so. Lines are in the order of their steps, so a resume reads only the end of a long file.
+Only regular files are opened, and each read has a maximum size. A record has one JSON object per line, in the order of
+steps. Readers skip and report a line that cannot be parsed, for example after a power cut. A resume reads a long record
+from its end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """Return the status of a regular file; raise for a pipe, a device, a socket or a folder: opening one may wait
-    for ever. Links are followed; `check_inside` says which may be."""
+    """Return the status of a regular file; raise for a pipe, a device, a socket or a folder, whose opening may block.
+
+    Links are followed; see `check_inside`.
+    """
     try:
         status = path.stat()
     except OSError as error:
@@ -33,15 +35,15 @@ def check_regular(path: Path) -> os.stat_result:
         ) from None
     if not stat.S_ISREG(status.st_mode):
         raise TesseraError(
-            f"this is {_kind(status.st_mode)}, not a regular file", where=str(path), code="environment.not-regular-file"
+            f"{_kind(status.st_mode)} is not a regular file", where=str(path), code="environment.not-regular-file"
         )
     return status
 
 
 def leads_out(path: Path, folder: Path) -> bool:
-    """Return whether a file of a folder is a link, or lies behind one, that leads out of the folder.
+    """Return whether the path of a file in a folder contains a link to a place outside of the folder.
 
-    A cache of downloads is known: the files of its `snapshots/REVISION` are links into `blobs`, beside `snapshots`.
+    Links of the Hugging Face cache are allowed: files in `snapshots/REVISION` are links into `blobs`.
     """
     target, home = (Path(os.path.realpath(place)) for place in (path, folder))  # `resolve` raises for a loop of links
     caches = [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
@@ -49,19 +51,21 @@ def leads_out(path: Path, folder: Path) -> bool:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise if a file of a folder of weights is a link that leads out of the folder."""
+    """Raise if a file in a folder of weights is a link to a place outside of the folder."""
     if leads_out(path, folder):
         raise TesseraError(
             f"{path.relative_to(folder)} is a link out of the folder, to {os.path.realpath(path)}",
             where=str(folder),
-            fix="copy the file into the folder, or name the folder that it lies in",
+            fix="copy the file into the folder, or use the folder that contains it",
             code="weights.link-out-of-folder",
         )
 
 
 def keep_inside(path: Path) -> None:
-    """Prepare a file of a run for writing, so that no file elsewhere is changed. A link, which a foreign folder may
-    hold, is replaced by a copy of its target; a pipe or a device is refused."""
+    """Prepare a file of a run for writing: replace a link by a copy of its target, and refuse a pipe or a device.
+
+    A downloaded run folder may contain links to other files of the user.
+    """
     if path.is_symlink():
         if not path.exists():
             path.unlink()
@@ -79,21 +83,25 @@ def read_bytes(path: Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """Return all bytes of a regular file of at most `limit` bytes."""
     check_regular(path)
     try:
-        # Without waiting: what lies there may have been exchanged since it was looked at.
+        # O_NONBLOCK: since the check above, the file may have been replaced by a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise TesseraError(
-                    f"this is {_kind(status.st_mode)}, not a regular file",
+                    f"{_kind(status.st_mode)} is not a regular file",
                     where=str(path),
                     code="environment.not-regular-file",
                 )
             if status.st_size > limit:
                 raise TesseraError(
-                    f"far too large ({status.st_size} bytes)", where=str(path), code="environment.file-too-large"
+                    f"a file of {status.st_size} bytes; at most {limit} are read",
+                    where=str(path),
+                    code="environment.file-too-large",
                 )
-            return file.read(min(limit, status.st_size + 1))  # reserves so many bytes before it reads any
+            return file.read(
+                min(limit, status.st_size + 1)
+            )  # `read` allocates its argument: not more than the file has
     except OSError as error:
         raise TesseraError(
             f"cannot be opened: {error.strerror}", where=str(path), code="environment.cannot-open"
@@ -110,7 +118,7 @@ def read_text(path: Path, limit: int = MAX_JSON_BYTES) -> str:
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
     try:
         return json.loads(read_text(path, limit))
-    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for an integer of more than 4300 digits
         raise TesseraError(f"not readable as JSON: {error}", where=str(path), code="environment.not-json") from None
 
 
@@ -118,7 +126,7 @@ def read_json_mapping(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]
     data = read_json(path, limit)
     if not isinstance(data, dict):
         raise TesseraError(
-            f"a mapping is needed here, this is a {type(data).__name__}",
+            f"the file contains a {type(data).__name__}, and a mapping is expected",
             where=str(path),
             code="environment.not-a-mapping",
         )
@@ -126,12 +134,12 @@ def read_json_mapping(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]
 
 
 def refuse_pickle(path: Path) -> None:
-    """Raise if a file name is that of a pickle."""
+    """Raise if a file has the suffix of a pickle."""
     if path.suffix in PICKLE_SUFFIXES:
         raise TesseraError(
-            f"this is a pickle: {path.name}. It can run any program when opened, so it is never read",
+            f"{path.name} is a pickle, which can run any code when it is loaded",
             where=str(path),
-            fix="convert it to safetensors where you trust it",
+            fix="convert it to safetensors in an environment where you trust it",
             code="weights.pickle-refused",
         )
 
@@ -157,27 +165,27 @@ T = TypeVar("T")
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return the object that a line holds; None if it holds none."""
+    """Return the JSON object of a line; None if the line contains none."""
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, an integer of thousands of digits
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, or an integer of more than 4300 digits
         return None
     return row if isinstance(row, dict) else None
 
 
 def step_of(row: Row | None) -> int | None:
-    """Return the step of a record's line; None if the line is broken or has none."""
+    """Return the step of a row; None if the row is missing or has no step."""
     step = None if row is None else row.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) and step.bit_length() < 64 else None
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """Yield the rows of a record (see `parse_lines`); nothing if the file does not exist."""
+    """Yield the rows of a record; nothing if the file does not exist."""
     yield from read_lines(path, parse_row)
 
 
 def read_lines(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
-    """Yield the parsed lines of a file (see `parse_lines`); nothing if it does not exist."""
+    """Yield the parsed lines of a file; nothing if it does not exist."""
     if path.exists():
         check_regular(path)
         with path.open("rb") as file:
@@ -185,7 +193,7 @@ def read_lines(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
 
 
 def parse_lines(lines: Iterable[bytes], path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
-    """Yield the parsed lines of a record, and log how many cannot be parsed. A last line torn by a kill is skipped."""
+    """Yield the parsed lines of a record, and log how many cannot be parsed. A last line without an end is skipped."""
     broken = 0
     for line in lines:
         if not line.endswith(b"\n"):
@@ -200,20 +208,22 @@ def parse_lines(lines: Iterable[bytes], path: Path, parse: Callable[[bytes], T |
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of a `metrics.jsonl`: those that say of which kind and step they are."""
+    """Return the rows of a `metrics.jsonl` that have a kind and a step."""
     return [row for row in read_jsonl(path) if "kind" in row and step_of(row) is not None]
 
 
 def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
-    """Yield (offset behind the line, row) from the last line to the first, reading no more than is asked for. The row
-    of a broken line is None, and so is that of a last line without an end."""
+    """Yield (offset after the line, row) from the last line to the first, and read the file in blocks from its end.
+
+    The row of a line that cannot be parsed, or of a last line without an end, is None.
+    """
     if not path.exists():
         return
     check_regular(path)
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)  # where the bytes begin that were read already
+        end = file.seek(0, os.SEEK_END)  # offset of the first byte that has been read
         behind = end
-        rest = b""  # the beginning of `rest` may be the middle of a line
+        rest = b""  # read bytes before the last yielded line
         while end > 0 or rest:
             while end > 0 and rest.find(b"\n", 0, -1) < 0:
                 size = min(_BLOCK_BYTES, end)
@@ -227,7 +237,7 @@ def rows_from_end(path: Path) -> Iterator[tuple[int, Row | None]]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove the rows of steps later than `step`, in place. Only the rows that go are read, and one more."""
+    """Remove the rows of later steps than `step`, in place. Only the end of the file is read."""
     keep_inside(path)
     keep = 0
     for behind, row in rows_from_end(path):
@@ -240,7 +250,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def last_step(path: Path, wanted: Callable[[Row], bool] = lambda row: True) -> int:
-    """Return the step of the last row that is wanted; 0 if there is none."""
+    """Return the step of the last row for which `wanted` is true; 0 if there is none."""
     for _, row in rows_from_end(path):
         step = step_of(row)
         if row is not None and step is not None and wanted(row):
@@ -249,7 +259,7 @@ def last_step(path: Path, wanted: Callable[[Row], bool] = lambda row: True) -> i
 
 
 class JsonLines:
-    """Append rows to a record. The first row opens the file, also after `close`."""
+    """Append rows to a record. The file is opened with the first row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -261,7 +271,7 @@ class JsonLines:
             keep_inside(self.path)
             self._file = self.path.open("a", encoding="utf-8")
             if _ends_torn(self.path):
-                self._file.write("\n")  # the next row must not become a part of the torn line
+                self._file.write("\n")  # end the incomplete last line of an earlier process
         self._file.write(json.dumps(row) + "\n")
         if flush:
             self._file.flush()
@@ -281,7 +291,7 @@ class JsonLines:
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    """Write a record anew."""
+    """Replace a record by these rows."""
     path.unlink(missing_ok=True)
     record = JsonLines(path)
     for row in rows:
@@ -290,9 +300,9 @@ def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside its target and put it there in one step, so that no reader sees a part of it."""
+    """Replace a file atomically: write a temporary file and rename it."""
     fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)  # not through a link that may lie there
+    fresh.unlink(missing_ok=True)  # a link with this name would redirect the write
     fresh.write_bytes(content)
     os.replace(fresh, path)
 

@@ -1,8 +1,8 @@
-"""Scale gradients in place, and scale the loss dynamically for computation in float16.
+"""Scale gradients in place, and the loss dynamically for float16.
 
-The loss is multiplied by a scale before backward, so that small gradients do not vanish in float16, and gradients are
-divided by it afterwards. A step whose gradients overflow is dropped and halves the scale; many good steps double it.
-The scale lives on the device: nothing waits for it.
+The loss is multiplied by a scale before backward, so that small gradients do not become zero in float16, and gradients
+are divided by it afterwards. An overflow skips the step and halves the scale; many steps without overflow double it.
+The scale is a tensor on the device, so the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tessera.config.run_config import LossScaleSection
 from tessera.runtime.modules import local_shard
 from tessera.runtime.torch_internals import foreach_mul_
 
-LEAST_SCALE = 1.0  # a smaller one would make gradients smaller than without scaling
+LEAST_SCALE = 1.0  # below 1, gradients would become smaller than without a scale
 
 
 @torch.no_grad()
 def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
-    """Multiply gradients by `factor`, which may lie on another device than they do (CPU offload)."""
+    """Multiply gradients by `factor`, which may be on another device (CPU offload)."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient is not None:
@@ -32,8 +32,7 @@ def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
         if dtype.itemsize >= 4:
             foreach_mul_(tensors, factor.to(device=device, dtype=dtype))
             continue
-        # A factor that is rounded to bf16 first would be off by the same part of a percent for every gradient of the
-        # step: products are made in fp32 and rounded once.
+        # Multiply in fp32 and round once: a factor rounded to bf16 would change all gradients by the same fraction.
         wide = factor.to(device=device, dtype=torch.float32)
         for tensor in tensors:
             tensor.copy_(tensor.float() * wide)
@@ -44,14 +43,16 @@ class LossScale:
 
     def __init__(self, section: LossScaleSection, device: torch.device) -> None:
         self._growth_steps = section.growth_steps
-        self.state = torch.tensor([section.start, 0.0], device=device)  # the scale, and good steps since it changed
+        self.state = torch.tensor(
+            [section.start, 0.0], device=device
+        )  # the scale, and the steps without overflow since it changed
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss that backward starts from."""
+        """Return the loss times the scale."""
         return loss * self.state[0].to(loss.dtype)
 
     def unscale(self, parameters: Iterable[Tensor]) -> None:
-        """Divide the gradients by the scale: afterwards they are those of the loss."""
+        """Divide the gradients by the scale."""
         scale_gradients((parameter.grad for parameter in parameters), 1.0 / self.state[0])
 
     @torch.no_grad()
@@ -67,6 +68,6 @@ class LossScale:
         )
 
     def explains(self, loss: float) -> bool:
-        """Return whether gradients that are not finite are an overflow that a smaller scale may cure: the loss itself
-        is finite, and the scale can still shrink. Reads the scale, so it waits for the device."""
+        """Return whether a smaller scale may prevent non-finite gradients: the loss is finite, and the scale is above
+        its minimum. Waits for the device."""
         return math.isfinite(loss) and float(self.state[0]) > LEAST_SCALE

@@ -1,8 +1,7 @@
-"""End a rank whose launcher is gone: nobody would stop it, and it would keep the run folder from a restarted job.
+"""End a rank after its launcher has ended. Otherwise the rank would go on and lock the run folder of a restarted job.
 
-The launcher is the process that started the ranks of this machine: `tessera train --nproc`, or an elastic agent such as
-torchrun. Ranks that something else started (Slurm, MPI, a shell) have none. A shell between launcher and rank, and
-whatever started the launcher itself, may end as they like.
+The launcher is the process that started the ranks of this machine: `tessera train --nproc`, or torchrun. Ranks that
+Slurm, MPI or a shell started have no launcher. A shell between launcher and rank may end.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from typing import NoReturn
 from tessera.runtime import log
 from tessera.runtime.process import Process
 
-EXIT_CODE = 3  # as of every rank that ends because of something outside of it
-_LAUNCHER = "TESSERA_LAUNCHER"  # what our own launcher leaves in the environment: itself
-# What an elastic agent sets for one rank. A process that began with the same values belongs to that rank.
+EXIT_CODE = 3  # as of all ranks that end because of another process
+_LAUNCHER = "TESSERA_LAUNCHER"  # variable in which our launcher stores its process id and start time
+# Variables that torchrun sets for each rank. A parent process with the same values belongs to the rank, too.
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "RANK", "LOCAL_RANK")
 _INTERVAL_S = 0.5
 
 
 def announce_launcher() -> None:
-    """Let the ranks that this process starts know their launcher, also those that begin after its death."""
+    """Store this process in the environment as the launcher of the ranks that it starts."""
     os.environ[_LAUNCHER] = json.dumps(Process.this().dump())
 
 
 def find_launcher(environment: MutableMapping[str, str]) -> Process | None:
-    """Return the launcher of this rank, dead or alive; None where there is none, or it cannot be observed.
+    """Return the launcher of this rank, running or ended; None if there is none, or if it is not visible.
 
-    Our own launcher's note is taken out of the environment: processes that a rank starts are no ranks.
+    The variable is removed from the environment, so that child processes of a rank do not inherit it.
     """
     note = environment.pop(_LAUNCHER, None)
     if note is not None:
@@ -71,18 +70,18 @@ class _LauncherWatch(threading.Thread):
 
     def end_rank(self) -> NoReturn:
         text = (
-            f"the launcher (process {self.launcher.pid}) is gone: this rank ends without a save, and the same command "
-            "or `tessera resume` goes on from the newest checkpoint"
+            f"the launcher (process {self.launcher.pid}) has ended: this rank ends without saving; the same command or "
+            "`tessera resume` continues from the newest checkpoint"
         )
         log.to_file(logging.ERROR, text)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            with contextlib.suppress(OSError):  # whoever read this may be gone as well
+            with contextlib.suppress(OSError):  # the reader of stderr may have ended as well
                 os.write(2, f"error: {text}\n".encode())
         os._exit(EXIT_CODE)
 
 
 def watch_launcher() -> None:
-    """End this process soon after its launcher has ended, if it has one."""
+    """Start a thread that ends this process soon after its launcher has ended."""
     if not _watches():
         launcher = find_launcher(os.environ)
         if launcher is not None:
@@ -90,14 +89,14 @@ def watch_launcher() -> None:
 
 
 def outlive_launcher() -> None:
-    """Let this process end by itself: it was asked to stop and saves, and a launcher may not wait for that."""
+    """Stop watching the launcher: this process is saving before it ends, and the launcher may not wait for it."""
     for watch in _watches():
         watch.ended.set()
 
 
 @contextlib.contextmanager
 def launcher_blamed() -> Iterator[None]:
-    """Watch the launcher during the block, and report its end instead of an error that follows from it."""
+    """Watch the launcher during the block. If it has ended, report that instead of an error of the block."""
     watch_launcher()
     try:
         yield
@@ -107,7 +106,7 @@ def launcher_blamed() -> Iterator[None]:
 
 
 def end_without_launcher() -> None:
-    """End this process now if its launcher is gone: whatever else is wrong follows from that."""
+    """End this process now if its launcher has ended."""
     for watch in _watches():
         if not watch.ended.is_set() and not watch.launcher.alive():
             watch.end_rank()

@@ -1,4 +1,4 @@
-"""Two functions of the C library that Python does not offer: comparing memory, and beginning to write a file back."""
+"""Call two functions of the C library that Python lacks: `memcmp` and `sync_file_range`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def same_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> bool:
-    """Return whether two arrays hold the same bytes. Other threads run meanwhile."""
+    """Return whether two arrays have the same bytes. The GIL is released."""
     if first.nbytes != second.nbytes:
         return False
     assert first.flags.c_contiguous
@@ -22,9 +22,9 @@ def same_bytes(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> bool:
 
 
 def begin_write_back(handle: int, offset: int, length: int) -> None:
-    """Ask the system to begin writing a part of a file to its disk, and do not wait for it.
+    """Start writing a part of a file from the page cache to the disk, without waiting.
 
-    Where this cannot be asked for (other systems than Linux, some file systems), the disk begins when it likes to.
+    Does nothing where `sync_file_range` is not available, as on other systems than Linux.
     """
     function = _sync_file_range()
     if function is not None and length:

@@ -1,8 +1,7 @@
-"""Locks between processes of a machine, by files that are removed when nobody needs them.
+"""Lock files between processes of a machine by `flock`.
 
-A lock goes with its process, however that ends; then its file stays until the next one who takes it. Whoever gets a
-lock looks whether its file still lies there: somebody else may have removed it in between, and a third one made
-another, which would be another lock.
+The kernel releases a lock when its process ends; the file then remains until the next process takes the lock. A process
+that has a lock checks that its path still leads to the same file: another process may have removed and recreated it.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from pathlib import Path
 
 @contextmanager
 def locked(file: Path | None) -> Iterator[None]:
-    """Hold a lock file alone for the time of the block, then remove it; without a file nobody waits."""
+    """Hold an exclusive lock during the block, then remove its file. Without a file, nothing is locked."""
     if file is None:
         yield
         return
     handle = _taken(file, fcntl.LOCK_EX)
-    assert handle is not None, "who waits gets it"
+    assert handle is not None, "a blocking lock is always taken"
     try:
         yield
     finally:
@@ -32,9 +31,9 @@ def locked(file: Path | None) -> Iterator[None]:
 
 @contextmanager
 def shared(file: Path) -> Iterator[None]:
-    """Hold a lock file beside others who share it. It stays, with its time set to now: `alone` removes it."""
+    """Hold a shared lock during the block, and set the modification time of its file. The file is not removed."""
     handle = _taken(file, fcntl.LOCK_SH)
-    assert handle is not None, "who waits gets it"
+    assert handle is not None, "a blocking lock is always taken"
     try:
         with suppress(OSError):
             os.utime(file)
@@ -45,7 +44,7 @@ def shared(file: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(file: Path) -> Iterator[bool]:
-    """Tell whether nobody holds a lock file, and hold it for the time of the block if so."""
+    """Try to take an exclusive lock for the block; yield whether that succeeded."""
     handle = _taken(file, fcntl.LOCK_EX | fcntl.LOCK_NB, make=False)
     try:
         yield handle is not None
@@ -55,8 +54,10 @@ def alone(file: Path) -> Iterator[bool]:
 
 
 def _taken(file: Path, how: int, make: bool = True) -> int | None:
-    """Return a handle that holds a lock on the file that lies there; None if somebody else holds it, or if it is not
-    there and is not to be made."""
+    """Lock a file and return its descriptor; None if another process holds the lock, or the file is missing.
+
+    `make`: create a missing file.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0)
     while True:
         if make:
@@ -64,7 +65,7 @@ def _taken(file: Path, how: int, make: bool = True) -> int | None:
         try:
             handle = os.open(file, flags, 0o600)
         except FileNotFoundError:
-            if make and file.parent.is_dir() and file.is_symlink():  # leads nowhere: it would be so for ever
+            if make and file.parent.is_dir() and file.is_symlink():  # a dangling link would be an endless loop
                 raise
             if not make:
                 return None
@@ -74,7 +75,7 @@ def _taken(file: Path, how: int, make: bool = True) -> int | None:
         except BlockingIOError:
             os.close(handle)
             return None
-        except OSError:  # a file system without locks: then the work is done more than once, and nothing is removed
+        except OSError:  # a file system without locks: work may be done more than once
             if how & fcntl.LOCK_NB:
                 os.close(handle)
                 return None

@@ -1,4 +1,4 @@
-"""Set up the library's logger. Only the main rank writes to the screen; every rank can write to its own file."""
+"""Set up the logger `tessera`. Only rank 0 writes to the terminal; every rank has a log file."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ STYLES = {"bold": "1", "dim": "2", "red": "31", "yellow": "33"}
 
 
 def style(text: str, name: str) -> str:
-    """Return text in a style of a terminal; see `shows_colour`."""
+    """Return text with the escape codes of a terminal style."""
     return f"\x1b[{STYLES[name]}m{text}\x1b[0m" if text else text
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a stream goes to a terminal, on which a line can be written over."""
+    """Return whether a stream is a terminal that can overwrite a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def shows_colour(stream: TextIO) -> bool:
-    """Return whether a stream goes to a terminal whose user has not asked for plain text."""
+    """Return whether a stream is a terminal and NO_COLOR is not set."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 class _Coloured(logging.Formatter):
-    """Colour warnings and errors on a terminal, and show the styled form of a line where it has one (`styled`)."""
+    """Colour warnings and errors on a terminal. A record's attribute `styled` replaces its text there."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -48,7 +48,7 @@ class _Coloured(logging.Formatter):
 
 
 class _Screen(logging.StreamHandler[TextIO]):
-    """Write to whatever stderr is at the moment: a progress bar replaces it, so that lines go above the bar."""
+    """Write to the current `sys.stderr`, which a progress bar replaces to print lines above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -63,7 +63,7 @@ def logger() -> logging.Logger:
 
 
 def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) -> logging.Logger:
-    """Configure the logger; the owner of the process (command line, trainer) calls this once, never an import."""
+    """Configure the logger. The command line and the trainer call it once per process."""
     log = logger()
     for handler in list(log.handlers):
         log.removeHandler(handler)
@@ -85,7 +85,7 @@ def setup(rank: int = 0, folder: Path | None = None, level: int = logging.INFO) 
 
 
 def to_file(level: int, message: str) -> None:
-    """Write to this rank's own file alone, for what the main rank shows on the screen for all."""
+    """Write a message to the log file of this rank, and not to the terminal."""
     log = logger()
     record = log.makeRecord(log.name, level, "", 0, message, (), None)
     for handler in log.handlers:
@@ -94,7 +94,7 @@ def to_file(level: int, message: str) -> None:
 
 
 def close() -> None:
-    """Leave the logger as it was before `setup`."""
+    """Remove the handlers of `setup`."""
     log = logger()
     for handler in list(log.handlers):
         log.removeHandler(handler)
@@ -103,7 +103,7 @@ def close() -> None:
 
 
 class _ForeignWarnings(logging.Handler):
-    """Write warnings of libraries to the log of the rank alone, and those of the user's own code to the screen."""
+    """Write warnings of libraries to the log file of the rank, and warnings of the user's code to the terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,18 +120,17 @@ class _ForeignWarnings(logging.Handler):
 
 
 def quiet_libraries() -> None:
-    """Keep warnings of libraries away from the screen. The owner of the process calls this, before it imports them.
+    """Write warnings of libraries to the log files instead of the terminal. Call it before the libraries are imported.
 
-    They are in the log of each rank. `TESSERA_WARNINGS=1`, `python -W` and PYTHONWARNINGS show them, and so do the
-    variables of each library.
+    `TESSERA_WARNINGS=1`, `python -W` or PYTHONWARNINGS turns this off.
     """
     if os.environ.get("TESSERA_WARNINGS") or sys.warnoptions:
         return
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns of the processes that a loader starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the library of the profiler
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns when a loader forks
     logging.captureWarnings(True)
     captured = logging.getLogger("py.warnings")
     captured.propagate = False
@@ -140,7 +139,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def on_screen() -> Iterator[None]:
-    """Show on the screen what a command says while it works."""
+    """Show log messages on the terminal during the block."""
     setup()
     try:
         yield
@@ -150,7 +149,7 @@ def on_screen() -> Iterator[None]:
 
 @contextmanager
 def without_bars(library: Any) -> Iterator[None]:
-    """Keep a library's own progress bars off the console, and leave its setting as it was."""
+    """Disable the progress bars of a Hugging Face library during the block."""
     settings = library.utils.logging
     enabled = settings.is_progress_bar_enabled()
     settings.disable_progress_bar()

@@ -1,8 +1,8 @@
-"""Base classes of modules that parallelism treats in a way of its own, and helpers for modules and tensors.
+"""Define base classes by which `parallel` recognizes modules, and helpers for modules and tensors.
 
-Modules of this library have no buffer that must be filled. A foreign module may keep tables in buffers (rotary
-frequencies, masks) that only its own constructor can compute and that no weight file holds. So `without_weights` builds
-it with parameters on the meta device and with its buffers computed.
+Modules of this library compute no buffers in their constructors. Modules of users may: tables such as rotary
+frequencies, which no weight file contains. So `without_weights` builds a module with parameters on the meta device and
+buffers in host memory.
 """
 
 from __future__ import annotations
@@ -20,34 +20,39 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tessera.runtime.rng import derive
 from tessera.runtime.torch_internals import without_advice_on_gathers
 
-# Options for every `torch.compile` with Inductor. Mixed-order reduction is off: on torch 2.11 it made the gradients of
-# weights that are broadcast over many tokens wrong by orders of magnitude.
+# Options for `torch.compile` with Inductor. Mixed-order reduction is off: with torch 2.11, gradients of weights that
+# are
+# broadcast over many tokens were wrong by orders of magnitude.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
 
-# Prefixes that recompute, compile and the stages of a pipeline add.
+# Prefixes of parameter names that wrappers add: recompute, compile and pipeline stages.
 _WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.|_stage\d+\.|_stage_model\.")
 
 
 class AttentionCore(nn.Module):
-    """Base of modules without weights that compute attention, forward(q, k, v, segments): `ModelPlan.attention` names
-    them, and context parallelism wraps them. A ring of ranks serves those that are causal or full."""
+    """Base class of modules without weights that compute attention: forward(q, k, v, segments).
 
-    causal: bool | None = None  # None: the module has a mask of its own
+    `ModelPlan.attention` lists them, and context parallelism wraps them. Ring attention supports causal and full ones.
+    """
+
+    causal: bool | None = None  # None: the module computes another mask
     window: tuple[int, int] | None = None
-    scale: float | None = None  # None: one over the square root of the head size
+    scale: float | None = None  # None: 1 / sqrt(head size)
     implementation: str = "auto"
-    head_dim: int | None = None  # None: unknown, then the communication of this attention is not estimated
+    head_dim: int | None = None  # None: unknown
 
 
 class RowStatistics(nn.Module):
-    """Base of modules that need sums over whole rows. `row_total` adds them up over the ranks that share a row."""
+    """Base class of modules that need sums over all tokens of a row. `row_total` sums over the ranks of a row."""
 
     row_total: nn.Module
 
 
 class FeatureStatistics(nn.Module):
-    """Base of modules that need sums over all features of a token. Where ranks have a part of the features each,
-    `feature_total` adds up over these ranks, and vectors of the module's weights are split like the features."""
+    """Base class of modules that need sums over all features of a token.
+
+    If features are sharded, `feature_total` sums over their ranks, and weight vectors are sharded alike.
+    """
 
     feature_total: nn.Module | None
 
@@ -59,15 +64,17 @@ class ExpertBalance(RowStatistics):
     coefficient: float
 
 
-# Adapters of stacked experts, by the names that transformers and PEFT (`target_parameters`) have for the weights -> the
-# weights here that each is for.
+# Name of a stacked expert weight in transformers and PEFT (`target_parameters`) -> names of the weights in this
+# library.
 EXPERT_WEIGHTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 class StackedExperts(nn.Module):
-    """Base of modules that hold the weights of experts, [experts, ...] each; a token is computed by `top_k` of them.
-    `dispatch` has no weights and brings tokens to experts: expert parallelism replaces it. `adapted_weights`: the
-    adapters that it can have, children of these names, and the weights that each is for."""
+    """Base class of modules with stacked expert weights [experts, ...], of which each token uses `top_k`.
+
+    `dispatch` sends tokens to experts and has no weights; expert parallelism replaces it. `adapted_weights`: name of a
+    possible LoRA adapter, a child module -> the weights that it adapts.
+    """
 
     dispatch: nn.Module
     top_k: int
@@ -76,23 +83,23 @@ class StackedExperts(nn.Module):
 
 @runtime_checkable
 class KeepsFrozenBuffers(Protocol):
-    """Mark a module whose frozen weights are buffers, such as those in fewer bits."""
+    """Mark a module whose frozen weights are buffers, such as quantized weights."""
 
     frozen_buffers: tuple[str, ...]
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter or module name as the model's author wrote it, without the prefixes that wrappers add."""
+    """Return a parameter or module name without the prefixes that wrappers add."""
     return _WRAPPERS.sub("", name)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: the local part of a DTensor, or the tensor itself."""
+    """Return the local shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, without its graph. All ranks that hold a part of it call this together."""
+    """Return the full tensor of a DTensor, detached. All ranks of its mesh must call this."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with without_advice_on_gathers():
@@ -101,10 +108,10 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def without_weights(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the module that `make` constructs, with parameters on the meta device and buffers as it computed them.
+    """Call `make` and return its module with parameters on the meta device and computed buffers.
 
-    A parameter loses its data the moment it is registered, so at most one exists at a time. What the constructor draws
-    at random for a buffer is the same in every process and every time: ranks must agree, and so must a resumed run.
+    Each parameter is moved to the meta device when it is registered. Random numbers of buffers have a fixed seed, so
+    they are equal on all ranks and after a resume.
     """
     with seeded("buffers"), torch.device("cpu"), _parameters_on_meta():
         return make()
@@ -114,7 +121,7 @@ def without_weights(make: Callable[[], nn.Module]) -> nn.Module:
 def seeded(*words: object) -> Iterator[None]:
     """Seed torch's host generator as a function of `words` inside the block, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
-        # Not `torch.manual_seed`, which would also reseed the accelerators.
+        # `torch.manual_seed` would also seed the accelerators.
         torch.default_generator.manual_seed(derive(*words))
         yield
 
@@ -126,7 +133,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]  # its result replaces
+    handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -134,13 +141,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def computed_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that have data, by clean names: `to_empty` and a change of type would destroy them."""
+    """Return the buffers with data by clean names, to restore them after `to_empty` or a change of dtype."""
     buffers = module.named_buffers(remove_duplicate=False)
     return {clean_name(name): buffer for name, buffer in buffers if not buffer.is_meta}
 
 
 def put_back_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Put computed buffers back in their own type, whatever type the weights have."""
+    """Restore the buffers that `computed_buffers` returned, in their original dtype."""
     for name, buffer in list(module.named_buffers(remove_duplicate=False)):
         if clean_name(name) in values:
             owner, _, leaf = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Show how far long work is: a live line on a terminal, a plain line now and then elsewhere, nothing for quick work."""
+"""Show the progress of long work: a live line on a terminal, otherwise a log line every ten seconds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal
 
 from tessera.runtime import log
 
-_AFTER = 1.0  # seconds until a terminal shows a line
-_REFRESH = 0.2  # seconds between two versions of it
-_EVERY = 10.0  # seconds between plain lines
+_AFTER = 1.0  # seconds before a terminal shows the line
+_REFRESH = 0.2  # seconds between updates of the line
+_EVERY = 10.0  # seconds between log lines
 
 
 def human_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
+    """Return a number of bytes with a decimal unit: 1.5 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -25,15 +25,12 @@ def human_bytes(count: float) -> str:
 
 
 class WorkProgress:
-    """Count what is done of some work, and say it from time to time; `unit`: "bytes", or what is counted.
-
-    Only the main rank shows anything.
-    """
+    """Count finished work and show the progress on rank 0. `unit`: "bytes", or a noun such as "samples"."""
 
     def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
         self._what, self._total, self._unit, self._done = what, total, unit, 0
         self._began = self._printed_at = time.monotonic()
-        self._width = 0  # columns of the live line; 0: none is there
+        self._width = 0  # columns of the live line; 0: there is none
         self._silent = os.environ.get("RANK", "0") != "0"
 
     def __enter__(self) -> WorkProgress:
@@ -48,7 +45,7 @@ class WorkProgress:
         return False
 
     def count(self, done: int = 1) -> None:
-        """Say that so much more is done; 0, now and then, where work is counted in large portions."""
+        """Add finished work and update the display. 0 only updates the display."""
         self._done += done
         if self._silent:
             return
@@ -65,7 +62,7 @@ class WorkProgress:
             log.logger().info("%s", self.line(now))
 
     def line(self, now: float) -> str:
-        """Return how much is done, how fast, and how long the rest will take."""
+        """Return the text: finished and total work, rate, and remaining time."""
         if not self._done:
             total = human_bytes(self._total) if self._unit == "bytes" else f"{self._total:,} {self._unit}"
             return f"{self._what}: 0 of {total} so far, {now - self._began:.0f} s"

@@ -1,7 +1,7 @@
-"""Rendezvous of all ranks before the first collective, so that missing or different ranks are named in an error.
+"""Let all ranks meet before the first collective, and name missing or different ranks in an error.
 
-Every rank publishes its `RankInfo` in the store. The main rank compares them and publishes the result, which all ranks
-raise or accept. Nothing here needs a process group; the deadline is the caller's.
+Every rank writes its `RankInfo` into a store. Rank 0 compares them and writes the verdict, an error text or "", which
+all ranks read. No process group is needed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tessera.errors import TesseraError, first_line
 
 JOIN_TIMEOUT_S = 30.0
 _POLL_S = 0.05
-_VERDICT_MARGIN_S = 5.0  # the others wait this much longer than the main rank, which is the one to decide
-_INFOS, _REFUSED = "infos", "refused"  # keys of the store: the former followed by /RANK, the latter of any rank
+_VERDICT_MARGIN_S = 5.0  # other ranks wait this much longer than rank 0
+_INFOS, _REFUSED = "infos", "refused"  # keys of the store: infos/RANK, and one for a rank that refuses to start
 _MUST_AGREE = {
     "size": "world size",
     "python": "Python version",
@@ -42,7 +42,7 @@ _MUST_AGREE = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Describe a rank: where it runs and with which versions."""
+    """Describe a rank: its machine, process and versions."""
 
     rank: int
     size: int
@@ -53,7 +53,7 @@ class RankInfo:
     python: str
     torch: str
     tessera: str
-    config: str  # "name=hash" of each section: what matters is whether they are the same
+    config: str  # "name=hash" of each section, which must be equal on all ranks
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -71,7 +71,7 @@ def rank_info(rank: int, size: int, local_rank: int, config: str = "") -> RankIn
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
         host=socket.gethostname(),
         pid=os.getpid(),
-        python=".".join(platform.python_version_tuple()[:2]),  # patch releases work together
+        python=".".join(platform.python_version_tuple()[:2]),  # patch releases are compatible
         torch=torch.__version__,
         tessera=_own_version(),
         config=config,
@@ -86,13 +86,13 @@ def _own_version() -> str:
 
 
 def open_store(rank: int, size: int, timeout_s: float, env: Mapping[str, str] = os.environ) -> Store:
-    """Return the store of the rendezvous: torchrun's own where there is one, otherwise served by the main rank."""
+    """Return the store of the rendezvous: torchrun's, or one that rank 0 serves."""
     address, port = _address(size, env)
     by_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not by_agent
     timeout = datetime.timedelta(seconds=timeout_s)
     if not serves:
-        # torch's client reports each failed try with a C++ stack; a plain socket can wait in silence.
+        # First wait with a plain socket: torch's client prints a C++ stack for each failed attempt.
         reach(address, port, timeout_s, f"{'the launcher' if by_agent else 'rank 0'} is missing for rank {rank}")
     try:
         if serves:
@@ -101,21 +101,22 @@ def open_store(rank: int, size: int, timeout_s: float, env: Mapping[str, str] = 
             store = TCPStore(address, port, size, False, timeout, wait_for_workers=False, multi_tenant=True)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise TesseraError(
-            f"rank {rank} of {size} could not open the meeting point {address}:{port}: {first_line(error)}",
+            f"rank {rank} of {size} could not open the store at {address}:{port}: {first_line(error)}",
             where="MASTER_ADDR, MASTER_PORT",
             fix="choose a free port on the machine of rank 0, the same for every rank",
             code="environment.port-in-use",
         ) from None
-    # A store may outlive a restart of the ranks; values of the last attempt must not be read in this one.
+    # torchrun restarts ranks with the same store: a prefix hides the values of earlier attempts.
     attempt = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return PrefixStore(f"tessera/{attempt}", store)
 
 
 def serve_store(address: str, port: int, timeout: datetime.timedelta, size: int | None = None) -> TCPStore:
-    """Return a store served by this process, which shares it with callers that ask for the same port here.
+    """Serve a store in this process. Later calls for the same port return the same store.
 
-    At a loopback address it listens there alone: torch itself would listen on all interfaces, and whoever reaches the
-    port could read and write what the ranks exchange."""
+    At a loopback address it listens on that interface only. Torch would listen on all interfaces, where other machines
+    could read and write the store.
+    """
     try:
         local = ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
     except OSError:
@@ -129,7 +130,7 @@ def serve_store(address: str, port: int, timeout: datetime.timedelta, size: int 
         except OSError as error:
             raise dist.DistNetworkError(f"port {port}: {error.strerror}") from None
         listening.listen(socket.SOMAXCONN)
-        # The store closes its own copy of the socket when it goes.
+        # The store closes this duplicate when it is deleted.
         listening_fd = os.dup(listening.fileno())
     return TCPStore(
         address, port, size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening_fd
@@ -165,7 +166,7 @@ def _address(size: int, env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
-    """Wait until something listens there; the error begins with `otherwise`."""
+    """Wait until the port accepts connections; after `timeout_s` raise an error that begins with `otherwise`."""
     deadline = time.monotonic() + timeout_s
     reason = "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -178,7 +179,8 @@ def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
     raise TesseraError(
         f"{otherwise}: nothing answered {socket.gethostname()} at {address}:{port} within {timeout_s:g} s "
         f"({reason.lower()})",
-        fix="check that the first machine was started, that the address is its own, and that no firewall is between",
+        fix="check that the first machine was started, that the address belongs to it, and that no "
+        "firewall blocks the port",
         code="environment.no-answer",
     )
 
@@ -186,8 +188,10 @@ def reach(address: str, port: int, timeout_s: float, otherwise: str) -> None:
 def check_ranks(
     store: Store, info: RankInfo, timeout_s: float = JOIN_TIMEOUT_S, folder: Path | None = None
 ) -> list[RankInfo]:
-    """Return the `RankInfo` of every rank, or raise the same error on all. With `folder`, also check that all
-    share it."""
+    """Return the `RankInfo` of every rank, or raise the same error on all ranks.
+
+    `folder`: also check that all ranks can write into it.
+    """
     deadline = time.monotonic() + timeout_s
     exchange = RankExchange(store, info, timeout_s)
     infos = [RankInfo.load(text) for text in exchange.gather(_INFOS, info.dump(), _differences, deadline)]
@@ -196,19 +200,17 @@ def check_ranks(
         try:
             exchange.gather("folder", _try_folder(folder, token, deadline), _folder_problems(folder, infos), deadline)
         finally:
-            if info.rank == 0 and token:  # an empty one would name the whole folder
+            if info.rank == 0 and token:  # an empty token would delete the folder itself
                 shutil.rmtree(folder / token, ignore_errors=True)
     return infos
 
 
 def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> None:
-    """Tell the other ranks why this one does not come, so that they say it and do not wait.
+    """Send the error of this rank to the ranks that wait for it.
 
-    A rank that has come already says nothing: the others hear of its end. Where the ranks cannot be reached, nothing is
-    told, and the error of this rank is all there is."""
-    with contextlib.suppress(
-        TesseraError, RuntimeError, ValueError, KeyError
-    ):  # every error of a store is a RuntimeError
+    Does nothing if this rank has joined already, or if the store cannot be reached.
+    """
+    with contextlib.suppress(TesseraError, RuntimeError, ValueError, KeyError):  # a store raises RuntimeErrors
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
         store = open_store(rank, size, JOIN_TIMEOUT_S, env)
         if store.check([f"{_INFOS}/{rank}"]):
@@ -216,14 +218,14 @@ def report_refusal(error: TesseraError, env: Mapping[str, str] = os.environ) -> 
         where = f" (where: {error.where})" if error.where else ""
         refusal = f"rank {rank} on {socket.gethostname()} refused to start: {error.what}{where}"
         store.set(f"{_INFOS}/verdict" if rank == 0 else _REFUSED, refusal)
-        # Rank 0 may be serving the store: then it stays until the others have heard.
+        # Rank 0 may serve the store: it waits until the other ranks have read the error.
         deadline = time.monotonic() + (_VERDICT_MARGIN_S if rank == 0 else 0)
         while time.monotonic() < deadline and store.add(f"{_INFOS}/heard", 0) < size - 1:
             time.sleep(_POLL_S)
 
 
 class RankExchange:
-    """Gather one string from each rank through the store; the main rank checks them, and all ranks get the result."""
+    """Gather one string from each rank through the store. Rank 0 checks them, and all ranks read its verdict."""
 
     def __init__(self, store: Store, info: RankInfo, timeout_s: float) -> None:
         self.store, self.info, self.timeout_s = store, info, timeout_s
@@ -245,7 +247,7 @@ class RankExchange:
         return self._values(keys)
 
     def broadcast(self, key: str, value: str | None, deadline: float) -> str:
-        """Return the value of the main rank, which passes it; the others pass None and wait for it."""
+        """Return the value of rank 0. Other ranks pass None and wait for it."""
         if value is not None:
             self.store.set(key, value)
             return value
@@ -253,10 +255,10 @@ class RankExchange:
         try:
             self.store.wait([key], datetime.timedelta(seconds=timeout))
             return self.store.get(key).decode()
-        except RuntimeError:  # every error of a store is one
+        except RuntimeError:  # a store raises no other type
             raise TesseraError(
-                f"rank 0 left or fell silent while rank {self.info.rank} (on {self.info.host}) waited for its verdict",
-                fix="look at what rank 0 said",
+                f"rank 0 ended or does not respond; rank {self.info.rank} (on {self.info.host}) waited for it",
+                fix="read the error of rank 0",
                 code="environment.rank-0-left",
             ) from None
 
@@ -287,8 +289,7 @@ class RankExchange:
         return [value.decode() for value in self.store.multi_get(list(keys))]
 
     def _leave_together(self, name: str, keys: Sequence[str]) -> None:
-        """Let rank 0 leave last: it may be serving the store, and the others would lose the result with the
-        connection."""
+        """Let rank 0 wait until the other ranks have read the verdict: it may serve the store."""
         with contextlib.suppress(RuntimeError):
             heard = self.store.add(f"{name}/heard", 1)
             came = sum(self.store.check([key]) for key in keys) if self.info.rank == 0 else 0
@@ -316,7 +317,7 @@ def _differences(texts: Sequence[str]) -> str:
 
 
 def _make_token(folder: Path) -> str:
-    """Return the name of a new folder inside the shared one; empty on failure, which the next exchange reports."""
+    """Make a folder inside of the run folder and return its name; "" on failure, which `_try_folder` reports."""
     name = f".start-{secrets.token_hex(8)}"
     try:
         (folder / name).mkdir(parents=True)
@@ -326,13 +327,13 @@ def _make_token(folder: Path) -> str:
 
 
 def _try_folder(folder: Path, token: str, deadline: float) -> str:
-    """Return why this rank cannot write into the folder that the main rank made; empty if it can."""
+    """Return why this rank cannot write into the folder that rank 0 made; "" if it can."""
     if not token:
         return "rank 0 cannot write there"
     shared = folder / token
     while not shared.is_dir():
-        if time.monotonic() > deadline - 1:  # network folders show new names late; but the verdict must come in time
-            return "does not see what rank 0 wrote"
+        if time.monotonic() > deadline - 1:  # network file systems show new folders late
+            return "does not see the folder that rank 0 made"
         time.sleep(_POLL_S)
     try:
         (shared / f"{socket.gethostname()}-{os.getpid()}").touch()

@@ -1,4 +1,4 @@
-"""Derive random generators from what they are for, so that no draw depends on earlier ones."""
+"""Derive seeds from words that name their purpose, so that random numbers do not depend on earlier draws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MASK = (1 << 63) - 1
 
 
 def derive(*words: object) -> int:
-    """Return a stable 63-bit seed from a run seed and what it is for: derive(seed, "init", "text.norm.weight")."""
+    """Return a stable 63-bit seed from a run seed and its purpose: derive(seed, "init", "text.norm.weight")."""
     digest = hashlib.blake2b("\x1f".join(map(str, words)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK
 
@@ -20,6 +20,5 @@ def generator(device: torch.device | str, *words: object) -> torch.Generator:
 
 
 def seed_process(*words: object) -> None:
-    """Seed torch's own stream (dropout draws from it). It is seeded once per step, so resuming needs no stored
-    stream."""
+    """Seed torch's global generator, which dropout uses. Called in every step, so no generator state is saved."""
     torch.manual_seed(derive(*words))

@@ -1,4 +1,4 @@
-"""Build a Triton kernel that does almost nothing, to find out whether any can be built."""
+"""Compile a minimal Triton kernel, to test whether Triton works on this machine."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def _write(at):
 
 
 def probe(device: torch.device) -> None:
-    """Raise what Triton raises if it cannot compile the C code of a kernel. The device is not waited for."""
+    """Compile and launch the kernel; raise the error of Triton if that fails."""
     _write[(1,)](torch.empty(1, dtype=torch.int32, device=device))

@@ -58,7 +58,7 @@ def test_a_rank_of_an_elastic_agent_ends_with_it_and_says_why() -> None:
     agent.kill()
     assert not lives(pid, ENDS_S)
     assert agent.stdout is not None
-    assert f"the launcher (process {agent.pid}) is gone" in agent.stdout.read()
+    assert f"the launcher (process {agent.pid}) has ended" in agent.stdout.read()
 
 
 def test_a_shell_between_agent_and_rank_does_not_hide_the_agent() -> None:
