@@ -131,7 +131,7 @@ def test_bad_conversations_leave_a_hole_or_end_the_run() -> None:
         ({"dataset": f"{TOYS}:DIGITS", "arguments": {"count": 3}}, "cannot be called with arguments"),
         ({"dataset": f"{TOYS}:Digits", "arguments": {"count": 0}}, "is empty"),
         ({"dataset": f"{TOYS}:TOYS"}, "has no attribute"),
-        ({"dataset": "math:pi"}, "part of Python itself"),
+        ({"dataset": "math:pi"}, "standard library"),
         ({"dataset": f"{TOYS}:WIDTH"}, "a int, which is not a dataset"),
         ({"dataset": f"{TOYS}:Digits", "fields": "pixels"}, "fields: "),
         ({"dataset": f"{TOYS}:Digits", "columns": {"mesages": "x"}}, "did you mean: messages"),
