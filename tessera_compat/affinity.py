@@ -15,15 +15,15 @@ from pathlib import Path
 from tessera.errors import TesseraError, first_line
 
 SYS, PROC = Path("/sys"), Path("/proc")
-MIN_FINE_CORES = 5  # fine binding reserves three cores, and with fewer than five too few are left for other threads
-# Names that torch gives to its threads.
+MIN_FINE_CORES = 5  # fine binding gives three threads a core each; all other threads need at least two cores
+# Patterns of the names that torch gives to its threads.
 _BACKWARD = re.compile(r"autograd")
 _COLLECTIVE = re.compile(r"watchdg|heartbt|gloo|nccl|hccl")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Hold the cores of a machine and those of each NUMA node."""
+    """List the CPU cores of a machine and of each of its NUMA nodes."""
 
     online: frozenset[int]
     allowed: frozenset[int]  # cores that this process may use: taskset and control groups exclude some
@@ -31,7 +31,7 @@ class Topology:
 
 
 def parse_cores(text: str) -> frozenset[int]:
-    """Return the cores of a list as the kernel writes it, such as 0-3,8."""
+    """Parse a list of CPU cores in the kernel's notation, such as 0-3,8."""
     cores: set[int] = set()
     for span in text.strip().split(","):
         if span:
@@ -41,7 +41,7 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """Return cores as the kernel writes them: 0-3,8."""
+    """Format CPU cores in the kernel's notation: 0-3,8."""
     spans: list[list[int]] = []
     for core in sorted(cores):
         if spans and spans[-1][1] == core - 1:
@@ -64,7 +64,7 @@ def read_topology(sys: Path = SYS, allowed: Iterable[int] | None = None) -> Topo
             cores = parse_cores((folder / "cpulist").read_text())
         except (OSError, ValueError):
             continue
-        if cores:  # a node that has only memory has no cores
+        if cores:  # a NUMA node may have memory but no cores
             nodes[int(folder.name.removeprefix("node"))] = cores
     return Topology(online, usable, nodes or {0: online})
 
@@ -77,19 +77,21 @@ def numa_node(pci_address: str | None, sys: Path = SYS) -> int | None:
         node = int((sys / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return node if node >= 0 else None  # -1: a machine with a single node
+    return node if node >= 0 else None  # the kernel writes -1 on a machine with a single NUMA node
 
 
 def consecutive_cores(devices: int, topology: Topology) -> list[frozenset[int]]:
-    """Return equally many consecutive cores for each device. The remainder stays unused; with fewer cores
-    than devices, devices share them."""
+    """Return the same number of consecutive CPU cores for each device.
+
+    Remaining cores stay unused. If there are fewer cores than devices, devices share cores.
+    """
     return _split(topology.allowed, devices)
 
 
 def numa_cores(nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
-    """Return for each device its share of the cores of its NUMA node, which devices of one node split evenly.
+    """Return the CPU cores of each device: devices on the same NUMA node split its cores evenly.
 
-    Devices without a known node are spread over the nodes in order, which is how most machines are built.
+    Devices whose node is unknown are assigned to the nodes in order, as most machines are built.
     """
     with_cores = [node for node, cores in sorted(topology.nodes.items()) if cores & topology.allowed] or [0]
     spread = [with_cores[number * len(with_cores) // len(nodes)] for number in range(len(nodes))]
@@ -110,7 +112,7 @@ def _split(cores: Iterable[int], parts: int) -> list[frozenset[int]]:
 
 
 def overlaps(sets: Sequence[frozenset[int]]) -> list[tuple[int, int, frozenset[int]]]:
-    """Return the pairs of devices that share cores, with the cores."""
+    """Return all pairs of devices that share CPU cores, and the shared cores."""
     return [
         (first, other, sets[first] & sets[other])
         for first in range(len(sets))
@@ -120,10 +122,11 @@ def overlaps(sets: Sequence[frozenset[int]]) -> list[tuple[int, int, frozenset[i
 
 
 class ThreadBinder:
-    """Bind the threads of this process to cores. Each call of `bind` also binds threads started since the last one.
+    """Bind the threads of this process to CPU cores. A further call of `bind` binds threads started since the last.
 
-    Coarse: all threads may use all cores. Fine: the thread that calls `bind` (the one that queues the work), the
-    backward pass and the collectives have a core each, and all other threads share the rest.
+    Coarse binding: every thread may use every core in `cores`. Fine binding: the thread that calls `bind` and queues
+    the work, the thread of the backward pass and the threads of collectives get one core each; all other threads share
+    the remaining cores.
     """
 
     def __init__(self, cores: Iterable[int], *, fine: bool = False, proc: Path = PROC) -> None:
@@ -134,24 +137,24 @@ class ThreadBinder:
         self._bound: set[int] = set()
 
     def bind(self) -> None:
-        """Bind every thread that has begun since the last call."""
+        """Bind every thread that was started since the last call."""
         threads = {int(name) for name in os.listdir(self._tasks)}
         caller = threading.get_native_id()
         for thread in sorted(threads - self._bound):
             try:
                 os.sched_setaffinity(thread, self.cores_of(self._name(thread), thread == caller))
-            except ProcessLookupError:  # it has ended since
+            except ProcessLookupError:  # the thread has ended in the meantime
                 continue
             except OSError as error:
                 raise TesseraError(
-                    f"this process may not use the cores {format_cores(self.cores)}: {first_line(error)}",
-                    fix=f"name cores among {format_cores(os.sched_getaffinity(0))}",
+                    f"this process is not allowed to use the CPU cores {format_cores(self.cores)}: {first_line(error)}",
+                    fix=f"choose among the allowed cores: {format_cores(os.sched_getaffinity(0))}",
                     code="device.cores-not-allowed",
                 ) from None
         self._bound = threads
 
     def cores_of(self, name: str, is_caller: bool) -> tuple[int, ...]:
-        """Return the cores of a thread by its name."""
+        """Return the CPU cores for a thread of this name."""
         if not self.fine:
             return self.cores
         if is_caller:
@@ -170,7 +173,9 @@ class ThreadBinder:
 
 
 def bind_children(cores: Iterable[int]) -> None:
-    """Give processes that this one forks from now on these cores: a child would inherit the single core of the thread
-    that forks it, and worker processes of a loader would crowd there."""
+    """Bind every process that is forked from now on to `cores`.
+
+    Otherwise a worker of the data loader would inherit the single core of the thread that forks it.
+    """
     chosen = frozenset(cores)
     os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, chosen))

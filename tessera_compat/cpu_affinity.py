@@ -35,17 +35,19 @@ _RANGE = re.compile(r"(?:npu|gpu|device)(\d{1,6}):(\d{1,6})(?:-(\d{1,6}))?")
 
 @dataclass(frozen=True)
 class AffinityConf:
-    """Hold the value of `CPU_AFFINITY_CONF`."""
+    """Store the parsed value of `CPU_AFFINITY_CONF`."""
 
     mode: int = 0
-    cores: Mapping[int, frozenset[int]] = field(default_factory=dict)  # of devices that are named
+    cores: Mapping[int, frozenset[int]] = field(
+        default_factory=dict
+    )  # device -> its cores, for the devices that the value names
     force: bool = False
     npu_affine: bool = False
     lazy_bind: bool = True
 
 
 def parse_affinity(text: str) -> AffinityConf:
-    """Return the meaning of a value, or raise an error that names the item."""
+    """Parse the value of `CPU_AFFINITY_CONF`. An item that cannot be parsed raises an error."""
     mode: int | None = None
     cores: dict[int, frozenset[int]] = {}
     switches: dict[str, bool] = {}
@@ -73,7 +75,7 @@ def parse_affinity(text: str) -> AffinityConf:
             _refuse(item, "not understood", _FORMS, near=nearest(key, ["mode", *_SWITCHES]))
     if mode is None and (cores or switches):
         raise TesseraError(
-            "no mode is given, so nothing would be bound",
+            "the value has no mode (0, 1 or 2), so no thread would be bound",
             where=f"{VARIABLE}={text}",
             fix=f"write {VARIABLE}=1,{text}",
             code="environment.affinity-without-mode",
@@ -90,21 +92,21 @@ def _refuse(
 
 
 def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: Topology) -> list[frozenset[int]]:
-    """Return the cores of each device. `nodes`: the NUMA node of each device, None if unknown."""
+    """Return the CPU cores of each device. `nodes`: the NUMA node of each device, None if unknown."""
     devices = len(nodes)
     chosen = affinity.numa_cores(nodes, topology) if conf.npu_affine else affinity.consecutive_cores(devices, topology)
     for device, cores in conf.cores.items():
         if device >= devices:
             raise TesseraError(
-                f"cores for device {device}: this machine has {devices}",
+                f"cores are listed for device {device}, but this machine has {devices} devices",
                 where=VARIABLE,
                 allowed=[f"0 to {devices - 1}"],
-                fix=f"leave npu{device} out",
+                fix=f"remove npu{device}",
                 code="environment.affinity-unknown-device",
             )
         if missing := cores - topology.online:
             raise TesseraError(
-                f"device {device}: this machine has no core {format_cores(missing)}",
+                f"cores {format_cores(missing)} are listed for device {device}, but this machine does not have them",
                 where=VARIABLE,
                 allowed=[format_cores(topology.online)],
                 code="environment.affinity-unknown-core",
@@ -115,19 +117,19 @@ def cores_of_devices(conf: AffinityConf, nodes: Sequence[int | None], topology: 
 
 @dataclass(frozen=True)
 class RankCores:
-    """Hold the cores of one rank, and warnings about them."""
+    """Store the CPU cores of one rank, and warnings about them."""
 
-    cores: frozenset[int]  # for threads; empty where nothing is bound
+    cores: frozenset[int]  # empty if the threads are not bound
     warnings: tuple[str, ...] = ()
 
 
 def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], topology: Topology) -> RankCores:
-    """Return the cores of one device; none if the configuration names cores that this process may not use."""
+    """Return the CPU cores of one device. They are empty if the value lists cores that this process may not use."""
     sets = cores_of_devices(conf, nodes, topology)
     warnings = [
         f"{VARIABLE}: devices {first} and {other} share the cores {format_cores(both)}"
         for first, other, both in affinity.overlaps(sets)
-        if conf.cores  # devices that share cores because there are too few need no word
+        if conf.cores  # no warning if devices share cores because the machine has too few
     ]
     outside = frozenset().union(*sets) - topology.allowed
     if outside and not conf.force:
@@ -146,7 +148,7 @@ def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], 
 
 
 class KeepThreadsBound(Callback):
-    """Bind the threads of a rank after each step in which new ones began."""
+    """Bind new threads of a rank to its CPU cores after each step."""
 
     def __init__(self, binder: ThreadBinder, children: frozenset[int]) -> None:
         self.binder = binder
@@ -165,7 +167,7 @@ class KeepThreadsBound(Callback):
 def bind_rank(
     conf: AffinityConf, device: int, pci_addresses: Sequence[str | None], *, warn: bool = True
 ) -> list[Callback]:
-    """Bind this process by the configuration; return the callbacks that bind later threads."""
+    """Bind this process to its CPU cores. Return callbacks that bind threads which start later."""
     if conf.mode == 0:
         return []
     topology = affinity.read_topology()
@@ -177,7 +179,7 @@ def bind_rank(
     if not chosen.cores:
         return []
     if not conf.lazy_bind:
-        # Coarse at first in both modes: threads and processes that begin now inherit the mask of this one.
+        # Coarse binding first, in both modes: threads and processes that start now inherit the cores of this thread.
         ThreadBinder(chosen.cores).bind()
     binder = ThreadBinder(chosen.cores, fine=conf.mode == 2)
     return [KeepThreadsBound(binder, topology.allowed if conf.lazy_bind else chosen.cores)]

@@ -20,13 +20,15 @@ VARIABLE, HOST_VARIABLE = "TESSERA_DEBUG", "TESSERA_DEBUG_HOST"
 FIRST_PORT = 22333
 LOOPBACK = "127.0.0.1"
 _MAX_RANKS = 65536 - FIRST_PORT
-_PAUSE_S = 24 * 3600.0  # other ranks wait so long for one that stands at a breakpoint
+_PAUSE_S = 24 * 3600.0  # timeout in seconds: other ranks wait for a rank that is stopped at a breakpoint
 LAUNCH_FILE = Path(".vscode") / "launch.json"
 
 
 def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.environ) -> list[int]:
-    """Return the ranks that `TESSERA_DEBUG` names: numbers and ranges such as 0,2-3, or all. `world_size` is None where
-    it depends on how many machines come."""
+    """Return the ranks that `TESSERA_DEBUG` lists: numbers and ranges such as 0,2-3, or all.
+
+    `world_size` is None while the number of machines is unknown.
+    """
     text = environ.get(VARIABLE, "")
     if text == "":
         return []
@@ -34,7 +36,7 @@ def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.envir
     if text == "all":
         if world_size is None:
             raise TesseraError(
-                "how many ranks there will be is not known",
+                "the number of ranks is not known yet, so `all` cannot be resolved",
                 where=f"{VARIABLE}=all",
                 allowed=allowed[:3],
                 code="environment.rank-count-unknown",
@@ -59,7 +61,7 @@ def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.envir
 
 
 def check_debug(world_size: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Refuse what cannot be debugged, before ranks start; return the settings of a run whose ranks may stand still."""
+    """Check the debug variables before ranks start. Return settings that let ranks stop at breakpoints."""
     if not debugged_ranks(world_size, environ):
         return {}
     _debugger()
@@ -80,8 +82,8 @@ def wait_for_debugger(environ: Mapping[str, str] = os.environ) -> None:
 def setup_debugpy(host: str = LOOPBACK, base_port: int = FIRST_PORT) -> None:
     """Listen on `base_port` plus the rank of this process, and wait until a debugger attaches.
 
-    Scripts call it without arguments. Where other machines must reach the port, name an address of this one, or
-    0.0.0.0 for all of them: whoever connects can run code here.
+    Scripts call it without arguments. If other machines must reach the port, pass an address of this machine, or
+    0.0.0.0 for all its addresses. Whoever connects can run code in this process.
     """
     debugger = _debugger()
     rank = environment_ranks()[0]
@@ -92,7 +94,7 @@ def setup_debugpy(host: str = LOOPBACK, base_port: int = FIRST_PORT) -> None:
         raise TesseraError(
             f"rank {rank} cannot listen on {host}:{port}: {first_line(error)}",
             where=VARIABLE,
-            fix="end whatever uses the port, or name another address in " + HOST_VARIABLE,
+            fix="end the program that uses the port, or set another address: " + HOST_VARIABLE,
             code="environment.debug-port",
         ) from None
     print(f"[Rank {rank}] Waiting for debugger attach on port {port}...", flush=True)
@@ -114,10 +116,10 @@ def _debugger() -> Any:
 
 
 def vscode_launch(ranks: Sequence[int], host: str = "localhost", remote_root: str = ".") -> str:
-    """Return a launch.json with one entry for each rank, and one that attaches to all of them."""
+    """Return the text of launch.json: one entry for each rank, and an entry that attaches to all ranks."""
     if not ranks or max(ranks) >= _MAX_RANKS:
         raise TesseraError(
-            f"ports from {FIRST_PORT} serve ranks 0 to {_MAX_RANKS - 1}",
+            f"only ranks 0 to {_MAX_RANKS - 1} have a port: ports begin at {FIRST_PORT}",
             where="--nproc",
             code="environment.no-such-rank",
         )
@@ -137,7 +139,7 @@ def vscode_launch(ranks: Sequence[int], host: str = "localhost", remote_root: st
 
 
 def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
-    """Write `.vscode/launch.json` below a folder; return what was done. A file that is there is kept beside it."""
+    """Write `.vscode/launch.json` in a folder, and return messages. An existing file is renamed to launch.json.bak."""
     path = folder / LAUNCH_FILE
     messages = []
     try:
@@ -146,7 +148,7 @@ def write_vscode(folder: Path, text: str, overwrite: bool = False) -> list[str]:
                 return [f"{path} is as it should be"]
             if not overwrite:
                 raise TesseraError(
-                    f"{path} is already there",
+                    f"{path} already exists",
                     where="tessera vscode",
                     fix="add --overwrite, which keeps the old file as launch.json.bak; or --print to copy entries",
                     code="output.file-exists",

@@ -27,7 +27,7 @@ Treatment = Literal["honoured", "passed on", "no effect"]
 
 @dataclass(frozen=True)
 class AllowedValues:
-    """Hold the values that a variable may have: a pattern, and the words for an error."""
+    """List the valid values of an environment variable: a pattern, and words for the error message."""
 
     pattern: str
     allowed: tuple[str, ...]
@@ -35,12 +35,12 @@ class AllowedValues:
 
 @dataclass(frozen=True)
 class Variable:
-    """State how a run treats an environment variable."""
+    """Describe how a run treats an environment variable."""
 
     treatment: Treatment
-    meaning: str  # what it does, and the setting that replaces it here
-    values: AllowedValues | None = None  # None: any
-    setting: str = ""  # key of the recipe that a job file's value becomes
+    meaning: str  # what it does in other systems, and the setting of Tessera that replaces it
+    values: AllowedValues | None = None  # None: any value
+    setting: str = ""  # recipe key that gets the value when a job file is translated
 
 
 _SWITCH = AllowedValues(r"[01]", ("0", "1"))
@@ -129,7 +129,7 @@ _FOREIGN = re.compile(r"(?:ASCEND|HCCL|ACLNN|NPU|PYTORCH_NPU)_\w+")
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Refuse invalid values; return a line for each variable that is set and not simply honoured."""
+    """Raise for an invalid value. Return a line for each set variable that has no effect, or another effect, here."""
     lines = []
     for name, value in sorted(environ.items()):
         variable = VARIABLES.get(name)
@@ -142,10 +142,10 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
             continue
         if variable.values and not re.fullmatch(variable.values.pattern, value):
             raise TesseraError(
-                f"{name}={value}",
+                f"invalid value of an environment variable: {name}={value}",
                 where="environment",
                 allowed=variable.values.allowed,
-                fix=f"mend or unset {name}",
+                fix=f"change or unset {name}",
                 code="environment.invalid-value",
             )
         if name == AFFINITY:
@@ -162,7 +162,9 @@ def check_run(world_size: int | None, environ: Mapping[str, str] = os.environ) -
     Return the settings of a run whose ranks wait for a debugger. `world_size` is None while it is unknown.
     """
     lines = check_environment(environ)
-    launched_here = environ.get("TORCHELASTIC_RUN_ID") == "tessera"  # then the launcher has printed it
+    launched_here = (
+        environ.get("TORCHELASTIC_RUN_ID") == "tessera"
+    )  # the launcher of Tessera has printed the lines already
     if environment_ranks(environ)[0] == 0 and not launched_here:
         for line in lines:
             print(line, file=sys.stderr)
@@ -170,20 +172,20 @@ def check_run(world_size: int | None, environ: Mapping[str, str] = os.environ) -
 
 
 def job_settings(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return the settings of a recipe that the environment of a job gives: {"parallel.join_timeout_s": 1200.0}."""
+    """Translate environment variables of a job to recipe keys: {"parallel.join_timeout_s": 1200.0}."""
     check_environment(environ)
     return {
         variable.setting: float(environ[name])
         for name, variable in VARIABLES.items()
-        if variable.setting and name in environ and float(environ[name]) > 0  # 0: wait as long as it takes
+        if variable.setting and name in environ and float(environ[name]) > 0  # 0 means no timeout in these variables
     }
 
 
 def prepare_rank(environ: Mapping[str, str] = os.environ) -> list[Callback]:
     """Wait for a debugger if `TESSERA_DEBUG` names this rank, and bind it to cores if `CPU_AFFINITY_CONF` is set.
 
-    Return the callbacks that bind later threads. Call it before the rank joins the others: threads and processes
-    inherit the cores of their parent.
+    Return callbacks that bind threads which start later. Call it before the process group is created: threads and
+    processes inherit the cores of their parent.
     """
     wait_for_debugger(environ)
     conf = parse_affinity(environ.get(AFFINITY, ""))
@@ -198,14 +200,14 @@ def prepare_rank(environ: Mapping[str, str] = os.environ) -> list[Callback]:
 
 @dataclass(frozen=True)
 class JobStart:
-    """Hold the settings and callbacks that environment variables add to a job."""
+    """Store the settings and callbacks that environment variables add to a job."""
 
-    settings: dict[str, Any]  # of its recipe
+    settings: dict[str, Any]  # recipe keys and their values
     callbacks: list[Callback]
 
 
 def begin_job(prepared: list[Callback] | None = None) -> JobStart:
-    """Check and explain the variables of a job, wait for a debugger, and prepare this rank.
+    """Check and report the environment variables of a job, wait for a debugger, and prepare this rank.
 
     `prepared`: the callbacks of `prepare_rank`, if it was called before the script started.
     """

@@ -14,14 +14,14 @@ from tessera.config.extensions import KeyHint
 
 
 class Ours(NamedTuple):
-    """Hold the key of a recipe that replaces a key of another trainer."""
+    """Store the recipe key that replaces a key of another trainer."""
 
-    key: str  # dotted; empty: there is none, and `note` gives the reason
-    example: str = ""  # its value; empty: the value of the other key has the same meaning here
+    key: str  # dotted recipe key; empty: none replaces it, and `note` is the reason
+    example: str = ""  # value of the recipe key; empty: the value of the other trainer's key is valid
     note: str = ""
 
     def sentence(self, value: Any = None) -> str:
-        """Return what to write instead. `value`: of the other trainer's key."""
+        """Return a sentence about the recipe key to use instead. `value`: the value of the other trainer's key."""
         if not self.key:
             return self.note
         is_plain = isinstance(value, (int, float, str)) and not isinstance(value, bool)
@@ -40,7 +40,7 @@ def _shell(value: str) -> str:
 
 @functools.cache
 def foreign_keys() -> dict[str, Ours]:
-    """Read `other_trainers.yaml`: the keys of other trainers, each with ours."""
+    """Read `other_trainers.yaml`: key of another trainer -> recipe key."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
         name: Ours(entry["key"], entry.get("example", ""), entry.get("note", ""))
@@ -53,14 +53,14 @@ def _plain(key: str) -> str:
     return key.lower().lstrip("-").replace("-", "_")
 
 
-_NEAR = 0.8  # similarity of long names that differ in a letter or two; short names are similar to too much
+_NEAR = 0.8  # similarity of long names that differ in one or two letters
 
 
 def hint(key: str, value: Any = None, allowed: Collection[str] | None = None) -> KeyHint | None:
-    """Return our key for a key of another trainer, spelled with dashes or underscores.
+    """Return the recipe key for a key of another trainer, spelled with dashes or underscores.
 
-    With `allowed`, the keys that a recipe may have in its place, a misspelt key gets a hint as well, unless one of
-    these is as similar.
+    `allowed`: valid recipe keys. With it, a misspelled key of another trainer gets a hint as well, unless a valid
+    recipe key is as similar.
     """
     written = _plain(key)
     ours = foreign_keys().get(written)

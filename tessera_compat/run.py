@@ -33,11 +33,11 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @contextmanager
 def _process_of_its_own(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Set arguments, import path and launcher variables as the script would find them, and restore them at the end."""
+    """Set sys.argv, sys.path and launcher variables as for a separate process. Restore them after the block."""
     argv, path, environment = list(sys.argv), list(sys.path), dict(os.environ)
     sys.argv = [str(script), *arguments]
     sys.path[0] = str(script.resolve().parent)
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:  # no launcher: a world of one
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:  # started without a launcher: a single rank
         values = ("0", "1", "0", "127.0.0.1", str(free_port()))
         for name, value in zip(_LAUNCHER, values, strict=True):
             os.environ.setdefault(name, value)
@@ -50,7 +50,7 @@ def _process_of_its_own(script: Path, arguments: Sequence[str]) -> Iterator[None
 
 
 def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]:
-    """Run a script as `__main__` and return its names."""
+    """Run a script as `__main__`, and return its global variables."""
     if not script.is_file():
         near = nearest(script.name, [path.name for path in script.parent.glob("*.py")])
         raise TesseraError(f"no such script: {script}", where="tessera run", nearest=near, code="job.script-missing")
@@ -66,13 +66,13 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
             if (error.name or "").split(".")[0] not in ROOTS:
                 raise
             raise TesseraError(
-                f"{script.name} imports something that Tessera does not offer: {error.msg}",
-                fix="docs/reference/compat-megatron.md lists the served modules",
+                f"{script.name} imports a name that Tessera does not provide: {error.msg}",
+                fix="remove the import; docs/reference/compat-megatron.md lists the provided modules",
                 code="megatron.import-not-served",
             ) from error
         finally:
             state.destroy()
-            # After an error other ranks may wait in a collective: then the end of the process ends the group.
+            # After an error other ranks may wait in a collective, so the process group is not destroyed here.
             failed = sys.exc_info()[0] is not None
             if dist.is_initialized() and not joined_before and not (failed and dist.get_world_size() > 1):
                 dist.destroy_process_group()
@@ -80,9 +80,9 @@ def run_script(script: Path, arguments: Sequence[str] = ()) -> dict[str, object]
 
 
 def take_over(package: str) -> None:
-    """Serve Megatron and MindSpeed-MM to this process until it ends. The packages of a workspace call it at import.
+    """Provide the modules of Megatron and MindSpeed-MM to this process. The packages of a workspace call it at import.
 
-    `package`: the name of the one that is being imported, which becomes the served one.
+    `package`: name of the package that is being imported. It is replaced by the provided package.
     """
     log.setup(environment_ranks()[0])
     check_run(environment_ranks()[1])
@@ -96,12 +96,12 @@ def take_over(package: str) -> None:
 
 
 def main() -> None:
-    """Run the script that the command line names."""
+    """Run the script of the command line."""
     with reported():
         log.setup(environment_ranks()[0])
         if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
             raise TesseraError(
-                "no script is named",
+                "the command line names no script",
                 fix="python -m tessera_compat.run script.py [its arguments]",
                 code="job.script-missing",
             )

@@ -22,7 +22,7 @@ from tessera.runtime.log import logger
 
 
 class DeviceNames(TorchFunctionMode):
-    """Map devices of absent kinds, in the arguments of every operation, to the device of this process."""
+    """Replace devices that this machine does not have, such as cuda, in the arguments of all torch operations."""
 
     def __init__(self, absent: frozenset[str], device: torch.device) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class DeviceNames(TorchFunctionMode):
         return value
 
     def present(self, absent: torch.device) -> torch.device:
-        """Return the device of this machine that replaces an absent one."""
+        """Return the device of this machine in place of a missing device."""
         if self._device.type == "cpu" or absent.index is None:
             return self._device
         return torch.device(self._device.type, absent.index)
@@ -54,7 +54,7 @@ class DeviceNames(TorchFunctionMode):
 
 
 def _replacements(device: torch.device) -> dict[str, Callable[..., Any]]:
-    """Return what functions of `torch.cuda` do on this device instead; the others do nothing, or 0, without CUDA."""
+    """Return replacements of `torch.cuda` functions for the device of this machine."""
     module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
 
     def set_device(index: int | str | torch.device) -> None:
@@ -86,7 +86,7 @@ def _replacements(device: torch.device) -> dict[str, Callable[..., Any]]:
 
 
 def _init_process_group(device: torch.device, original: Callable[..., None]) -> Callable[..., None]:
-    """Return `init_process_group` with the backend of this device in place of one that the machine cannot have."""
+    """Return an `init_process_group` that replaces a missing backend by the backend of this device."""
     here = devices.backend(device, with_host=True)
     usable = {"gloo", devices.backend(device)}
 
@@ -95,7 +95,7 @@ def _init_process_group(device: torch.device, original: Callable[..., None]) -> 
         if names - usable:
             logger().info("backend %s is not on this machine; %s is used", backend, here)
             backend = here
-        kwargs.pop("device_id", None)  # names a device of the absent kind
+        kwargs.pop("device_id", None)  # it names a missing device
         original(backend, *args, **kwargs)
 
     return init_process_group
@@ -115,10 +115,10 @@ def _replaced(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -
 
 @contextmanager
 def devices_of_this_machine() -> Iterator[None]:
-    """Make words for absent accelerators mean the device of this machine until the end of the block."""
+    """Let scripts that are written for cuda run on the device of this machine, in this block."""
     device = devices.current()
     absent = frozenset(devices.ACCELERATORS) - {device.type}
-    if device.type == "cuda":  # what nearly all scripts are written for
+    if device.type == "cuda":  # scripts are written for cuda: nothing to replace
         yield
         return
     logger().info("the script's device cuda means %s on this machine", device)

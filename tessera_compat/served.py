@@ -22,10 +22,10 @@ from tessera.errors import TesseraError, nearest
 from tessera.runtime.log import logger
 
 _OURS = "tessera_compat."
-TAKES_OVER = "from tessera_compat.run import take_over"  # of the packages in a workspace
+TAKES_OVER = "from tessera_compat.run import take_over"  # line in the packages of a workspace
 ROOTS = ("megatron", "mindspeed", "mindspeed_mm")
-USER_ROOT = "mindspeed_mm"  # users add their own files below it
-# Modules that list the classes of models by id, and the one that builds them.
+USER_ROOT = "mindspeed_mm"  # users add files to this package
+# Modules with the table of model classes, and the module that builds the models.
 REGISTRIES = ("mindspeed_mm.models.common.modelzoo", "mindspeed_mm.models.transformers.modelhub")
 MODEL_USER = "mindspeed_mm.models.transformers_model"
 
@@ -171,7 +171,7 @@ SERVED: dict[str, tuple[str, ...]] = {
         "mindspeed_mm.entry_names:torch_fully_sharded_data_parallel_init",
     ),
     "mindspeed_mm.patchs.patch_manager": ("mindspeed_mm.training:PatchesManager",),
-    **dict.fromkeys(  # they replace functions of Megatron and torch by faster ones, of which there are none here
+    **dict.fromkeys(  # empty modules: in MindSpeed-MM they patch functions of Megatron and torch
         (
             *("mindspeed_mm.patchs.torch_dcp_patch", "mindspeed_mm.patchs.dummy_optimizer_patch"),
             *("mindspeed_mm.patchs.ring_attn_patch", "mindspeed_mm.patchs.ulysses_patches"),
@@ -196,7 +196,7 @@ SERVED: dict[str, tuple[str, ...]] = {
 }
 
 
-# Why modules that scripts of MindSpeed-MM import are not served: the longest name counts.
+# Package -> why its other modules are not provided. The longest matching name counts.
 REASONS = {
     "mindspeed_mm.patchs": "nothing is patched here",
     "mindspeed_mm.mindspore": "MindSpore is another framework; the ranks here run PyTorch",
@@ -208,22 +208,22 @@ REASONS = {
 
 
 def source_parts(source: str) -> tuple[str, tuple[str, ...] | None]:
-    """Return the full name of a source's module, and the names to take from it (None: all public ones)."""
+    """Split `module:names` into the full module name and the names to provide (None: all public names)."""
     module, _, names = source.partition(":")
     return _OURS + module, tuple(names.split(",")) if names else None
 
 
 def packages() -> set[str]:
-    """Return the served names that have modules below them."""
+    """Return the provided names that are packages."""
     return {name[:end] for name in SERVED for end, letter in enumerate(name) if letter == "."}
 
 
 class NotServed(TesseraError, ModuleNotFoundError):
-    """Raised for a module of these packages that Tessera does not offer; `except ImportError` catches it."""
+    """Raised at the import of a module that Tessera does not provide. `except ImportError` catches it."""
 
 
 class ServedModule(ModuleType):
-    """Serve a module under its foreign name. Attributes that are modules themselves are imported when read."""
+    """Provide a module under the name in Megatron or MindSpeed-MM. Submodules are imported at first access."""
 
     def __getattr__(self, name: str) -> Any:
         below = f"{self.__name__}.{name}"
@@ -235,9 +235,9 @@ class ServedModule(ModuleType):
 
 
 class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Find and load the served modules, and those that the user has added below `mindspeed_mm/`.
+    """Import provided modules, and modules that the user added to `mindspeed_mm/`.
 
-    `folders`: of the script and of the run. A file there with the name of a served module is ignored.
+    `folders`: of the script and of the run. A file in them with the name of a provided module is ignored.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -271,13 +271,13 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         raise error
 
     def is_users(self, root: str, place: Path) -> bool:
-        """Return whether a package is a folder of the user's files, or one that `tessera migrate workspace` made."""
+        """Return whether a package is a folder of the user, or was created by `tessera migrate workspace`."""
         if root != USER_ROOT and (not place.is_file() or TAKES_OVER not in place.read_text(encoding="utf-8")):
             return False
         return any(place.is_relative_to(folder) for folder in self.folders)
 
     def places(self, fullname: str) -> list[Path]:
-        """Return the path of a user's module, without its file ending."""
+        """Return the possible paths of a user's module, without suffix."""
         return [folder.joinpath(*fullname.split(".")) for folder in self.folders]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
@@ -301,7 +301,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _register(module: ModuleType, file: Path) -> None:
-    """Add the classes that the user's copy of a registry names in `ModelHub.MODEL_MAPPINGS` to ours."""
+    """Copy `ModelHub.MODEL_MAPPINGS` of a user's module to the `ModelHub` of Tessera."""
     spec = importlib.util.spec_from_file_location(module.__name__, file)
     assert spec is not None
     assert spec.loader is not None
@@ -318,14 +318,14 @@ def _register(module: ModuleType, file: Path) -> None:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Serve `megatron`, `mindspeed` and `mindspeed_mm` from here until the end of the block.
+    """Provide the packages `megatron`, `mindspeed` and `mindspeed_mm` in this block.
 
     Installed packages of these names are ignored, with a warning. If one is already imported, that is an error.
     """
     imported = sorted(root for root in ROOTS if root in sys.modules)
     if imported:
         raise TesseraError(
-            f"{', '.join(imported)} has been imported before, so it cannot be served from Tessera",
+            f"{', '.join(imported)} is already imported, so Tessera cannot provide it",
             fix="start the script with `tessera run --as-megatron` in a separate process",
             code="megatron.already-imported",
         )

@@ -13,20 +13,20 @@ from tessera.errors import TesseraError
 
 @dataclass
 class RunState:
-    """Hold the ambient state of one run. A part is None until the call that makes it."""
+    """Store the global state of a run. A field is None until the function that sets it is called."""
 
     args: Any = None  # the namespace that `get_args` returns
-    parallel: Any = None  # the process groups that `parallel_state` answers from
+    parallel: Any = None  # process groups that `parallel_state` returns
     rng: Any = None  # the named random streams that `get_cuda_rng_tracker` returns
-    rank_callbacks: Any = None  # callbacks that keep this rank bound to its cores
-    timers: Any = None  # what `get_timers` returns
+    rank_callbacks: Any = None  # callbacks that bind this rank to CPU cores
+    timers: Any = None  # the timers that `get_timers` returns
     session: Any = None  # the trainer behind `pretrain`, with model and data
-    # The modules whose `_fully_shard` runs, innermost last, each with its settings and the keywords of fully_shard.
+    # Modules whose `_fully_shard` is running, innermost last, with their settings and arguments of fully_shard.
     sharding: list[tuple[Any, Any, dict[str, Any]]] = field(default_factory=list)
 
 
 class StateHolder:
-    """Keep the state of the run in this process, if there is one."""
+    """Store the state of the current run of this process, if there is one."""
 
     def __init__(self) -> None:
         self.state: RunState | None = None
@@ -36,14 +36,14 @@ HOLDER = StateHolder()
 
 
 def current() -> RunState:
-    """Return the state of this run; the first call begins it."""
+    """Return the state of the current run. The first call creates it."""
     if HOLDER.state is None:
         HOLDER.state = RunState()
     return HOLDER.state
 
 
 def destroy() -> None:
-    """Forget the run: the next call of `current` begins another one."""
+    """Remove the state. The next call of `current` creates a new state."""
     HOLDER.state = None
 
 
@@ -54,12 +54,12 @@ def get_args() -> Any:
         raise TesseraError(
             "the arguments of the run are not parsed yet",
             where="get_args",
-            fix="call pretrain(...) or initialize_megatron(...) first, or get_args() inside of a callback",
+            fix="call pretrain(...) or initialize_megatron(...) before get_args()",
             code="job.arguments-not-parsed",
         )
     return args
 
 
 def set_args(args: Any) -> None:
-    """Make these the arguments that `get_args` returns."""
+    """Set the arguments that `get_args` returns."""
     current().args = args

@@ -60,14 +60,14 @@ class FusedRMSNorm(FusedLayerNorm):
     """Normalize the last dimension by its root mean square."""
 
     def _add_bias(self, config: TransformerConfig) -> None:
-        """Leave the bias out."""
+        """Add no bias: RMS norm has none."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.to(self.weight.dtype), (self.hidden_size,), self._scale(), self.eps)
 
 
 class WrappedTorchNorm:
-    """Choose the norm that the configuration names."""
+    """Create the norm class that `config.normalization` names."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **options: Any) -> Any:
         kind = FusedRMSNorm if config.normalization == "RMSNorm" else FusedLayerNorm
@@ -99,7 +99,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.scale = scale
         if scale is not None and not softmax_in_fp32:
             raise TesseraError(
-                "scores that are scaled need softmax in float32",
+                "a scale of attention scores needs softmax_in_fp32=True",
                 where="FusedScaleMaskSoftmax",
                 code="megatron.scaled-softmax",
             )
@@ -117,7 +117,7 @@ class FusedScaleMaskSoftmax(nn.Module):
 
 
 class DotProductAttention(MegatronModule):
-    """Compute attention of this rank's heads from [sequence, batch, heads, channels]."""
+    """Compute attention over the heads of this rank. Inputs are [sequence, batch, heads, channels]."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class DotProductAttention(MegatronModule):
     ) -> Tensor:
         if packed_seq_params is not None or attention_bias is not None:
             raise TesseraError(
-                "packed sequences and attention biases are not offered",
+                "packed sequences and attention biases are not supported",
                 where="DotProductAttention",
                 code="megatron.packed-sequences",
             )
@@ -176,7 +176,7 @@ class DotProductAttention(MegatronModule):
             value = value.repeat_interleave(self.heads // self.groups, dim=2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, sequence, channels]
         weights = self.scale_mask_softmax(torch.matmul(q * self.softmax_scale, k.transpose(2, 3)), attention_mask)
-        # Ranks hold different heads, so they must not draw the same numbers; split sequences draw so already.
+        # Ranks compute different heads, so dropout masks must differ. With sequence parallelism they do already.
         with nullcontext() if self.config.sequence_parallel else model_parallel_stream():
             weights = self.attention_dropout(weights)
         out = torch.matmul(weights, v).permute(2, 0, 1, 3)
@@ -185,7 +185,7 @@ class DotProductAttention(MegatronModule):
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Name the modules that self-attention consists of."""
+    """Name the submodules of self-attention."""
 
     linear_qkv: Any = None
     core_attention: Any = None
@@ -287,7 +287,7 @@ class SelfAttention(MegatronModule):
 
 @dataclass
 class MLPSubmodules:
-    """Name the modules that an MLP consists of."""
+    """Name the submodules of an MLP."""
 
     linear_fc1: Any = None
     linear_fc2: Any = None

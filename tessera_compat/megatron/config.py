@@ -46,7 +46,7 @@ REFUSED = {
     "num_microbatches_with_partial_activation_checkpoints": "recompute is the same for all micro-batches",
     "disable_bf16_reduced_precision_matmul": "it is a global switch of torch (`torch.backends`); set it in the script",
 }
-# Beginnings of names of fields that 0.12.1 has beside those of the class.
+# Prefixes of field names that Megatron 0.12.1 has and the classes here do not, with the reason.
 REFUSED_BEGINNINGS = {
     "moe_": _NO_MOE,
     "fp8_": _NO_FP8,
@@ -82,7 +82,7 @@ HINTS = {
 
 
 class CheckedFields:
-    """Refuse names of arguments that are no fields, naming the nearest."""
+    """Raise for a keyword argument that is not a field, and suggest the nearest field."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ class CheckedFields:
                 for beginning, reason in REFUSED_BEGINNINGS.items():
                     if name.startswith(beginning):
                         raise TesseraError(
-                            f"{name} cannot be served: {reason}",
+                            f"the field {name} is not supported: {reason}",
                             where=f"{cls.__name__}({name}=...)",
                             code="megatron.unsupported-field",
                         )
@@ -99,7 +99,7 @@ class CheckedFields:
                     f"{cls.__name__} has no field {name!r}",
                     where=f"{cls.__name__}({name}=...)",
                     nearest=nearest(name, names),
-                    fix="fields are those of release 0.12.1; leave out what came later",
+                    fix="remove it: only fields of Megatron 0.12.1 are supported",
                     code="megatron.unknown-field",
                 )
         return super().__new__(cls)
@@ -150,7 +150,7 @@ class ModelParallelConfig(CheckedFields):
     barrier_with_L1_time: bool = True
 
     def __post_init__(self) -> None:
-        """Check values that exclude each other, and derive missing ones."""
+        """Raise for values that contradict each other, and derive missing values."""
         if self.sequence_parallel and self.tensor_model_parallel_size <= 1:
             raise self.refusal("sequence_parallel", "it needs tensor_model_parallel_size above 1")
         if self.pipeline_model_parallel_size > 1 and self.pipeline_dtype is None:
@@ -162,9 +162,9 @@ class ModelParallelConfig(CheckedFields):
         self._check_offered()
 
     def refusal(self, name: str, reason: str) -> TesseraError:
-        """Return the error for a field whose value cannot be served."""
+        """Return the error for a field whose value is not supported."""
         return TesseraError(
-            f"{name}={getattr(self, name)!r} cannot be served: {reason}",
+            f"{name}={getattr(self, name)!r} is not supported: {reason}",
             where=f"{type(self).__name__}.{name}",
             code="megatron.unsupported-field",
         )
@@ -246,7 +246,7 @@ class TransformerConfig(ModelParallelConfig):
     flash_decode: bool = False
 
     def __post_init__(self) -> None:
-        """Check the description, and derive missing sizes and initializers."""
+        """Check the values, and derive missing sizes and initializers."""
         super().__post_init__()
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             if getattr(self, name) < 1:
@@ -310,12 +310,12 @@ class TransformerConfig(ModelParallelConfig):
 
 @dataclass
 class MLATransformerConfig(TransformerConfig):
-    """Refuse latent attention; scripts import the name beside `TransformerConfig`."""
+    """Raise when it is created: latent attention is not supported. Scripts only import the name."""
 
     def __post_init__(self) -> None:
-        """Raise: no layer here has it."""
+        """Raise: no layer here has latent attention."""
         raise TesseraError(
-            f"MLATransformerConfig cannot be served: {_NO_MLA}",
+            f"MLATransformerConfig is not supported: {_NO_MLA}",
             fix="use TransformerConfig",
             code="megatron.unsupported-field",
         )
@@ -331,12 +331,12 @@ def init_method_normal(sigma: float) -> Init:
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Init:
-    """Return an initializer for layers that add to the residual stream: narrower the more layers there are."""
+    """Return an initializer for layers that add to the residual stream. More layers mean a smaller spread."""
     return init_method_normal(sigma / math.sqrt(multiplier * num_layers))
 
 
 def layer_counts(config: TransformerConfig, stages: int, chunks: int) -> list[list[int]]:
-    """Return how many layers each pipeline stage has, by stage and then by model chunk."""
+    """Return the number of layers of each pipeline stage, as a list with an entry for each model chunk."""
     ends = [config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage]
     if stages == 1:
         ends = [None, None]

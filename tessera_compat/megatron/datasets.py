@@ -32,7 +32,7 @@ class Split(enum.Enum):
 
 
 class MegatronTokenizer:
-    """Declare the methods that data sets call on a tokenizer."""
+    """Declare the methods of a tokenizer that data sets call."""
 
     @property
     def vocab_size(self) -> int:
@@ -47,7 +47,7 @@ class MegatronTokenizer:
 
 
 class _NullTokenizer(MegatronTokenizer):
-    """Read text that consists of numbers; the end of a document is one more id."""
+    """Parse text that consists of token ids. The end-of-document token has the next id after the vocabulary."""
 
     def __init__(self, vocab_size: int | str) -> None:
         self._size = int(vocab_size)
@@ -84,13 +84,13 @@ class BlendedMegatronDatasetConfig(CheckedFields):
     mid_level_dataset_surplus: float = 0.005
 
     def __post_init__(self) -> None:
-        """Refuse data sets of token files; the mock data needs none."""
+        """Raise if token files are configured: only mock data is supported."""
         self.mock = self.blend is None and self.blend_per_split is None
         if not self.mock:
             raise TesseraError(
-                "data sets of .bin and .idx files are not read here",
+                "data sets in .bin and .idx files are not supported",
                 where=f"{type(self).__name__}.blend",
-                fix="leave blend out for mock data, or use a torch Dataset in the script",
+                fix="remove blend to train on mock data, or use a torch Dataset in the script",
                 code="megatron.indexed-dataset",
             )
         if self.sequence_length < 1:
@@ -103,7 +103,7 @@ class BlendedMegatronDatasetConfig(CheckedFields):
             weights = []
         if not 0 < len(weights) <= 3 or min(weights) < 0 or not sum(weights):
             raise TesseraError(
-                f"split {self.split!r} is not three weights",
+                f"split {self.split!r} does not have three numbers",
                 where="split",
                 fix="split='969,30,1'",
                 code="megatron.dataset-split",
@@ -125,12 +125,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     s3_cache_path: str | None = None
 
     def __post_init__(self) -> None:
-        """Check that required values are set."""
+        """Raise if a required value is missing."""
         super().__post_init__()
         for name in ("tokenizer", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) is None:
                 raise TesseraError(
-                    f"{name} has no default",
+                    f"GPTDatasetConfig needs a value for {name}",
                     where="GPTDatasetConfig",
                     fix=f"pass {name}=...",
                     code="megatron.dataset-field-missing",
@@ -138,7 +138,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class MockGPTDataset(Dataset[dict[str, Tensor]]):
-    """Yield tokens, labels, attention_mask (true: hidden), loss_mask and position_ids of mock documents."""
+    """Generate samples of mock documents: tokens, labels, attention_mask (true: masked), loss_mask, position_ids."""
 
     def __init__(self, documents: range, num_samples: int | None, config: GPTDatasetConfig) -> None:
         self.config = config
@@ -148,14 +148,14 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         per_epoch = (int(lengths.sum()) - extra) // step
         if per_epoch < 1:
             raise TesseraError(
-                "the split is too small for one sample",
+                "this split has too few tokens for one sample",
                 where="GPTDatasetConfig.split",
                 code="megatron.dataset-too-small",
             )
         count = per_epoch if num_samples is None else num_samples
         epochs = -(-count * step // int(lengths.sum())) + 1 if count > per_epoch else 1
         order = np.concatenate([chance.permutation(lengths) for _ in range(epochs)])
-        self._ends = np.cumsum(order)  # of each document in the stream of all
+        self._ends = np.cumsum(order)  # end position of each document in the joined token stream
         self._starts = self._ends - order
         available = (int(self._ends[-1]) - extra) // step
         self._order = chance.permutation(available)[:count]
@@ -180,8 +180,8 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
             tokens, labels = text, torch.roll(text, -1)
         mask, loss_mask, positions = get_ltor_masks_and_position_ids(tokens, self.config)
         if not self.config.add_extra_token_to_sequence:
-            loss_mask[-1] = 0.0  # its label is not known
-        if index is None:  # fills up a batch
+            loss_mask[-1] = 0.0  # the last token has no label
+        if index is None:  # a padding sample of the last batch
             loss_mask = torch.zeros_like(loss_mask)
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
         return sample if mask is None else {**sample, "attention_mask": mask}
@@ -221,14 +221,14 @@ class BlendedMegatronDatasetBuilder:
     ) -> None:
         if cls is not MockGPTDataset:
             raise TesseraError(
-                f"{cls.__name__} is not built here",
+                f"data sets of the class {cls.__name__} are not supported",
                 where=type(self).__name__,
                 allowed=["MockGPTDataset"],
                 code="megatron.dataset-class",
             )
         if len(sizes) != len(Split):
             raise TesseraError(
-                f"{len(sizes)} sizes are given",
+                f"{len(sizes)} sizes are passed, 3 are needed",
                 where=type(self).__name__,
                 fix="train, valid, test",
                 code="megatron.dataset-sizes",
@@ -239,7 +239,7 @@ class BlendedMegatronDatasetBuilder:
         self.config = config
 
     def build(self) -> list[MockGPTDataset | None]:
-        """Return three data sets; None for a split without documents, and on ranks that do not build."""
+        """Return three data sets. An entry is None for a split without documents, and on ranks that build no data."""
         sets: list[MockGPTDataset | None] = []
         for size, share in zip(self.sizes, self.config.split_matrix, strict=True):
             if share is None or size == 0 or not self.is_built_on_rank():
@@ -251,4 +251,4 @@ class BlendedMegatronDatasetBuilder:
 
 
 def compile_helpers() -> None:
-    """Do nothing: indices are computed by numpy."""
+    """Do nothing: numpy computes the indices, and no helper is compiled."""

@@ -43,7 +43,7 @@ class CheckpointingException(TesseraError):
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (path, leaf) of nested dicts and lists."""
+    """Yield all leaves of nested dicts and lists with their paths."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             yield from _leaves(below, (*path, key))
@@ -58,7 +58,7 @@ _MISSING = object()
 
 
 def _with_leaves(value: Any, leaves: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return nested containers with their leaves replaced. Missing leaves are dropped; in lists they become None."""
+    """Return nested containers with their leaves replaced. Missing leaves are dropped; in a list they become None."""
     if isinstance(value, Mapping):
         exchanged = {key: _with_leaves(below, leaves, (*path, key)) for key, below in value.items()}
         return {key: below for key, below in exchanged.items() if below is not _MISSING}
@@ -117,7 +117,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _write_parts(path: Path, tensors: list[ShardedTensor], objects: dict[str, Any]) -> dict[str, Any]:
-    """Write the parts of which this rank is the main replica, and return their entries for `metadata.json`."""
+    """Write the tensor parts whose main replica is on this rank, and return their entries for `metadata.json`."""
     parts, blocks = [], {}
     for shard in tensors:
         for block, (offset, size) in shard.boxes() if shard.is_main_replica else ():
@@ -148,7 +148,7 @@ def _sorted_out(state: ShardedStateDict) -> tuple[list[ShardedTensor], dict[str,
 
 
 def _as_json(value: Any, name: str) -> Any:
-    """Return a value that JSON can hold; a small tensor becomes a list that knows its type."""
+    """Convert a value to JSON. A small tensor becomes a list with its dtype."""
     if isinstance(value, Tensor):
         return {"__tensor__": value.tolist(), "dtype": code_of(value.dtype, name)}
     try:
@@ -172,7 +172,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _table(everything: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return shape, type and parts of each unsharded tensor, by key."""
+    """Return shape, dtype and stored parts of each unsharded tensor, by key."""
     tensors: dict[str, Any] = {}
     for entries in everything:
         for key, name, offset, size, shape, dtype in entries["parts"]:
@@ -182,7 +182,7 @@ def _table(everything: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _check_coverage(everything: list[dict[str, Any]]) -> None:
-    """Raise unless the parts of a tensor cover each element once."""
+    """Raise unless the parts of a tensor cover each element exactly once."""
     for key, entry in _table(everything).items():
         elements = sum(torch.Size(part["size"]).numel() for part in entry["parts"])
         whole = torch.Size(entry["shape"]).numel()
@@ -248,7 +248,7 @@ def load(
 
 
 def _merged(common: Any, state: Any) -> Any:
-    """Return nested containers with the leaves of both."""
+    """Merge two nested containers."""
     if isinstance(common, dict) and isinstance(state, dict):
         keys = [*common, *(key for key in state if key not in common)]
         return {key: _merged(common.get(key), state.get(key)) for key in keys}
@@ -258,7 +258,7 @@ def _merged(common: Any, state: Any) -> Any:
 
 
 class _OpenFiles:
-    """Keep files open while their parts are read."""
+    """Keep files open while several parts are read from them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -335,7 +335,7 @@ def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
-    """Return all unsharded tensors of a checkpoint, on this rank only."""
+    """Load all tensors of a checkpoint unsharded, on this rank."""
     whole = {
         key: ShardedTensor.from_rank_offsets(key, torch.empty(shard.global_shape, dtype=shard.dtype))
         for key, shard in load_tensors_metadata(checkpoint_dir).items()
@@ -347,7 +347,7 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
 
 
 def verify(checkpoint_dir: str | Path) -> None:
-    """Compare every file with the hash that was noted when it was written; the name is Tessera's own."""
+    """Compare every file with its recorded hash. Megatron has no function of this name."""
     folder = Path(checkpoint_dir)
     for record in _metadata(folder)["files"]:
         if hash_file(folder / record["name"]).sha256 != record["sha256"]:

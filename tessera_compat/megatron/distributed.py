@@ -56,18 +56,18 @@ class DistributedDataParallelConfig(CheckedFields):
         for name, reason in _REFUSED.items():
             if vars(self)[name]:
                 raise TesseraError(
-                    f"{name}=True cannot be served: {reason}",
+                    f"{name}=True is not supported: {reason}",
                     where="DistributedDataParallelConfig",
                     code="megatron.unsupported-field",
                 )
         if self.num_distributed_optimizer_instances != 1:
             raise TesseraError(
-                "num_distributed_optimizer_instances above 1 cannot be served: there is one copy of it",
+                "num_distributed_optimizer_instances above 1 is not supported: the optimizer is not copied",
                 code="megatron.unsupported-field",
             )
         if self.data_parallel_sharding_strategy != "no_shard":
             raise TesseraError(
-                "only data_parallel_sharding_strategy='no_shard' is offered", code="megatron.unsupported-field"
+                "only data_parallel_sharding_strategy='no_shard' is supported", code="megatron.unsupported-field"
             )
         hinted = [name for name in _HINTS if vars(self)[name]]
         if hinted:
@@ -75,7 +75,7 @@ class DistributedDataParallelConfig(CheckedFields):
 
 
 class DistributedDataParallel(ModelWrapper):
-    """Average the gradients of a model over data-parallel ranks, each of which has all parameters."""
+    """Average gradients over data-parallel ranks. Each of these ranks stores all parameters."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DistributedDataParallel(ModelWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Mark the passes inside of the block as ones after which gradients are not complete yet."""
+        """Exchange no gradients after the backward passes in this block: more micro-batches follow."""
         self.is_last_microbatch = False
         try:
             yield
@@ -105,17 +105,17 @@ class DistributedDataParallel(ModelWrapper):
         """Do nothing: `finish_grad_sync` exchanges the gradients."""
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Do nothing: every rank holds all parameters."""
+        """Do nothing: every rank stores all parameters."""
 
     def finish_grad_sync(self) -> None:
-        """Replace gradients by their average over data-parallel ranks."""
+        """Average the gradients over data-parallel ranks, in place."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)  # every rank takes part
+                parameter.grad = torch.zeros_like(parameter)  # the collective needs a gradient from every rank
         wide = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None
-        # A sum per token is divided by all tokens later, so it must not be averaged here.
+        # With a loss per token, gradients are divided by the number of tokens later: sum them here.
         per_token = bool(vars(self.config).get("calculate_per_token_loss", False))
         reduce_together(
             [p.grad for p in parameters if p.grad is not None], group, wide, 1 if per_token else group.size()
@@ -124,7 +124,7 @@ class DistributedDataParallel(ModelWrapper):
             parameter.main_grad = parameter.grad
             if self.ddp_config.check_for_nan_in_grad and not bool(torch.isfinite(parameter.grad).all()):
                 raise TesseraError(
-                    "a gradient is not finite",
+                    "a gradient contains NaN or infinity",
                     where="DistributedDataParallel.check_for_nan_in_grad",
                     code="megatron.gradient-not-finite",
                 )
@@ -140,7 +140,7 @@ class DistributedDataParallel(ModelWrapper):
                 parameter.grad.mul_(scaling_factor)
 
     def broadcast_params(self) -> None:
-        """Give all data-parallel ranks the parameters of the first."""
+        """Broadcast the parameters of the first data-parallel rank to the others."""
         source = parallel_state.get_data_parallel_src_rank(with_context_parallel=True)
         for parameter in self.module.parameters():
             dist.broadcast(
@@ -149,7 +149,7 @@ class DistributedDataParallel(ModelWrapper):
 
 
 def reduce_together(grads: list[Tensor], group: Any, dtype: torch.dtype | None = None, divisor: int = 1) -> None:
-    """Sum gradients over a group in one message per type, in place, and divide them."""
+    """Sum gradients over a group in place, with one collective per dtype, and divide the sums."""
     if group.size() == 1:
         return
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -165,15 +165,15 @@ def reduce_together(grads: list[Tensor], group: Any, dtype: torch.dtype | None =
 
 
 def finalize_model_grads(model: list[nn.Module], num_tokens: Tensor | None = None) -> None:
-    """Complete the gradients of all model chunks: over data-parallel ranks, over sequence slices, of shared embeddings.
+    """Sum the gradients of all model chunks over data-parallel ranks, sequence slices and shared embeddings.
 
-    With `num_tokens`, losses are sums, and gradients are divided by the tokens of all data-parallel ranks.
+    With `num_tokens` the loss is a sum, so gradients are divided by the number of tokens on all data-parallel ranks.
     """
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
             chunk.finish_grad_sync()
     for chunk in model:
-        # Each rank has seen its own slice of the sequence, or its own heads, through a weight that all of them hold.
+        # All tensor-parallel ranks store a copy of these weights, and each computed the gradient of its slice only.
         partial = [
             parameter.grad
             for name, parameter in chunk.named_parameters()

@@ -59,7 +59,7 @@ def get_gpt_layer_local_spec(
     moe_use_legacy_grouped_gemm: bool | None = False,
     normalization: str | None = None,
 ) -> ModuleSpec:
-    """Return the specification of a layer of plain parallel modules."""
+    """Return the specification of a transformer layer without Transformer Engine."""
     for name, value in (
         ("num_experts", num_experts),
         ("multi_latent_attention", multi_latent_attention),
@@ -67,9 +67,9 @@ def get_gpt_layer_local_spec(
     ):
         if value:
             raise TesseraError(
-                f"{name}={value!r} is not offered in the local layer",
+                f"{name}={value!r} is not supported by the local layer",
                 where="get_gpt_layer_local_spec",
-                fix="Tessera's own families have experts; leave it out here",
+                fix="remove it; model families of Tessera support experts",
                 code="megatron.unsupported-argument",
             )
     norm = WrappedTorchNorm if normalization == "RMSNorm" else FusedLayerNorm
@@ -100,9 +100,9 @@ def get_gpt_layer_local_spec(
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """Refuse: there is no Transformer Engine here, and its weights have other names."""
+    """Raise: Transformer Engine is not supported, and its weights have other names."""
     raise TesseraError(
-        "layers of Transformer Engine are not offered",
+        "layers of Transformer Engine are not supported",
         where="get_gpt_layer_with_transformer_engine_spec",
         fix="use get_gpt_layer_local_spec(); it has the same parameters under other names",
         code="megatron.transformer-engine",
@@ -124,7 +124,7 @@ class LanguageModelEmbedding(MegatronModule):
         super().__init__(config)
         if num_tokentypes:
             raise TesseraError(
-                "num_tokentypes above 0 is not offered",
+                "num_tokentypes above 0 is not supported",
                 where="LanguageModelEmbedding",
                 code="megatron.unsupported-argument",
             )
@@ -132,7 +132,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.scatter_to_sequence_parallel = scatter_to_sequence_parallel
-        # Each rank scatters its share of the sum at once, unless positions are added to the unsharded sequence first.
+        # Sum and scatter in one collective, unless position embeddings are added to the unsharded sequence first.
         self.reduce_scatter_embeddings = (
             not self.add_position_embedding and config.sequence_parallel and scatter_to_sequence_parallel
         )
@@ -175,7 +175,7 @@ class LanguageModelEmbedding(MegatronModule):
 
 
 class LanguageModule(MegatronModule):
-    """Hold the common parts of language models: the loss, and embeddings that the output layer shares."""
+    """Base class of language models: computes the loss, and shares the embedding with the output layer."""
 
     share_embeddings_and_output_weights = False
     pre_process = post_process = True
@@ -195,7 +195,7 @@ class LanguageModule(MegatronModule):
         return self.output_layer.weight if self.post_process else None
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Give the last stage the embedding of the first one if both use the same weights."""
+        """Copy the embedding of the first pipeline stage to the last stage if the output layer shares it."""
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         if self.post_process and self.output_layer.weight is not None:
@@ -212,7 +212,7 @@ class LanguageModule(MegatronModule):
         weight.shared_embedding = True  # type: ignore[attr-defined]
         if not self.pre_process:
             weight.data.zero_()
-        # The collective runs on the device of the group, the weight may still be on the host.
+        # The collective runs on the accelerator, but the weight may still be on the host.
         moved = weight.data.to(devices.current())
         dist.all_reduce(moved, group=parallel_state.get_embedding_group())
         weight.data.copy_(moved)
@@ -245,7 +245,7 @@ class GPTModel(LanguageModule):
         super().__init__(config)
         if position_embedding_type not in _POSITIONS:
             raise TesseraError(
-                f"position_embedding_type {position_embedding_type!r} is not offered",
+                f"position_embedding_type {position_embedding_type!r} is not supported",
                 where="GPTModel",
                 allowed=_POSITIONS,
                 code="megatron.position-embedding",
@@ -302,7 +302,7 @@ class GPTModel(LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the hidden states of the former pipeline stage."""
+        """Set the hidden states that the previous pipeline stage sent."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(
@@ -345,15 +345,15 @@ class GPTModel(LanguageModule):
             return out
         if not self.parallel_output and parallel_state.get_tensor_model_parallel_world_size() > 1:
             raise TesseraError(
-                "a loss needs logits that are split over ranks",
+                "the loss needs logits that are split over tensor-parallel ranks",
                 where="GPTModel",
-                fix="parallel_output=True",
+                fix="set parallel_output=True",
                 code="megatron.logits-not-split",
             )
         return self.compute_language_model_loss(labels, logits)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Describe what this rank holds; weights that two stages share are written once, as the embedding."""
+        """Describe the parameters of this rank. A weight that two stages share is stored once, as the embedding."""
         shards = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         head = f"{prefix}output_layer.weight"
         if self.share_embeddings_and_output_weights and not self.pre_process and head in shards:

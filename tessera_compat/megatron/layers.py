@@ -35,7 +35,7 @@ from tessera_compat.megatron.sharding import ShardedTensor, make_sharded_tensors
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Store on a parameter how it is split, for optimizers and checkpoints of users."""
+    """Set attributes on a parameter that tell a user's optimizer or checkpoint how it is split."""
     tensor.tensor_model_parallel = is_parallel  # type: ignore[attr-defined]
     tensor.partition_dim = dim  # type: ignore[attr-defined]
     tensor.partition_stride = stride  # type: ignore[attr-defined]
@@ -78,14 +78,14 @@ def make_bias(config: ModelParallelConfig, size: int) -> Parameter:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the product in the type of the weight: a model may mix 16-bit weights with 32-bit norms."""
+    """Apply a linear layer in the dtype of its weight. Inputs are cast: norms may return float32."""
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)
     return F.linear(x, weight, bias)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Hold some rows of an embedding on each rank."""
+    """Split the rows of an embedding over tensor-parallel ranks."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Split a linear layer by outputs. Return (output, bias), with the bias only if it was not added."""
+    """Split a linear layer over ranks by outputs. It returns (output, bias); the bias is None if it was added."""
 
     def __init__(
         self,
@@ -185,9 +185,9 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight if weight is None else weight
         if weight is None:
             raise TesseraError(
-                "the layer was made without a weight",
+                "this layer has no weight of its own",
                 where="ColumnParallelLinear",
-                fix="pass one",
+                fix="pass the shared weight: forward(input, weight)",
                 code="megatron.layer-without-weight",
             )
         if self.sequence_parallel:
@@ -210,13 +210,13 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def __repr__(self) -> str:
-        # Release 0.12.1 prints bias=False for every layer, and programs compare the printed text.
+        # Megatron 0.12.1 prints bias=False for every layer, and scripts compare the printed text.
         sizes = f"in_features={self.input_size}, out_features={self.output_size}"
         return f"{type(self).__name__}({sizes}, bias=False, TP={self.ranks})"
 
 
 class RowParallelLinear(nn.Module):
-    """Split a linear layer by inputs and sum the products. Return (output, bias) as `ColumnParallelLinear` does."""
+    """Split a linear layer over ranks by inputs, and sum the products. It returns (output, bias)."""
 
     def __init__(
         self,
@@ -285,12 +285,12 @@ class RowParallelLinear(nn.Module):
 
 
 def refuse_options(layer: str, **options: Any) -> None:
-    """Raise for an option that these layers do not have; values that switch something off are accepted."""
+    """Raise if an unsupported option is switched on."""
     for name, value in options.items():
         if value:
             raise TesseraError(
-                f"{name}={value!r} is not offered",
+                f"{name}={value!r} is not supported",
                 where=layer,
-                fix="leave it out",
+                fix="remove it",
                 code="megatron.unsupported-argument",
             )

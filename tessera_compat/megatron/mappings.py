@@ -24,7 +24,7 @@ def _tensor_group() -> Any:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return the quotient of two numbers without remainder."""
+    """Divide two integers. Raise if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -33,13 +33,13 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
     if numerator % denominator:
         raise TesseraError(
             f"{numerator} is not a multiple of {denominator}",
-            fix="change the size or the parallel one",
+            fix="change one of the two sizes",
             code="megatron.not-a-multiple",
         )
 
 
 class VocabUtility:
-    """Find which tokens of a vocabulary a rank holds."""
+    """Compute the range of token ids whose embeddings a rank stores."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
@@ -83,12 +83,12 @@ def _all_columns(x: Tensor, group: Any) -> Tensor:
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """Return the input; its gradients are summed over ranks."""
+    """Return the input. Backward sums its gradient over tensor-parallel ranks."""
     return _mapped(input_, _same, summed)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """Return the sum over ranks; its gradient goes to each rank."""
+    """Sum over tensor-parallel ranks. Backward passes the gradient on unchanged."""
     return _mapped(input_, summed, _same)
 
 
@@ -108,20 +108,20 @@ def scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
 
 
 def gather_from_sequence_parallel_region(input_: Tensor, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """Return the unsharded sequence; gradients are summed first if each rank computes only a part of them."""
+    """Gather the full sequence from all ranks. Backward sums the gradients if each rank computes a part of them."""
     return _mapped(input_, gathered, scattered if tensor_parallel_output_grad else _own_rows)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
-    """Return this rank's slice of the sequence of the sum over ranks."""
+    """Sum over tensor-parallel ranks, and return this rank's slice of the sequence."""
     return _mapped(input_, scattered, gathered)
 
 
 def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
-    """Give the tensors of the first tensor-parallel rank to the others, which pass None, on the current device."""
+    """Broadcast tensors of the first tensor-parallel rank to the others. Those ranks pass None as `data`."""
     group, source = _tensor_group(), parallel_state.get_tensor_model_parallel_src_rank()
     device = devices.current()
-    header: list[Any] = [None, None]  # missing keys, and shapes
+    header: list[Any] = [None, None]  # the broadcast header: missing keys, and shapes
     if dist.get_rank() == source:
         tensors = data or {}
         header[0] = [key for key in keys if key not in tensors or tensors[key].dtype != datatype]
@@ -130,9 +130,9 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
     missing, shapes = header
     if missing:
         raise TesseraError(
-            f"the batch does not hold {', '.join(missing)} as {datatype}",
+            f"these keys of the batch are missing or not {datatype}: {', '.join(missing)}",
             where="broadcast_data",
-            fix="cast it before",
+            fix="cast the tensors before broadcast_data",
             code="megatron.batch-type",
         )
     result = {}
@@ -146,7 +146,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Compute the loss of each token from this rank's logits; probabilities are never gathered."""
+    """Compute the loss of each token from logits that are split over ranks, without gathering them."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, label_smoothing: float, group: Any) -> Tensor:
@@ -161,7 +161,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         predicted = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
         weights = logits.exp()
         total = weights.sum(dim=-1)
-        # Sums over the vocabulary travel in one message.
+        # One collective sums the three values over the vocabulary.
         sums = torch.stack([predicted, total, logits.sum(dim=-1)])
         dist.all_reduce(sums, group=group)
         predicted, total, all_logits = sums.unbind(0)
@@ -192,7 +192,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
     group = _tensor_group()
     if target.device.type == "cpu":
         vocabulary = vocab_parallel_logits.shape[-1] * group.size()
-        check_ids(target.clamp(min=0), vocabulary, "labels")  # below 0 are ones that a loss mask leaves out
+        check_ids(target.clamp(min=0), vocabulary, "labels")  # negative labels are masked out of the loss
     loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
         vocab_parallel_logits, target, label_smoothing, group
     )
@@ -200,10 +200,10 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
 
 
 def check_ids(ids: Tensor, vocabulary: int, what: str) -> None:
-    """Raise for token ids outside the vocabulary. Only where the host holds them: elsewhere it would wait for them."""
+    """Raise for token ids outside the vocabulary. Only tensors on the host are checked: others would need a sync."""
     if ids.numel() and (int(ids.max()) >= vocabulary or int(ids.min()) < 0):
         raise TesseraError(
-            f"{what} hold ids from {int(ids.min())} to {int(ids.max())}, the vocabulary has {vocabulary}",
-            fix="give the model the vocabulary of the tokenizer (vocab_size), and mask padding by loss_mask",
+            f"{what} contain ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {vocabulary} tokens",
+            fix="set vocab_size to that of the tokenizer, and mask padding in loss_mask",
             code="megatron.ids-outside-vocabulary",
         )

@@ -34,9 +34,9 @@ class Messages:
         self.stages = parallel_state.get_pipeline_model_parallel_world_size()
         if self.config.pipeline_dtype is None:
             raise TesseraError(
-                "stages need the type of the activations that they exchange",
+                "pipeline stages need the dtype of the activations that they exchange",
                 where="TransformerConfig.pipeline_dtype",
-                fix="set pipeline_dtype=torch.float32, or that of the model",
+                fix="set pipeline_dtype to the dtype of the model, such as torch.float32",
                 code="megatron.pipeline-dtype",
             )
 
@@ -69,9 +69,9 @@ class Messages:
             self._start(sizes, peer, group)
         elif tuple(tensor.shape) != self.shape:
             raise TesseraError(
-                f"a stage sends {list(tensor.shape)}, and the schedule expects {list(self.shape)}",
+                f"a pipeline stage sends the shape {list(tensor.shape)}, the schedule expects {list(self.shape)}",
                 where="forward_backward_func",
-                fix="give seq_length and micro_batch_size of the batches, or set variable_seq_lengths=True",
+                fix="pass the seq_length and micro_batch_size of the batches, or set variable_seq_lengths=True",
                 code="megatron.activation-shape",
             )
         self._start(tensor, peer, group)
@@ -110,7 +110,7 @@ class Messages:
         return None if self.is_last(chunk) else self._receive(self._next(backward=True))
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends are complete."""
         for work, _ in self.unfinished:
             work.wait()
         self.unfinished = []

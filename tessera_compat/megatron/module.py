@@ -19,7 +19,7 @@ from tessera_compat.megatron.sharding import make_sharded_tensors_for_checkpoint
 
 
 class ModelType(enum.Enum):
-    """List the kinds of models: one stack of layers, or several."""
+    """List the kinds of models: one stack of layers, or encoder and decoder."""
 
     encoder_or_decoder = 1
     retro_encoder = 2
@@ -70,14 +70,14 @@ def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class MegatronModule(nn.Module):
-    """Hold a `config`, and describe the shards of the module's parameters."""
+    """Base class of modules: stores `config`, and describes its parameters for sharded checkpoints."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Describe what this rank holds: its own parameters, then those of each child."""
+        """Describe the parameters of this rank for a checkpoint, with those of all child modules."""
         parameters = dict(self.named_parameters(recurse=False))
         shards: dict[str, Any] = dict(make_sharded_tensors_for_checkpoint(parameters, prefix, {}, sharded_offsets))
         for name, child in self.named_children():
@@ -88,15 +88,15 @@ class MegatronModule(nn.Module):
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def set_is_first_microbatch(self) -> None:
-        """Do nothing: layers hold no state between micro-batches."""
+        """Do nothing: layers keep no state between micro-batches."""
 
 
 class GraphableMegatronModule(MegatronModule):
-    """Serve newer code, which derives from this name, as a `MegatronModule`; nothing is captured in a graph."""
+    """Base class that newer Megatron code uses. It is a plain `MegatronModule`: no CUDA graph is captured."""
 
 
 class IdentityOp(nn.Module):
-    """Return the input. It takes the place of a module that a specification leaves out."""
+    """Return the input. It replaces a module that a specification does not have."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -113,17 +113,17 @@ class IdentityFuncOp(IdentityOp):
 
 
 def float16_to_fp32(value: Any) -> Any:
-    """Return nested values with tensors of 16 bit cast to float32."""
+    """Cast 16-bit tensors in nested values to float32."""
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t, value)
 
 
 def fp32_to_float16(value: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested values with float32 tensors cast to 16 bit."""
+    """Cast float32 tensors in nested values to 16 bit."""
     return tree_map_only(Tensor, lambda t: float16_convertor(t) if t.dtype == torch.float32 else t, value)
 
 
 class ModelWrapper(MegatronModule):
-    """Hold a model as `module`, whose state is its own state."""
+    """Wrap a model as `module`. Its state dict is that of the model."""
 
     module: Any
 
@@ -141,9 +141,9 @@ class ModelWrapper(MegatronModule):
 
 
 class Float16Module(ModelWrapper):
-    """Hold a model whose parameters are cast once to fp16 or bf16.
+    """Wrap a model, and cast its parameters to fp16 or bf16.
 
-    Positional inputs of the first pipeline stage are cast on the way in, outputs of the last one on the way out.
+    Positional inputs of the first pipeline stage are cast to 16 bit, outputs of the last stage to float32.
     """
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
@@ -153,7 +153,7 @@ class Float16Module(ModelWrapper):
             raise TesseraError(
                 "Float16Module needs fp16 or bf16",
                 where="TransformerConfig",
-                fix="set fp16=True",
+                fix="set fp16=True or bf16=True",
                 code="megatron.half-precision-flag",
             )
         dtype = torch.float16 if self.fp16 else torch.bfloat16
@@ -179,7 +179,7 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
     """Return an attribute of a model, or of the first model inside its wrappers that has it."""
     if isinstance(model, list):
         raise TesseraError(
-            "one model is expected here, not a list of chunks",
+            "a single model is expected, not a list of model chunks",
             where="get_attr_wrapped_model",
             code="megatron.several-models",
         )
@@ -187,9 +187,9 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
         if hasattr(part, attr) and (allow_none or getattr(part, attr) is not None):
             return part if return_model_obj else getattr(part, attr)
     raise TesseraError(
-        f"the model has no {attr!r}",
+        f"the model has no attribute {attr!r}",
         where=type(model).__name__,
-        fix="models of these schedules are MegatronModules",
+        fix="derive the model from MegatronModule",
         code="megatron.model-attribute",
     )
 
@@ -209,11 +209,11 @@ def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -
 
 
 def refuse_inference(**options: Any) -> None:
-    """Raise for arguments of inference and packing, which training scripts leave at None."""
+    """Raise if an argument for inference or packing is not None."""
     for name, value in options.items():
         if value is not None:
             raise TesseraError(
-                f"{name} is not offered: these layers train on unsharded sequences",
-                fix="leave it out, or see tessera.load",
+                f"{name} is not supported: these layers only train on full sequences",
+                fix="remove it; tessera.load runs inference",
                 code="megatron.context-parallel",
             )

@@ -37,7 +37,7 @@ def rank_groups(world: int, sizes: dict[str, int], order: Sequence[str], axes: S
 
 @dataclass
 class ParallelState:
-    """Hold the sizes of all axes and the groups of this rank: `groups["tp"]`, `groups["dp-cp"]` and so on."""
+    """Store the size of each parallel axis, and the process groups of this rank: `groups["tp"]`, `groups["dp-cp"]`."""
 
     sizes: dict[str, int]
     expert_sizes: dict[str, int]
@@ -49,7 +49,7 @@ class ParallelState:
     ranks: dict[str, list[int]] = field(default_factory=dict)
 
     def make(self, name: str, axes: str, sizes: dict[str, int] | None = None) -> None:
-        """Create all groups over the axes `a-b`, as all ranks do together, and store the group of this rank."""
+        """Create all process groups over the axes `a-b`, and store that of this rank. All ranks call it."""
         for ranks in rank_groups(dist.get_world_size(), sizes or self.sizes, self.order, axes.split("-")):
             self.make_group(name, ranks)
 
@@ -89,7 +89,7 @@ def initialize_model_parallel(
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
     create_gloo_process_groups: bool = True,
 ) -> None:
-    """Create the process groups of all axes; every rank calls it with the same numbers."""
+    """Create the process groups of all parallel axes. Every rank calls it with the same sizes."""
     if not dist.is_initialized():
         fix = "call torch.distributed.init_process_group before it"
         raise _refuse("megatron.process-group-missing", "the process group is missing", "first", fix)
@@ -146,7 +146,7 @@ def initialize_model_parallel(
 
 
 def _axis_order(order: str, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Return the axes, innermost first. `sizes`: of `AXES`."""
+    """Parse `order` to a tuple of axes, innermost first. `sizes`: the size of each of `AXES`."""
     names = tuple(order.lower().split("-"))
     if sorted(set(names)) != sorted(names) or not set(names) <= set(AXES):
         raise _refuse(
@@ -164,7 +164,7 @@ def _make_groups(state: ParallelState) -> None:
     """Create the groups of all axes."""
     for name in ("tp", "pp", "dp", "cp", "dp-cp"):
         state.make(name, name)
-    # Gradients have their own group, so that they never wait behind activations. So do messages from the last stage to
+    # Gradients have a separate group, so that they never wait for activations. So do messages from the last stage to
     # the first one, which several model chunks need.
     state.make("pp backward", "pp")
     if state.virtual_size is not None:
@@ -175,7 +175,7 @@ def _make_groups(state: ParallelState) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Forget the groups; `initialize_model_parallel` can be called again."""
+    """Remove the groups, so that `initialize_model_parallel` can be called again."""
     current().parallel = None
 
 
@@ -226,7 +226,7 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Any:
 
 
 def get_pipeline_message_group(wraps: bool, backward: bool) -> Any:
-    """Return the group in which one kind of message travels between stages; the name is Tessera's own."""
+    """Return the group for one kind of message between pipeline stages. Megatron has no function of this name."""
     group = _group("pp" + " wrap" * wraps + " backward" * backward)
     if group is None:
         raise _refuse(

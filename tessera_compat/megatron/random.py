@@ -26,13 +26,13 @@ DATA_PARALLEL = "data-parallel-rng"
 
 
 def _stream() -> Any:
-    """Return the module whose `get_rng_state` and `set_rng_state` are those of the current device."""
+    """Return the torch module with `get_rng_state` and `set_rng_state` of the current device."""
     device = devices.current()
     return torch if device.type == "cpu" else torch.get_device_module(device)
 
 
 class CudaRNGStatesTracker:
-    """Keep states of random streams by name; `fork` draws from one of them for a while."""
+    """Store states of random number generators by name. `fork` switches to one of them for a block."""
 
     def __init__(self) -> None:
         self.reset()
@@ -52,18 +52,18 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a stream from a seed that no other stream began from."""
+        """Add a random stream. Its seed must differ from those of all other streams."""
         if seed in self.seeds_:
             raise TesseraError(
-                f"the seed {seed} is that of another random stream",
+                f"another random stream already has the seed {seed}",
                 where=f"add({name!r})",
                 code="megatron.random-seed-taken",
             )
         if name in self.states_:
             raise TesseraError(
-                f"there is a random stream {name!r} already",
+                f"a random stream {name!r} exists already",
                 where="add",
-                fix="call reset() before",
+                fix="call reset() first",
                 code="megatron.random-stream-exists",
             )
         self.seeds_.add(seed)
@@ -75,7 +75,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the stream `name` inside the block, and from the former one again after it."""
+        """Draw random numbers from the stream `name` in this block. Then switch back."""
         if name not in self.states_:
             raise TesseraError(
                 f"there is no random stream {name!r}",
@@ -94,7 +94,7 @@ class CudaRNGStatesTracker:
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Return the tracker of this run."""
+    """Return the random state tracker of this run."""
     state = current()
     if state.rng is None:
         state.rng = CudaRNGStatesTracker()
@@ -103,11 +103,11 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def initialize_rng_tracker(use_te_rng_tracker: bool = False, **options: bool) -> None:
-    """Make the tracker of this run if there is none yet."""
+    """Create the random state tracker of this run, unless it exists."""
     refused = [name for name, value in {"use_te_rng_tracker": use_te_rng_tracker, **options}.items() if value]
     if refused:
         raise TesseraError(
-            f"{refused[0]}=True cannot be served: there is one kind of tracker here",
+            f"{refused[0]}=True is not supported: there is one kind of tracker",
             code="megatron.unsupported-argument",
         )
     get_cuda_rng_tracker()
@@ -119,9 +119,9 @@ def model_parallel_cuda_manual_seed(
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
 ) -> None:
-    """Seed torch's stream on the current device and the named streams of this rank, with the offsets of 0.12.1.
+    """Seed torch's generator on the current device, and the named streams of this rank as Megatron 0.12.1 does.
 
-    Without an accelerator the stream of the device is the host's, so this also seeds draws on the host.
+    Without an accelerator this seeds the generator of the host.
     """
     initialize_rng_tracker(
         te_rng_tracker, inference_rng_tracker=inference_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng
@@ -137,7 +137,7 @@ def model_parallel_cuda_manual_seed(
 
 @contextmanager
 def model_parallel_stream() -> Iterator[None]:
-    """Draw sharded tensors from this rank's stream; without seeded streams, from torch's."""
+    """Draw from the stream that differs between tensor-parallel ranks; without seeded streams, from torch's."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         yield
@@ -148,21 +148,21 @@ def model_parallel_stream() -> Iterator[None]:
 
 @contextmanager
 def layout_independent_init(*words: object) -> Iterator[None]:
-    """Draw the weights of one part of a model on the host from the process seed and the name of the part.
+    """Seed the host's generator, in this block, from the process seed and the name of a part of the model.
 
-    Each part then begins with the same weights however many ranks the model is split over.
+    Each part then gets the same initial weights on any number of ranks.
     """
     with torch.random.fork_rng(devices=[]):
-        # Only the host's generator: `torch.manual_seed` would seed that of the accelerator as well.
+        # `torch.manual_seed` would seed the accelerator's generator as well.
         torch.default_generator.manual_seed(derive(torch.initial_seed(), "megatron init", *words))
         yield
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """Run a function without keeping its activations; backward computes them again with the same random numbers."""
+    """Run a function without storing its activations. Backward recomputes them with the same random numbers."""
     if distribute_saved_activations:
         raise TesseraError(
-            "distribute_saved_activations=True cannot be served", fix="pass False", code="megatron.unsupported-argument"
+            "distribute_saved_activations=True is not supported", fix="pass False", code="megatron.unsupported-argument"
         )
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()

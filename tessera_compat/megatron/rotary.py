@@ -30,9 +30,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if rope_scaling:
             raise TesseraError(
-                "rope_scaling=True is not offered",
+                "rope_scaling=True is not supported",
                 where="RotaryEmbedding",
-                fix="use seq_len_interpolation_factor, or a family of Tessera's own, which reads rope_scaling",
+                fix="use seq_len_interpolation_factor, or a model family of Tessera, which supports rope_scaling",
                 code="megatron.unsupported-argument",
             )
         self.rotary_interleaved = rotary_interleaved
@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         transformer_config: Any,
         packed_seq_params: Any = None,
     ) -> int:
-        """Return the length of the unsharded sequence, given the shard of this rank."""
+        """Return the full sequence length, computed from the shard of this rank."""
         source = transformer_input if transformer_input is not None else transformer.input_tensor
         length = int(source.shape[0])
         if transformer_config.sequence_parallel:
@@ -76,10 +76,10 @@ def _rotated(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return [sequence, batch, heads, channels] rotated by the angles; channels beyond them stay as they are."""
+    """Rotate [sequence, batch, heads, channels] by the angles. Channels without an angle are not changed."""
     if cu_seqlens is not None:
         raise TesseraError(
-            "packed sequences are not offered", where="apply_rotary_pos_emb", code="megatron.packed-sequences"
+            "packed sequences are not supported", where="apply_rotary_pos_emb", code="megatron.packed-sequences"
         )
     size = freqs.shape[-1]
     turned, rest = t[..., :size], t[..., size:]

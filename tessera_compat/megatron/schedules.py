@@ -25,7 +25,7 @@ _WHERE = "forward_backward_func"
 
 
 def get_forward_backward_func() -> Callable[..., list[Any]]:
-    """Return the schedule for the pipeline that `initialize_model_parallel` has set up."""
+    """Return the pipeline schedule for the sizes that `initialize_model_parallel` set."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return forward_backward_no_pipelining
     if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
@@ -47,13 +47,13 @@ def forward_step(
     collect_non_loss_data: bool = False,
     is_last_stage: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Run the user's forward function; return its output (the loss, on the last stage) and the number of tokens.
+    """Run the user's forward function. Return its output (on the last stage the loss) and the number of tokens.
 
-    A loss function that returns (loss, report) gives the mean of a micro-batch: it is multiplied by the
-    context-parallel size and divided by the number of micro-batches. One that returns (loss, tokens, report) gives a
-    sum, which is divided by its tokens as well, unless `calculate_per_token_loss` leaves that to
-    `finalize_model_grads_func`. The division is in place: a report that holds the very tensor of the loss shows it
-    divided.
+    If the loss function returns (loss, report), the loss is a mean over the micro-batch. It is multiplied by the
+    context-parallel size and divided by the number of micro-batches. If it returns (loss, tokens, report), the loss is
+    a sum. It is also divided by the number of tokens, unless `calculate_per_token_loss` is set: then
+    `finalize_model_grads_func` divides the gradients. The division is in place, so a report that contains the same
+    tensor shows the divided loss.
     """
     get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
     device = devices.current().type
@@ -79,7 +79,7 @@ def forward_step(
         raise TesseraError(
             "loss_func must return (loss, report) or (loss, tokens, report)",
             where=_WHERE,
-            fix="the loss is a tensor of one element, the report a dict",
+            fix="return a tensor with one element as the loss, and a dict as the report",
             code="megatron.loss-result",
         )
     loss, report = results[0], results[-1]
@@ -87,7 +87,7 @@ def forward_step(
         raise TesseraError(
             f"loss_func returned a loss of shape {list(loss.shape)}",
             where=_WHERE,
-            fix="sum or mean it",
+            fix="return its sum or mean",
             code="megatron.loss-shape",
         )
     per_token = _reads(config, "calculate_per_token_loss")
@@ -103,7 +103,7 @@ def forward_step(
 
 
 def _reads(config: ModelParallelConfig, name: str) -> bool:
-    """Return a switch that only configurations of transformers have."""
+    """Return a boolean field of a TransformerConfig; False for other configurations."""
     return bool(vars(config).get(name, False))
 
 
@@ -122,12 +122,15 @@ def backward_step(
 
 
 def one_forward_one_backward(microbatches: int, stage: int, stages: int) -> list[Pass]:
-    """Return the order of 1F1B: some forward passes ahead, the fewer the later the stage, then both in turn."""
+    """Return the order of passes in 1F1B: some forward passes first, then forward and backward in turn.
+
+    Later stages run fewer forward passes first.
+    """
     return _in_turn([(number, 0) for number in range(microbatches)], min(stages - stage - 1, microbatches), 1)
 
 
 def get_schedule_table(num_microbatches: int, num_model_chunks: int, group: int) -> list[tuple[int, int]]:
-    """Return (micro-batch, model chunk) in the order in which every stage runs them forward, when interleaved."""
+    """Return the order of forward passes in the interleaved schedule, as pairs (micro-batch, model chunk)."""
     return [
         (number, chunk)
         for start in range(0, num_microbatches, group)
@@ -137,15 +140,17 @@ def get_schedule_table(num_microbatches: int, num_model_chunks: int, group: int)
 
 
 def interleaved(microbatches: int, chunks: int, group: int, stage: int, stages: int) -> list[Pass]:
-    """Return the order of the interleaved schedule of several model chunks on each stage."""
+    """Return the order of passes in the interleaved schedule, with several model chunks on each stage."""
     table = get_schedule_table(microbatches, chunks, group)
     ahead = min(2 * (stages - stage - 1) + (chunks - 1) * group, len(table))
     return _in_turn(table, ahead, chunks)
 
 
 def _in_turn(table: Sequence[tuple[int, int]], ahead: int, chunks: int) -> list[Pass]:
-    """Run `ahead` forward passes, then one forward and one backward in turn. Backward passes go through the chunks in
-    reverse."""
+    """Return `ahead` forward passes, then forward and backward passes in turn.
+
+    Backward passes visit the model chunks in reverse order.
+    """
     forward: list[Pass] = [("forward", number, chunk) for number, chunk in table]
     backward: list[Pass] = [("backward", number, chunks - 1 - chunk) for number, chunk in table]
     order = forward[:ahead]
@@ -161,7 +166,9 @@ def _single(value: Any, what: str) -> Any:
     if isinstance(value, list):
         if len(value) != 1:
             raise TesseraError(
-                f"this schedule takes one {what}, not {len(value)}", where=_WHERE, code="megatron.several-models"
+                f"this schedule takes a single {what}, not a list of {len(value)}",
+                where=_WHERE,
+                code="megatron.several-models",
             )
         return value[0]
     return value
@@ -183,7 +190,7 @@ def _sync(config: ModelParallelConfig) -> Callable[[], AbstractContextManager[An
 
 
 def _call_for_each(functions: Any, models: list[nn.Module]) -> None:
-    """Call a function with the parameters of each model chunk; a list has one function for each."""
+    """Call a function with the parameters of each model chunk. A list has a function for each chunk."""
     for number, model in enumerate(models):
         function = functions[number] if isinstance(functions, list) else functions
         if function is not None:
@@ -202,7 +209,7 @@ def _check(num_microbatches: int) -> None:
         raise TesseraError(
             f"num_microbatches is {num_microbatches}",
             where=_WHERE,
-            fix="it must be at least 1",
+            fix="pass at least 1",
             code="megatron.micro-batch-count",
         )
 
@@ -220,7 +227,7 @@ def forward_backward_no_pipelining(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
 ) -> list[Any]:
-    """Run all micro-batches one after another and return their reports. Gradients are synchronized with the last."""
+    """Run all micro-batches in a row and return their reports. Gradients are exchanged after the last micro-batch."""
     _check(num_microbatches)
     model, data_iterator = _single(model, "model"), _single(data_iterator, "data iterator")
     config = get_model_config(model)
@@ -254,7 +261,7 @@ def _run_pipeline(
     collect_non_loss_data: bool,
     forward_only: bool,
 ) -> list[Any]:
-    """Run the passes of this rank in their order and return the reports of the last stage."""
+    """Run the forward and backward passes of this rank in order. Return the reports on the last stage."""
     config = get_model_config(models[0])
     messages = Messages(config, shape, len(models))
     chunked = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
@@ -270,7 +277,7 @@ def _run_pipeline(
             if chunked:
                 parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
             if at == last:
-                unsynchronized.close()  # gradients are complete with this pass
+                unsynchronized.close()  # the last backward pass of a chunk: its gradients are exchanged
             if kind == "forward":
                 received = messages.receive_forward(chunk)
                 output, tokens = forward_step(
@@ -305,7 +312,7 @@ def forward_backward_pipelining_without_interleaving(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
 ) -> list[Any]:
-    """Run all micro-batches through the stages as 1F1B; return the reports on the last stage, nothing elsewhere."""
+    """Run all micro-batches by the 1F1B schedule. Return the reports on the last stage, an empty list elsewhere."""
     _check(num_microbatches)
     model, data_iterator = _single(model, "model"), _single(data_iterator, "data iterator")
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -337,26 +344,26 @@ def forward_backward_pipelining_with_interleaving(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
 ) -> list[Any]:
-    """Run all micro-batches through several model chunks on each stage; `model` and `data_iterator` are lists."""
+    """Run all micro-batches by the interleaved schedule. `model` and `data_iterator` have an entry for each chunk."""
     _check(num_microbatches)
     if not isinstance(model, list) or not isinstance(data_iterator, list) or len(model) != len(data_iterator):
         raise TesseraError(
-            "the interleaved schedule takes a list of model chunks and as many data iterators",
+            "the interleaved schedule takes a list of model chunks and a list of data iterators of the same length",
             where=_WHERE,
-            fix="build one model per chunk (get_model does), and one iterator for each",
+            fix="build a model for each chunk, as get_model does, and an iterator for each chunk",
             code="megatron.chunks-missing",
         )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     config = get_model_config(model[0])
     group = config.microbatch_group_size_per_vp_stage or stages
-    if config.pipeline_model_parallel_size != stages:  # the configuration was left at its default
+    if config.pipeline_model_parallel_size != stages:  # the script did not set the size in its configuration
         group = max(group, stages)
     rest = num_microbatches % group
     if not stages <= group <= num_microbatches or 0 < rest < stages:
         raise TesseraError(
-            f"{num_microbatches} micro-batches do not fit groups of {group} on {stages} stages",
+            f"{num_microbatches} micro-batches cannot be run in groups of {group} on {stages} pipeline stages",
             where="microbatch_group_size_per_vp_stage",
-            fix=f"take a multiple of {stages} micro-batches, and a group of at least {stages}",
+            fix=f"use a multiple of {stages} micro-batches, and groups of at least {stages}",
             code="megatron.micro-batch-groups",
         )
     stage = parallel_state.get_pipeline_model_parallel_rank()

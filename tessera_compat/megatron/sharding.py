@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from tessera.errors import TesseraError
 from tessera_compat.megatron import parallel_state
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and size
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes of a block in a tensor
 
 
 @dataclass
 class ShardedTensor:
-    """Hold a rank's shard of a tensor, under the name of the tensor.
+    """Describe a rank's shard of a tensor, with the name of the full tensor.
 
-    With a `stride` above 1 the shard consists of that many blocks along the split axis, one from each equal part of
-    the tensor: a gated layer has its gate and up projections in one weight.
+    With a `stride` above 1 the shard has that many blocks along the split axis, a block from each equal part of the
+    full tensor: the weight of a gated layer contains its gate and up projections.
     """
 
     key: str
@@ -45,13 +45,13 @@ class ShardedTensor:
         prepend_axis_num: int = 0,
         stride: int = 1,
     ) -> ShardedTensor:
-        """Describe a part by (axis, position, number of parts) of each axis that is split into equal parts."""
+        """Describe a shard by (axis, index of the part, number of parts) for each axis that is split."""
         local = (1,) * prepend_axis_num + tuple(data.shape)
         offset, shape, parts = [0] * len(local), list(local), [1] * len(local)
         for axis, position, count in rank_offsets:
             if not (0 <= axis < len(local) and 0 <= position < count):
                 raise TesseraError(
-                    f"axis {axis}, part {position} of {count} does not exist in a tensor of {len(local)} axes",
+                    f"a tensor with {len(local)} axes has no part {position} of {count} on axis {axis}",
                     where=f"ShardedTensor {key!r}",
                     code="megatron.shard-axis",
                 )
@@ -62,12 +62,12 @@ class ShardedTensor:
 
     @property
     def is_main_replica(self) -> bool:
-        """Return whether this rank, of all that hold the same part, is the one to write it."""
+        """Return whether this rank writes the shard. Other ranks with copies of it do not."""
         ids = self.replica_id if isinstance(self.replica_id, tuple) else (self.replica_id,)
         return not any(ids)
 
     def boxes(self) -> Iterator[tuple[Tensor, Box]]:
-        """Yield the blocks of the local data with their offsets in the unsharded tensor."""
+        """Yield the blocks of the local shard with their offsets in the full tensor."""
         assert self.data is not None, f"{self.key} holds no data"
         data = self.data.detach().reshape(self.local_shape)
         axis, count = self.split_axis, self.axis_fragmentations[self.split_axis] if self.axis_fragmentations else 1
@@ -84,7 +84,7 @@ class ShardedTensor:
 
 @dataclass
 class ShardedObject:
-    """Hold a value that is not a tensor, under a name; it must be one that JSON can hold."""
+    """Describe a value that is no tensor, with its name. It must be serializable to JSON."""
 
     key: str
     data: Any
@@ -104,7 +104,7 @@ class ShardedObject:
 
 @dataclass
 class LocalNonpersistentObject:
-    """Wrap a value that is not written; loading returns the one that was passed in."""
+    """Wrap a value that is not saved. Loading returns the value that the caller passed."""
 
     obj: Any
 
@@ -114,7 +114,7 @@ class LocalNonpersistentObject:
 
 @runtime_checkable
 class Shardable(Protocol):
-    """Declare a module that describes its own shards."""
+    """Protocol of modules with a `sharded_state_dict` method."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -128,7 +128,7 @@ def make_sharded_tensors_for_checkpoint(
     sharded_offsets: Any = (),
     stride: int = 1,
 ) -> dict[str, ShardedTensor]:
-    """Describe tensors of one module: those in the map are split over tensor-parallel ranks along the given axis."""
+    """Describe the tensors of a module. The map lists the split axis of tensors that tensor-parallel ranks split."""
     ranks, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     before = len(sharded_offsets)
@@ -151,14 +151,14 @@ def make_sharded_tensors_for_checkpoint(
 def sharded_state_dict_default(
     module: nn.Module, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
 ) -> dict[str, Any]:
-    """Describe a module: it does so itself if it can; otherwise its tensors are the same on tensor-parallel ranks."""
+    """Return the sharded state dict of a module. Without such a method, its tensors are replicated on all ranks."""
     if isinstance(module, Shardable):
         return module.sharded_state_dict(prefix, sharded_offsets, metadata)
     return make_sharded_tensors_for_checkpoint(module.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
 
 
 def renamed_keys(shards: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return shards under the same local names whose keys begin with `new` in place of `old`."""
+    """Replace the prefix `old` of checkpoint keys by `new`. Local names do not change."""
     return {
         name: replace(shard, key=new + shard.key.removeprefix(old)) if shard.key.startswith(old) else shard
         for name, shard in shards.items()

@@ -15,7 +15,7 @@ from tessera_compat import state
 
 
 class Timer:
-    """Add up the time between `start` and `stop`."""
+    """Sum up the time between calls of `start` and `stop`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -23,10 +23,10 @@ class Timer:
         self._since: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin to measure; `barrier`: when all ranks do."""
+        """Start the timer. With `barrier`, wait for all ranks first."""
         if self._since is not None:
             raise TesseraError(
-                f"timer {self.name!r} has been started",
+                f"timer {self.name!r} is running already",
                 where="timers",
                 fix="stop it first",
                 code="megatron.timer-state",
@@ -39,7 +39,7 @@ class Timer:
         """Add the time since `start`."""
         if self._since is None:
             raise TesseraError(
-                f"timer {self.name!r} is not started", where="timers", fix="start it first", code="megatron.timer-state"
+                f"timer {self.name!r} is not running", where="timers", fix="start it first", code="megatron.timer-state"
             )
         if barrier and dist.is_initialized():
             dist.barrier()
@@ -47,7 +47,7 @@ class Timer:
         self._since = None
 
     def reset(self) -> None:
-        """Begin again at zero."""
+        """Set the measured time to zero."""
         self._seconds = 0.0
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
@@ -64,13 +64,13 @@ class Timer:
 
 
 class Timers:
-    """Hold the timers of a run, by name."""
+    """Store the timers of a run by name."""
 
     def __init__(self) -> None:
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """Return the timer of this name. Every level is measured."""
+        """Return the timer of this name. `log_level` has no effect."""
         return self._timers.setdefault(name, Timer(name))
 
     def log(
@@ -81,7 +81,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Print the milliseconds of some timers (None: all), on one rank, by default on the last."""
+        """Print the milliseconds of timers (None: all timers), on a single rank, by default the last."""
         if barrier and dist.is_initialized():
             dist.barrier()
         here, last = (dist.get_rank(), dist.get_world_size() - 1) if dist.is_initialized() else (0, 0)

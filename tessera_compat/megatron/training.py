@@ -22,20 +22,20 @@ Provider = Callable[..., nn.Module]
 
 
 def _argument(name: str, default: Any) -> Any:
-    """Return an argument of the run, or the default if the script has parsed none."""
+    """Return an argument of the run, or the default if the script has parsed no arguments."""
     args = state.current().args
     return default if args is None else vars(args).get(name, default)
 
 
 def _provided(provider: Provider, pre_process: bool, post_process: bool) -> nn.Module:
-    """Call a provider for one stage. One that takes no stage is called without, unless there are several stages."""
+    """Call `model_provider` for a pipeline stage. Without a pipeline it may take no parameters."""
     names = inspect.signature(provider).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
     if takes_all or {"pre_process", "post_process"} <= set(names):
         return provider(pre_process=pre_process, post_process=post_process)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         raise TesseraError(
-            "model_provider takes no pre_process and post_process, by which the first stage differs from the last",
+            "model_provider must take pre_process and post_process: they select the first and the last pipeline stage",
             where="get_model",
             fix="def model_provider(pre_process=True, post_process=True)",
             code="megatron.model-provider-parameters",
@@ -48,10 +48,10 @@ def get_model(
     model_type: ModelType = ModelType.encoder_or_decoder,
     wrap_with_ddp: bool = True,
 ) -> list[nn.Module]:
-    """Return the model chunks of this rank, on its device, in the configured type, and wrapped for data parallelism."""
+    """Build the model chunks of this rank on its device, in the configured dtype, wrapped for data parallelism."""
     if model_type is not ModelType.encoder_or_decoder:
         raise TesseraError(
-            f"{model_type} is not offered",
+            f"{model_type} is not supported",
             where="get_model",
             allowed=["ModelType.encoder_or_decoder"],
             code="megatron.model-type",
@@ -91,17 +91,17 @@ def _is_rank(rank: int) -> bool:
 
 
 def print_rank_0(message: object) -> None:
-    """Print on the first rank, or where there is one process."""
+    """Print on rank 0, or in a process without a process group."""
     if _is_rank(0):
         print(message, flush=True)
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:
-    """Return the next batch on all tensor-parallel ranks; only the first one reads it from its iterator."""
+    """Return the next batch on all tensor-parallel ranks. The first rank reads it and broadcasts it."""
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     if first and data_iterator is None:
         raise TesseraError(
-            "the first tensor-parallel rank has no data",
+            "the first tensor-parallel rank has no data iterator",
             where="get_batch_on_this_tp_rank",
             code="megatron.no-data-on-first-rank",
         )
@@ -120,8 +120,11 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict[str, torch.Tensor]] |
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of every sequence: the n-th slice from the front and the n-th from the end, which have
-    together as much causal attention as those of any other rank."""
+    """Return this rank's part of every sequence, for context parallelism.
+
+    Rank n gets the n-th slice from the front and the n-th from the end, so that causal attention costs the same on all
+    ranks.
+    """
     ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if ranks == 1:
         return batch
@@ -132,7 +135,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
             slices = torch.tensor_split(tensor, 2 * ranks, dim=dim)
             if tensor.shape[dim] % (2 * ranks):
                 raise TesseraError(
-                    f"a sequence of {tensor.shape[dim]} does not divide into {2 * ranks} slices",
+                    f"a sequence of length {tensor.shape[dim]} cannot be divided into {2 * ranks} equal slices",
                     code="megatron.sequence-not-divisible",
                 )
             tensor = torch.cat([slices[rank], slices[-1 - rank]], dim=dim)
@@ -141,7 +144,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def average_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
-    """Return the losses averaged over data-parallel ranks."""
+    """Average losses over data-parallel ranks."""
     group = parallel_state.get_data_parallel_group()
     together = torch.stack([loss.detach().clone().reshape(()) for loss in losses])
     dist.all_reduce(together, group=group)

@@ -40,7 +40,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 @dataclass
 class TransformerLayerSubmodules:
-    """Name the modules that a layer consists of."""
+    """Name the submodules of a transformer layer."""
 
     input_layernorm: Any = IdentityOp
     self_attention: Any = IdentityOp
@@ -55,7 +55,7 @@ class TransformerLayerSubmodules:
 
 
 class BaseTransformerLayer:
-    """Mark classes of which one instance is one layer of a block."""
+    """Base class of modules that are a single layer of a transformer block."""
 
 
 class TransformerLayer(GraphableMegatronModule, BaseTransformerLayer):
@@ -124,18 +124,18 @@ class TransformerLayer(GraphableMegatronModule, BaseTransformerLayer):
 
 @dataclass
 class TransformerBlockSubmodules:
-    """Name the layers of a block, one specification each, and the norm behind them."""
+    """Name the layers of a transformer block, each by a specification, and the final norm."""
 
     layer_specs: list[ModuleSpec] | None = None
     layer_norm: Any = None
 
 
 def own_layers(config: TransformerConfig, vp_stage: int | None = None) -> range:
-    """Return the numbers, from 0, of the layers that this rank holds in its current model chunk."""
+    """Return the indices, from 0, of the layers in the current model chunk of this rank."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     for name, size in (("pipeline_model_parallel_size", stages), ("tensor_model_parallel_size", tensor)):
-        if getattr(config, name) not in (1, size):  # 1: left at its default, as in many small scripts
+        if getattr(config, name) not in (1, size):  # 1 is the default, which many small scripts do not change
             raise config.refusal(name, f"initialize_model_parallel was given {size}")
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     chunk = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
@@ -146,7 +146,7 @@ def own_layers(config: TransformerConfig, vp_stage: int | None = None) -> range:
 
 
 class TransformerBlock(MegatronModule):
-    """Hold the layers of this pipeline stage, and the final norm on the last one."""
+    """Apply the layers of this pipeline stage, and on the last stage the final norm."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class TransformerBlock(MegatronModule):
         )
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Take the hidden states of the former stage; the schedule calls it before forward."""
+        """Set the hidden states of the previous stage. The schedule calls it before forward."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -198,9 +198,9 @@ class TransformerBlock(MegatronModule):
         hidden = hidden_states if self.pre_process else self.input_tensor
         if hidden is None:
             raise TesseraError(
-                "this pipeline stage has no input",
+                "this pipeline stage has no hidden states from the previous stage",
                 where="TransformerBlock",
-                fix="run the model by its schedule",
+                fix="run the model by the function that get_forward_backward_func returns",
                 code="megatron.stage-without-input",
             )
         refuse_inference(inference_context=inference_context, packed_seq_params=packed_seq_params, **options)
@@ -220,7 +220,7 @@ class TransformerBlock(MegatronModule):
         return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
 
     def _recomputed_together(self, start: int) -> int:
-        """Return how many layers from `start` on are recomputed as one; 0 for none."""
+        """Return the number of layers from `start` that are recomputed together; 0: they are not recomputed."""
         count = self.config.recompute_num_layers or 0
         if self.config.recompute_granularity != "full":
             return 0
@@ -249,7 +249,7 @@ class TransformerBlock(MegatronModule):
         return run
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Describe the layers by their numbers in the unsharded model."""
+        """Describe the layers for a checkpoint, by their indices in the full model."""
         shards: dict[str, Any] = {}
         for local, (number, layer) in enumerate(zip(self.layer_numbers, self.layers, strict=True)):
             here = f"{prefix}layers.{local}."

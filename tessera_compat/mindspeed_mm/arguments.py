@@ -32,10 +32,10 @@ _CP_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kval
 
 
 class Args(argparse.Namespace):
-    """Hold the values of all flags under Megatron's names, and the JSON files under `mm`.
+    """Store the values of all flags under Megatron's names, and the content of the JSON files as `mm`.
 
-    `typed` lists the names that the command line sets; others have their defaults. `extra` lists the names that the
-    user's own `extra_args_provider` has added.
+    `typed`: names of the flags on the command line; other flags have default values. `extra`: names of flags that the
+    user's `extra_args_provider` adds.
     """
 
     mm: ConfigReader
@@ -46,7 +46,7 @@ class Args(argparse.Namespace):
         if name.startswith("_"):
             raise AttributeError(name)
         raise MissingKeyError(
-            f"there is no argument {name!r}",
+            f"no flag sets the argument {name!r}",
             where="get_args()",
             nearest=nearest(name, [str(key) for key in vars(self)]),
             code="job.unknown-argument",
@@ -54,7 +54,7 @@ class Args(argparse.Namespace):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raise user errors instead of leaving the process."""
+    """Raise a TesseraError for a parse error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise TesseraError(message, where=WHERE, code="job.invalid-flag")
@@ -68,11 +68,11 @@ def parse_args(
     allow_refused: bool = False,
     world_size: int | None = None,
 ) -> Args:
-    """Return the arguments of a job.
+    """Parse the arguments of a job.
 
     `argv`: words after the name of the script; default: those of this process. `extra_args_provider` adds flags of the
     user's own to the parser, as in Megatron. `args_defaults`: values for arguments that are missing.
-    `allow_refused`: keep flags that a run would refuse, for a report. `world_size`: number of ranks; default:
+    `allow_refused`: raise no error for unsupported flags; a report lists them. `world_size`: number of ranks; default:
     as the launcher has set it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -101,14 +101,14 @@ def parse_args(
 
 
 def refuse_flags(args: Args) -> None:
-    """Raise an error for the flags that are given and that no run here can honour."""
+    """Raise an error that lists all unsupported flags of the command line."""
     refused = [flag for flag in given_flags(args) if flag.treated(getattr(args, flag.destination))[0] == "refused"]
     if refused:
         lines = "\n    ".join(f"{flag.name}: {flag.note}" for flag in refused)
         raise TesseraError(
-            f"{len(refused)} of the flags cannot be honoured:\n    {lines}",
+            f"{len(refused)} of the flags are not supported:\n    {lines}",
             where=WHERE,
-            fix="leave them out; docs/reference/compat-flags.md lists what every flag becomes",
+            fix="remove them; docs/reference/compat-flags.md describes every flag",
             code="job.refused-flags",
         )
 
@@ -119,7 +119,7 @@ def given_flags(args: Args) -> list[Flag]:
 
 
 def flag_report(args: Args) -> JobReport:
-    """Return the outcome of each flag that the command line sets."""
+    """Report for each flag of the command line what becomes of it."""
     report = JobReport(places={"model.freeze": "freeze in model.json, or requires_grad_(False) in model_provider"})
     if args.fsdp2_config_path is not None:
         report.places |= {ours: f"{theirs} of {args.fsdp2_config_path}" for theirs, ours in FSDP2_KEYS.items()}
@@ -153,7 +153,7 @@ def _destination(word: str) -> str:
 
 
 def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
-    """Raise an error for words that the parser left over, and for a flag that is given twice with two values."""
+    """Raise for words that no flag takes, and for a flag with two different values."""
     for word in left_over:
         name = word.partition("=")[0]
         flag = FLAGS.get(name)
@@ -173,24 +173,24 @@ def _check_words(words: Sequence[str], left_over: Sequence[str]) -> None:
     for word, value in zip(words, [*words, ""][1:], strict=True):
         if word.startswith("--") and not value.startswith("--") and values.setdefault(word, value) != value:
             raise TesseraError(
-                f"{word} is given twice: {values[word]} and {value}",
+                f"{word} has two values: {values[word]} and {value}",
                 where=WHERE,
-                fix="give it once",
+                fix="write the flag once",
                 code="job.flag-twice",
             )
 
 
 def _several_words(words: Sequence[str], extra: str) -> TesseraError:
-    """Return the error for a word that no flag takes: most often one of a placeholder, such as `your path to data`."""
+    """Return the error for a word that no flag takes. Often it is part of a placeholder such as `your path to data`."""
     end = words.index(extra)
     start = max((at for at in range(end) if words[at].startswith("-")), default=None)
     if start is None or words[start].partition("=")[0] not in FLAGS:
-        return TesseraError(f"a word that belongs to no flag: {extra}", where=WHERE, code="job.stray-word")
+        return TesseraError(f"no flag takes the word {extra}", where=WHERE, code="job.stray-word")
     while end < len(words) and not words[end].startswith("-"):
         end += 1
     flag, value = words[start], " ".join(words[start + 1 : end])
     return TesseraError(
-        f"{flag} takes one value, and is given several words: {value}",
+        f"{flag} takes a single value, but several words follow it: {value}",
         where=WHERE,
         fix=f'write the path in the place of {value!r} in the script, or put it into quotes ({flag} "{value}") '
         "where blanks belong to it",
@@ -199,12 +199,12 @@ def _several_words(words: Sequence[str], extra: str) -> TesseraError:
 
 
 def _flatten_yaml(path: Path, more: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the flags of a YAML job, and its sections that are not flags."""
+    """Return the flags in a YAML job, and the sections that are no flags."""
     data = read_job_yaml(path)
     if "gpt_args" not in data:
         near = nearest("gpt_args", data)
         raise TesseraError(
-            "a job of this form has a section gpt_args", where=str(path), nearest=near, code="job.section-missing"
+            "the YAML job has no section gpt_args", where=str(path), nearest=near, code="job.section-missing"
         )
     words: list[str] = []
     for section in ("gpt_args", "lora_args"):
@@ -213,7 +213,9 @@ def _flatten_yaml(path: Path, more: Sequence[str]) -> tuple[list[str], dict[str,
     if data.get("MM_TOOL_PATH"):
         words += ["--mm-tool", str(data["MM_TOOL_PATH"])]
     for key, value in data.items():
-        if key not in _YAML_PARTS and isinstance(value, (dict, list)):  # scalars at the top are anchors
+        if key not in _YAML_PARTS and isinstance(
+            value, (dict, list)
+        ):  # scalars at the top level only define YAML anchors
             near = nearest(key, _YAML_PARTS)
             raise TesseraError(
                 f"unknown section {key!r}",
@@ -242,7 +244,7 @@ def _words_of(section: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _split_words(words: Sequence[str]) -> list[str]:
-    """Return target modules one by one; scripts join them with spaces or with commas."""
+    """Split names of target modules at spaces and commas."""
     return [name for word in words for name in str(word).replace(",", " ").split()]
 
 
@@ -252,7 +254,7 @@ def _config_files(args: Args, parts: Mapping[str, Any]) -> ConfigReader:
         path = getattr(args, f"mm_{name}")
         if path is not None and name in parts:
             raise TesseraError(
-                f"--mm-{name} and the section {name!r} of the YAML file both set it",
+                f"--mm-{name} and the section {name!r} of the YAML file both configure it",
                 where=WHERE,
                 code="job.section-and-flag",
             )
@@ -277,7 +279,7 @@ def _derive(args: Args, world_size: int | None) -> None:
             f"{args.world_size} ranks are not a multiple of {model_ranks}, the tensor, pipeline and context parallel "
             "sizes together",
             where=WHERE,
-            fix="start as many ranks (NPUS_PER_NODE x NNODES), or choose other sizes",
+            fix="start a multiple of them (NPUS_PER_NODE x NNODES), or change the parallel sizes",
             code="job.rank-count",
         )
     args.data_parallel_size = args.world_size // model_ranks
@@ -288,7 +290,7 @@ def _derive(args: Args, world_size: int | None) -> None:
 
 
 def _check_values(args: Args) -> None:
-    """Raise an error for a number below what any flag can have, and for a word that is empty."""
+    """Raise for a number that is too small for its flag, and for an empty value."""
     for name in args.typed:
         value, flag = getattr(args, name), "--" + name.replace("_", "-")
         least = 1 if name.endswith(("parallel_size", "batch_size")) else 0
@@ -296,7 +298,10 @@ def _check_values(args: Args) -> None:
             raise TesseraError(f"{flag} {value}", where=WHERE, allowed=[f"{least} or more"], code="job.flag-too-small")
         if value == "":
             raise TesseraError(
-                f"{flag} is empty", where=WHERE, fix="give it a value, or leave it out", code="job.empty-flag"
+                f"the value of {flag} is empty",
+                where=WHERE,
+                fix="set a value, or remove the flag",
+                code="job.empty-flag",
             )
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction <= 1:
         raise TesseraError(
@@ -305,7 +310,7 @@ def _check_values(args: Args) -> None:
 
 
 _TOGETHER = "these two contradict each other"
-# Flags of which at most one can be set, or which need another one: (condition, message).
+# Flags that exclude or need each other: (condition that is true for a contradiction, message).
 _CONTRADICTIONS: tuple[tuple[Callable[[Args], Any], str], ...] = (
     (lambda a: a.bf16 and a.fp16, f"--bf16 and --fp16: {_TOGETHER}"),
     (lambda a: a.downcast_to_bf16 and a.fp16, f"--downcast-to-bf16 and --fp16: {_TOGETHER}"),
@@ -361,7 +366,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Args], Any], str], ...] = (
 
 
 def _check(args: Args) -> None:
-    """Raise an error for flags that contradict each other, and for values that no flag can have."""
+    """Raise for flags that contradict each other, and for invalid values."""
     contradictions = [message for condition, message in _CONTRADICTIONS if condition(args)]
     if contradictions:
         raise TesseraError(

@@ -20,11 +20,11 @@ from tessera_compat.mindspeed_mm.recipe_parts import (
 )
 from tessera_compat.mindspeed_mm.report import JobReport
 
-NO_SAVE = Path("runs/pretrain")  # where the log and the numbers of a run without --save go
+NO_SAVE = Path("runs/pretrain")  # folder for the log and metrics of a run without --save
 
 
 def callback_recipe(args: Any) -> dict[str, Any]:
-    """Return the recipe for these arguments."""
+    """Return the recipe of a run with a user's model_provider and forward_step."""
     _check_parallel(args)
     folder = NO_SAVE if args.save is None else Path(args.save)
     steps = training_steps(args)
@@ -37,10 +37,10 @@ def callback_recipe(args: Any) -> dict[str, Any]:
         "name": folder.resolve().name,
         "out": str(folder.resolve().parent),
         "model": model,
-        "data": {"kind": "custom", "workers": 0},  # a DataLoader has its own workers
+        "data": {"kind": "custom", "workers": 0},  # the user's DataLoader has worker processes of its own
         "train": {
             "steps": steps,
-            # A row is one micro-batch of one rank: the callbacks decide its contents.
+            # The trainer counts a micro-batch of a rank as one row: user code decides its content.
             "global_batch": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size) * replicas,
             "micro_batch": 1,
             "seed": args.seed,
@@ -54,7 +54,7 @@ def callback_recipe(args: Any) -> dict[str, Any]:
             "at_end": args.save is not None,
             "weights_only": bool(args.no_save_optim),
         },
-        "guard": {"coverage": "warn"},  # a model of the user's own may have parameters that no loss reaches
+        "guard": {"coverage": "warn"},  # a user's model may have parameters without gradients
         "log": {"every": args.log_interval},
     }
     set_tools(recipe, args.mm.tool.to_dict(), args.mm_tool or "tools", JobReport())
@@ -62,19 +62,19 @@ def callback_recipe(args: Any) -> dict[str, Any]:
 
 
 def resumes(args: Any) -> bool:
-    """Return whether `--load` and `--save` name one folder, whose run goes on."""
+    """Return whether `--load` and `--save` name the same folder, whose run is resumed."""
     if args.load is None or args.save is None or args.finetune:
         return False
     return Path(args.load).resolve() == Path(args.save).resolve()
 
 
 def check_save_folder(args: Any) -> None:
-    """Raise an error where `--save` holds a run that would be replaced."""
+    """Raise if the folder of `--save` contains a run that would be overwritten."""
     if args.save is not None and run_exists(Path(args.save)) and not resumes(args):
         raise TesseraError(
-            f"{args.save} already holds a run with checkpoints",
+            f"{args.save} already contains a run with checkpoints",
             where="--save",
-            fix=f"--load {args.save} goes on with it; another --save begins a new one",
+            fix=f"--load {args.save} resumes it; another --save starts a new run",
             code="job.save-folder-used",
         )
 

@@ -35,7 +35,7 @@ from tessera_compat.mindspeed_mm.mixins import FSDP2Mixin, MultiModalModule
 
 WHERE = "model.json"
 LossType = Literal["default", "per_sample_loss", "per_token_loss", "token_loss", "square_loss"]
-# Flags of the command line that choose a loss -> its name in model.json. Without one, `loss_cfg.loss_type` decides.
+# Flags that select a loss -> its name in model.json. Without such a flag, `loss_cfg.loss_type` selects it.
 _LOSS_FLAGS: dict[str, LossType] = {
     "calculate_per_sample_loss": "per_sample_loss",
     "calculate_per_token_loss": "per_token_loss",
@@ -45,43 +45,45 @@ _LOSS_FLAGS: dict[str, LossType] = {
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """Return the content of a `model.json`: a mapping, or what `args.mm.model` is."""
+    """Return the content of a `model.json` as plain data. `config`: a mapping, or `args.mm.model`."""
     if isinstance(config, ConfigReader):
         return config.to_dict()
     if isinstance(config, Mapping):
         return dict(config)
     raise TesseraError(
-        f"a model is configured by a mapping, this is a {type(config).__name__}",
+        f"the configuration of a model must be a mapping, not {type(config).__name__}",
         where=WHERE,
-        fix="give args.mm.model, or the content of model.json as a dict",
+        fix="pass args.mm.model, or the content of model.json as a dict",
         code="job.model-not-mapping",
     )
 
 
 def flag(name: str) -> Any:
-    """Return an argument of the run; None if it is missing, or if no command line was parsed."""
+    """Return an argument of the run; None if it is missing, or if no arguments are parsed yet."""
     args = state.current().args
     return None if args is None else vars(args).get(name)
 
 
 @runtime_checkable
 class OverwritesConfig(Protocol):
-    """Declare a class that adapts the configuration of its folder before it is built."""
+    """Protocol of model classes that change the configuration of a folder before they are built."""
 
     def overwrite_transformer_config(self, transformer_config: Any) -> Any: ...
 
 
 class ModelHub:
-    """Choose the class of a model by its id."""
+    """Select the class of a model by its id."""
 
-    MODEL_MAPPINGS: ClassVar[dict[str, type[nn.Module]]] = {}  # a script adds its own; ids of transformers are known
+    MODEL_MAPPINGS: ClassVar[
+        dict[str, type[nn.Module]]
+    ] = {}  # id -> class; scripts add entries, and ids of transformers need none
 
     @staticmethod
     def build(config: Any, transformer_config: Any) -> type[nn.Module]:
         """Return the class for a `model.json` and a config.json.
 
-        `model_id` decides; without one the class that config.json names, and then its `model_type`. A folder never
-        brings code: classes are those of transformers, and those in `MODEL_MAPPINGS`.
+        `model_id` selects the class; without it the class name in config.json, and then its `model_type`. Code in the
+        folder is never run: classes come from transformers and from `MODEL_MAPPINGS`.
         """
         classes, model_id = ModelHub.MODEL_MAPPINGS, plain(config).get("model_id")
         data = transformer_config.to_dict()
@@ -95,7 +97,7 @@ class ModelHub:
             if model_id is None and data.get("model_type") in classes:
                 return classes[str(data["model_type"])]
             raise TesseraError(
-                f"no class is known for model_id {model_id!r} and model_type {data.get('model_type')!r}",
+                f"no model class has the model_id {model_id!r} or the model_type {data.get('model_type')!r}",
                 where=WHERE,
                 allowed=[*classes, *MODEL_MAPPINGS, "a class of transformers"],
                 nearest=nearest(str(model_id), [*classes, *MODEL_MAPPINGS]),
@@ -106,10 +108,10 @@ class ModelHub:
 
 
 class TransformersModel(MultiModalModule, FSDP2Mixin):
-    """Train a class of transformers: `forward` returns the loss of the labels. The class itself is `model`.
+    """Wrap a model class of transformers as `model`. `forward` returns the loss of the labels.
 
-    Patterns of `fsdp2_config.yaml` are paths inside of `model`. Weights come from the folder `init_from_hf_path`, read
-    as safetensors, or with `--init-model-with-meta-device` from `--load`.
+    Patterns of `fsdp2_config.yaml` are paths inside of `model`. Weights are read from the safetensors of
+    `init_from_hf_path`, or with `--init-model-with-meta-device` from `--load`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -119,20 +121,20 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
         folder = data.get("init_from_hf_path")
         if not folder:
             raise TesseraError(
-                "no folder to build the model from",
+                "the configuration names no folder to build the model from",
                 where=WHERE,
-                fix="init_from_hf_path: a folder with config.json",
+                fix="set init_from_hf_path to a folder with config.json",
                 code="job.model-folder-missing",
             )
         self.transformer_config, self.model = _load(config, str(folder))
         self.model.train()
-        # Classes since transformers 5.3 need the kinds of media tokens, which batches of MindSpeed-MM do not have.
+        # Since transformers 5.3 some classes need `mm_token_type_ids`, which batches of MindSpeed-MM do not have.
         self.marks_media = "mm_token_type_ids" in inspect.signature(self.model.forward).parameters
         if isinstance(self.model, FSDP2Mixin):
             self.model.freeze(config)
 
     def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:
-        """Return `loss` and `loss_mask` (the positions it averages); without labels, the output of the class."""
+        """Return `loss` and `loss_mask` (the positions with a loss); without labels, the output of the model class."""
         tensors = {name: value for name, value in inputs.items() if value is not None}
         if input_ids is not None and self.marks_media and ("image_grid_thw" in tensors or "video_grid_thw" in tensors):
             tensors.setdefault("mm_token_type_ids", self._kinds(input_ids))
@@ -143,7 +145,7 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
         return {"loss": loss, "loss_mask": mask}
 
     def _kinds(self, input_ids: Tensor) -> Tensor:
-        """Return 1 for tokens of images, 2 for those of videos, and 0 for all others."""
+        """Return the type of each token: 1 for images, 2 for videos, 0 for text."""
         kinds = torch.zeros_like(input_ids)
         for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
             kinds[input_ids == self.transformer_config.to_dict().get(name, -1)] = kind
@@ -152,7 +154,7 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
     def compute_language_model_loss(
         self, logits: Tensor, labels: Tensor, ignore_index: int = IGNORE
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of the next tokens, and which positions have one.
+        """Return the loss of predicting the next tokens, and a mask of the positions with a loss.
 
         default: mean over the positions of the micro-batch; per_sample_loss: mean over its samples of their means;
         per_token_loss: sum; token_loss: sum over the mean number of positions of all ranks; square_loss: the same with
@@ -175,7 +177,7 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
         return (each * weights).sum() / total.clamp(min=torch.finfo(each.dtype).tiny), mask
 
     def model_plan(self) -> ModelPlan:
-        """Return the plan: blocks are the modules that the class declares unsplittable."""
+        """Return the parallel plan. Its blocks are the classes in `_no_split_modules` of transformers."""
         names = unsplit_modules(self.model)
         units = [path for path, part in self.model.named_modules() if path and type(part).__name__ in names]
         blocks = [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
@@ -185,9 +187,9 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
         )
 
     def offer_parameter_type(self, dtype: torch.dtype) -> None:
-        """Answer forward steps that ask `model.model` for the type of FSDP2's parameters, where it is no group itself.
+        """Give `model.model` the private method of torch by which FSDP2 modules return the dtype of their parameters.
 
-        The newest pretrain_transformers.py does so by a private method of torch, which a module of no group lacks.
+        The newest pretrain_transformers.py calls it, also if `model.model` is not an FSDP2 module itself.
         """
         answer = SimpleNamespace(_mp_policy=SimpleNamespace(param_dtype=dtype))
         for part in (self.model, getattr(self.model, "model", None)):
@@ -195,12 +197,12 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
                 vars(part)["_get_fsdp_state"] = lambda: answer
 
     def post_meta_init(self) -> None:
-        """Let the class compute its remaining buffers, if it can."""
+        """Call `post_meta_init` of the model class, if it has one: it computes buffers."""
         if isinstance(self.model, FSDP2Mixin):
             self.model.post_meta_init()
 
     def fully_shard(self, process_group: Any = None, fsdp2_config_path: Any = None, **kwargs: Any) -> bool:
-        """Let the class shard itself over a group, if it can; return whether it did."""
+        """Call the sharding method of the model class, if it has one. Return whether it has."""
         return isinstance(self.model, FSDP2Mixin) and self.model.fully_shard(process_group, fsdp2_config_path, **kwargs)
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Fsdp2Config) -> None:
@@ -212,20 +214,20 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
 
 
 def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
-    """Return the configuration of a folder and its model, in float32, without a cache of keys and values."""
+    """Return the configuration of a folder and its model, in float32, without a KV cache."""
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError:
         raise TesseraError(
-            "TransformersModel builds classes of the transformers library, which is not installed",
+            "TransformersModel needs the transformers library, which is not installed",
             fix="pip install 'tessera-mm[hf]'",
             code="environment.transformers-missing",
         ) from None
     if flag("trust_remote_code"):
         raise TesseraError(
-            "--trust-remote-code would run code of a model folder, which is never done",
+            "--trust-remote-code is not supported: code of a model folder is never run",
             where="command line",
-            fix="install the code as a package, and put its class into ModelHub.MODEL_MAPPINGS",
+            fix="install the code as a package, and add its class to ModelHub.MODEL_MAPPINGS",
             code="job.remote-code",
         )
     try:
@@ -242,7 +244,7 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
     settings.use_cache = False
     try:
         model = build_from_config(kind, settings, torch.float32, "sdpa")
-    except Exception as error:  # constructors raise anything for a wrong field
+    except Exception as error:  # constructors raise any exception for an invalid field
         raise TesseraError(
             f"{kind.__name__} cannot be built from {folder}: {error}", where=WHERE, code="job.model-not-built"
         ) from error
@@ -252,12 +254,14 @@ def _load(config: Any, folder: str) -> tuple[Any, nn.Module]:
 
 
 def _weight_map(kind: Any, settings: Any) -> WeightMap:
-    """Return the names of a class's weights in files. A user's class has the names of the library's class that it
-    extends: the library would ignore missing weights, and draw them."""
+    """Return the map between parameter names and names in weight files.
+
+    A user's class has the names of the transformers class that it extends.
+    """
     from transformers import PreTrainedModel
 
     published: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))
-    if published is PreTrainedModel:  # a class that the library does not know: its own names
+    if published is PreTrainedModel:  # not a class of transformers: files have the names of its parameters
         return WeightMap((), same_names=True)
     return published_names(without_weights(lambda: build_from_config(published, settings, torch.float32, "sdpa")))
 
@@ -268,7 +272,7 @@ def _loss_type(loss_cfg: Mapping[str, Any]) -> LossType:
         losses.add(loss_cfg["loss_type"])
     if len(losses) > 1 or losses - set(get_args(LossType)):
         raise TesseraError(
-            f"which loss is meant: {', '.join(map(str, sorted(losses)))}",
+            f"several losses are selected: {', '.join(map(str, sorted(losses)))}",
             where=f"{WHERE}: loss_cfg.loss_type, and the flags --calculate-...",
             allowed=[*get_args(LossType), "one of them"],
             code="job.loss-ambiguous",

@@ -18,9 +18,13 @@ from tessera_compat.mindspeed_mm.report import JobReport, part_of
 from tessera_compat.mindspeed_mm.sora_features import SAVE, feature_recipe
 from tessera_compat.mindspeed_mm.sora_inference import AskedVideos, read_videos
 
-RECIPE = "RECIPE"  # replaced by the recipe's path
-FEATURES = ("get_sora_feature.py", "get_wan_feature.py", "get_hunyuan_feature.py")  # one program, by the names of all
-# Field of a request -> option of `tessera generate`.
+RECIPE = "RECIPE"  # placeholder for the path of the recipe
+FEATURES = (
+    "get_sora_feature.py",
+    "get_wan_feature.py",
+    "get_hunyuan_feature.py",
+)  # all three scripts run the same program
+# Field of a sampling request -> option of `tessera generate`.
 _SAMPLED = {
     **{name: f"--{name}" for name in ("frames", "height", "width", "steps", "guidance", "solver", "shift", "fps")},
     **{"guidance_2": "--guidance-2", "true_guidance": "--true-guidance", "negative": "--negative", "seed": "--seed"},
@@ -30,7 +34,7 @@ Commands = tuple[dict[str, Any], tuple[str, ...]]
 
 
 def commands_of(entry: str, argv: Sequence[str], world_size: int, report: JobReport) -> Commands | None:
-    """Return the recipe that the commands need, if any, and the commands; None for an entry of another kind."""
+    """Translate an inference or evaluation job to commands, and to the recipe that they need. None: another job."""
     write = _WRITERS.get(Path(entry).name)
     if write is None:
         return None
@@ -38,13 +42,13 @@ def commands_of(entry: str, argv: Sequence[str], world_size: int, report: JobRep
 
 
 def _answers(args: Args, report: JobReport) -> Commands:
-    """Write a command for each question of an inference JSON."""
+    """Return a command for each question in an inference JSON."""
     data, source = _json_of(args)
     settings = read_settings(data, source, report)
     prompts, images = _listed(data.get("prompts")), _listed(data.get("image_path") or data.get("file_path"))
     if not prompts:
         raise TesseraError(
-            "prompts asks nothing", where=source, fix='"prompts": "What is shown?"', code="job.prompts-missing"
+            "prompts contains no question", where=source, fix='"prompts": "What is shown?"', code="job.prompts-missing"
         )
     report.add(source, "prompts", data["prompts"], "mapped", "questions")
     _without_option(report, *settings.processor)
@@ -55,13 +59,16 @@ def _answers(args: Args, report: JobReport) -> Commands:
 
 
 def _benchmark(args: Args, report: JobReport) -> Commands:
-    """Write the command that scores a table of questions."""
+    """Return the command that evaluates a model on a table of questions."""
     data, source = _json_of(args)
     settings = read_settings({key: value for key, value in data.items() if key not in OWN_KEYS}, source, report)
     table = data.get("dataset_path")
     if not table:
         raise TesseraError(
-            "dataset_path names no table", where=source, fix='"dataset_path": "AI2D_TEST.tsv"', code="job.table-missing"
+            "dataset_path does not name a table",
+            where=source,
+            fix='"dataset_path": "AI2D_TEST.tsv"',
+            code="job.table-missing",
         )
     report.add(source, "dataset_path", table, "mapped", "--data: its name selects the benchmark")
     report.add(
@@ -75,14 +82,14 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
 
 
 def _videos(args: Args, report: JobReport) -> Commands:
-    """Write the commands that sample the videos of an inference JSON: one, or one for each input frame."""
+    """Return the commands that generate the videos of an inference JSON: one in all, or one per input frame."""
     data, source = _json_of(args)
     images = data.get("image")
     videos = read_videos({key: value for key, value in data.items() if key != "image"}, source, report)
     folder = videos.parts or args.load
     if folder is None:
         raise TesseraError(
-            "no section names the model's folder",
+            "no section of the JSON names the folder of the model",
             where=source,
             fix="--load FOLDER/transformer",
             code="job.model-folder-missing",
@@ -113,7 +120,7 @@ def _videos(args: Args, report: JobReport) -> Commands:
 
 
 def _features(args: Args, report: JobReport) -> Commands:
-    """Write the recipe whose data are encoded, and the command that encodes them."""
+    """Return a recipe with the data, and the command that encodes the data to features."""
     recipe, features = feature_recipe(args)
     report.entries += features.entries
     tools = part_of(args.mm.tool.to_dict(), "sorafeature", args.mm_tool or "tools")
@@ -133,20 +140,23 @@ ENTRIES = tuple(_WRITERS)
 
 def _json_of(args: Args) -> tuple[dict[str, Any], str]:
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model names no JSON file", where="command line", code="job.model-json-missing")
+        raise TesseraError("--mm-model does not name a JSON file", where="command line", code="job.model-json-missing")
     return args.mm.model.to_dict(), str(args.mm_model)
 
 
 def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
-    """Return the folder of the model: `--load`, or, if that may hold shards, the folder that the JSON names.
+    """Return the folder of the model: `--load`, or the folder in the JSON if `--load` has no config.json here.
 
-    Shards do not name their model, and a folder on another machine may hold either.
+    Shards do not name their model, and a folder on another machine may contain shards.
     """
     load = args.load
     if load is None or (named and not any((Path(load) / name).is_file() for name in (CONFIG_FILE, "config.yaml"))):
         if not named:
             raise TesseraError(
-                "--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL", code="job.load-missing"
+                "--load does not name a model",
+                where="command line",
+                fix="--load ckpt/hf_path/MODEL",
+                code="job.load-missing",
             )
         if load is not None and Path(load) != Path(named[0]):
             note = f"{named[0]}: the folder with its configuration. Trained shards are converted back first: "
@@ -156,7 +166,7 @@ def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
 
 
 def _without_option(report: JobReport, *keys: str) -> None:
-    """Report keys that the command has no option for."""
+    """Report a key that has no option in `tessera generate`."""
     note = "the command has no such option; the same script in a workspace honours it"
     entries = [replace(one, outcome="differs", note=note) if one.key in keys else one for one in report.entries]
     report.entries = entries

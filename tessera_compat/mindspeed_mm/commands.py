@@ -38,7 +38,7 @@ def migrate(
     if job == WORKSPACE:
         if folder is None or output is not None or world is not None:
             raise TesseraError(
-                "a workspace needs a folder, and nothing else",
+                "`migrate workspace` takes a folder and no other argument",
                 where="tessera migrate",
                 fix="tessera migrate workspace DIR",
                 code="job.workspace-folder",
@@ -48,23 +48,25 @@ def migrate(
         return
     if folder is not None:
         raise TesseraError(
-            f"one job at a time; {folder} is a second word", where="tessera migrate", code="job.several-jobs"
+            f"migrate takes a single job; {folder} is a second argument",
+            where="tessera migrate",
+            code="job.several-jobs",
         )
     path = Path(job)
     if not path.is_file():
         raise TesseraError(
             f"no such file: {path}",
             where="tessera migrate",
-            fix="name a launch script or a YAML job",
+            fix="pass a launch script or a YAML job",
             code="job.file-missing",
         )
     target = output or Path(f"{path.stem}.recipe.yaml")
     check_output(target, "--output")
     if target.exists() and not overwrite:
         raise TesseraError(
-            f"{target} is there already",
+            f"{target} already exists",
             where="--output",
-            fix="--overwrite, or another name",
+            fix="add --overwrite, or choose another name",
             code="output.already-exists",
         )
     done = jobs.migrate(path, world_size=world, environment=os.environ)
@@ -87,7 +89,7 @@ def run_script(
         bool, typer.Option("--as-megatron", help="serve megatron, mindspeed and mindspeed_mm from Tessera")
     ] = False,
 ) -> None:
-    """Run a program that imports Megatron or MindSpeed-MM, unmodified, without either of them installed."""
+    """Run an unmodified script that imports Megatron or MindSpeed-MM. Neither needs to be installed."""
     from tessera.runtime import log
     from tessera.runtime.distributed import environment_ranks
     from tessera_compat.run import run_script as start
@@ -96,7 +98,7 @@ def run_script(
         raise TesseraError(
             "--as-megatron is missing",
             where="tessera run",
-            fix=f"tessera run --as-megatron {script}; a script without imports of Megatron runs with plain python",
+            fix=f"tessera run --as-megatron {script}; start a script without imports of Megatron with python",
             code="job.as-megatron-missing",
         )
     log.setup(environment_ranks()[0])

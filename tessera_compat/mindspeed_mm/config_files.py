@@ -18,11 +18,11 @@ import yaml
 from tessera.errors import TesseraError, nearest
 
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 4 << 20, 100_000, 60
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # what YAML 1.1 takes for text: 1e-8
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # numbers such as 1e-8, which YAML 1.1 reads as text
 
 
 class MissingKeyError(TesseraError, AttributeError):
-    """Report a missing key. As an `AttributeError` it lets `getattr` with a default and `hasattr` work."""
+    """Report a missing key. It is also an AttributeError, so that `hasattr` and `getattr` with a default work."""
 
 
 class ConfigReader:
@@ -37,7 +37,7 @@ class ConfigReader:
             vars(self)[str(key)] = _wrapped(value, f"{where}: {key}")
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for missing names. Copying reads names with underscores before any attribute exists.
+        # Python calls it for missing names only. `copy` reads names with underscores before `__init__` has run.
         if name.startswith("_"):
             raise AttributeError(name)
         keys = self.keys()
@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
 
 
 class _JobLoader(yaml.SafeLoader):
-    """Read YAML with anchors and merge keys, without keys or anchors that are given twice."""
+    """Load YAML with anchors and merge keys. A duplicate key or anchor is an error."""
 
     _nodes = 0
 
@@ -103,7 +103,7 @@ class _JobLoader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: Any) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > MAX_NODES:  # merge keys that double the values they merge
+        if len(node.value) > MAX_NODES:  # merge keys can double the size at every level
             raise yaml.constructor.ConstructorError(None, None, "too large to be a configuration", node.start_mark)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -119,7 +119,7 @@ class _JobLoader(yaml.SafeLoader):
 
 
 def read_job_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML configuration of a job; numbers that YAML 1.1 takes for text (1e-8) become numbers."""
+    """Parse the YAML configuration of a job. Text such as 1e-8, which YAML 1.1 reads as text, becomes a number."""
     text = _text(path).replace("\t", "    ")
     try:
         data = yaml.load(text, Loader=_JobLoader)  # a SafeLoader, which builds only plain data
@@ -138,14 +138,14 @@ def read_job_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_job_json(path: Path) -> dict[str, Any]:
-    """Return a JSON configuration of a job; a key that is given twice is refused."""
+    """Parse the JSON configuration of a job. A duplicate key is an error."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise TesseraError(
-                f"key {twice!r} is given twice", where=str(path), fix="keep one of the two", code="job.key-twice"
+                f"the key {twice!r} is a duplicate", where=str(path), fix="remove one of the two", code="job.key-twice"
             )
         return values
 
@@ -163,12 +163,12 @@ def read_job_json(path: Path) -> dict[str, Any]:
 
 
 def read_job_file(path: Path) -> dict[str, Any]:
-    """Return a configuration file of a job by its ending."""
+    """Read a configuration file of a job: JSON or YAML, by its suffix."""
     return read_job_yaml(path) if path.suffix in (".yaml", ".yml") else read_job_json(path)
 
 
 def _check_extent(data: Any, where: str) -> None:
-    """Refuse data that is too deep, or too large with every alias expanded."""
+    """Raise for data that is nested too deeply, or too large when all YAML aliases are expanded."""
     nodes, waiting = 0, [(data, 0)]
     while waiting:
         value, depth = waiting.pop()
@@ -192,7 +192,7 @@ def _with_numbers(value: Any) -> Any:
 def _mapping(data: Any, path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise TesseraError(
-            f"a configuration is a mapping, this is a {type(data).__name__}", where=str(path), code="job.not-a-mapping"
+            f"a configuration must be a mapping, not {type(data).__name__}", where=str(path), code="job.not-a-mapping"
         )
     return data
 
@@ -217,4 +217,6 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError:
         raise TesseraError("not a text file", where=str(path), code="job.file-unreadable") from None
     except OSError as error:
-        raise TesseraError(f"cannot be read: {error.strerror}", where=str(path), code="job.file-unreadable") from None
+        raise TesseraError(
+            f"the file cannot be read: {error.strerror}", where=str(path), code="job.file-unreadable"
+        ) from None

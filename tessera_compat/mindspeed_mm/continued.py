@@ -21,7 +21,7 @@ from tessera_compat.mindspeed_mm.job_words import flags_of
 from tessera_compat.mindspeed_mm.report import JobReport
 
 SECTIONS = ("data", "parallel", "precision", "train", "optim", "checkpoint", "log", "guard", "profile")
-# Why a run cannot go on with another value of these keys.
+# Recipe keys that cannot change when a run is resumed, with the reason.
 _FIXED = {
     "train.seed": "the order of samples would change in the middle",
     "train.task": "another objective is another run",
@@ -32,7 +32,7 @@ _FIXED = {
 
 
 def changes_of_job(folder: Path, job: RunConfig, report: JobReport) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings to resume the run in a folder with, as a job states them now, and words for each of them."""
+    """Return the settings that a job changes in the run that it resumes, and a description of each change."""
     saved = resume_config(folder)
     changes = changed_settings(saved, job)
     differs = {"model.freeze": _freezes_others, "model.lora": _adapts_others}
@@ -42,13 +42,13 @@ def changes_of_job(folder: Path, job: RunConfig, report: JobReport) -> tuple[dic
 
 
 def changed_settings(saved: RunConfig, job: RunConfig) -> dict[str, Any]:
-    """Return the settings of a job that differ from those of the run that it continues: {"optim.lr": 1e-5}."""
+    """Return the settings of a job that differ from the run that it resumes: {"optim.lr": 1e-5}."""
     before, now = (_plain(located(_resolved(config), Path.cwd())) for config in (saved, job))
     return {key: value for name in SECTIONS for key, value in _differences(before[name], now[name], name)}
 
 
 def refuse_change(saved: RunConfig, key: str, report: JobReport, folder: Path) -> None:
-    """Raise an error if a run cannot go on with another value of this key."""
+    """Raise if the value of this key cannot change when a run is resumed."""
     if key in _FIXED:
         was = _word(_value(saved, key))
         raise TesseraError(
@@ -60,7 +60,7 @@ def refuse_change(saved: RunConfig, key: str, report: JobReport, folder: Path) -
 
 
 def described_changes(saved: RunConfig, job: RunConfig, changes: Iterable[str], report: JobReport) -> list[str]:
-    """Return the settings that a job changes in the run that it continues, by its flags and keys."""
+    """Describe the settings that a job changes in the run that it resumes, with the names of the flags."""
     values = {key: (_value(saved, key), _value(job, key)) for key in changes}
     return [
         f"{flags_of(key, report)}: {_word(before)} -> {_word(now)}"
@@ -70,13 +70,13 @@ def described_changes(saved: RunConfig, job: RunConfig, changes: Iterable[str], 
 
 
 def print_changes(changes: Sequence[str]) -> None:
-    """Print one line with all changes, if there are any."""
+    """Print a line with all changed settings, if there are any."""
     if changes:
         print(f"changed since the run was saved: {', '.join(changes)}", flush=True)
 
 
 class ChangesLog(Callback):
-    """Print the settings that a job changes in its run, once the run goes on."""
+    """Print the changed settings of a resumed run when it starts."""
 
     def __init__(self, changes: Sequence[str]) -> None:
         self.changes = changes
@@ -107,7 +107,7 @@ def _freezes_others(saved: RunConfig, job: RunConfig) -> bool:
 
 
 def _adapts_others(saved: RunConfig, job: RunConfig) -> bool:
-    """Return whether adapters differ. A run stores the adapted layers, a job stores patterns."""
+    """Return whether the adapted layers differ. A run stores their names, a job stores patterns."""
     before, now = saved.model.lora, job.model.lora
     if before is None or now is None:
         return before is not now
@@ -124,7 +124,7 @@ def _targets(lora: LoraSection) -> list[str]:
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    """Return a setting as flags state it: the last learning rate as a rate, not as a share of the first."""
+    """Return a setting in the unit of its flag: `--min-lr` is a learning rate, the recipe stores a ratio."""
     if key == "optim.schedule.final":
         return config.optim.schedule.final * config.optim.lr
     at: Any = _plain(_resolved(config))

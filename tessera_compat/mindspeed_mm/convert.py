@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run `mm-convert` and exit as every command here does: 2 for a mistake of the user."""
+    """Run `mm-convert`. A mistake of the user ends with exit code 2."""
     with reported(), log.on_screen():
         try:
             written = run(sys.argv[1:] if words is None else list(words))
@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def run(words: Sequence[str]) -> Path | None:
-    """Run a command line and return the written folder; None if it only printed help."""
+    """Run a command line and return the written folder; None if it printed help."""
     single = [name for name, converter in CONVERTERS.items() if "" in converter.methods]
     line = CommandLine.of(words, single)
     if not line.path:
@@ -64,7 +64,7 @@ def run(words: Sequence[str]) -> Path | None:
     missing = [key for key, option in method.options.items() if option.required and key not in values]
     if missing:
         raise TesseraError(
-            f"missing: {', '.join(f'--{method.prefix}{key}' for key in missing)}",
+            f"required options are missing: {', '.join(f'--{method.prefix}{key}' for key in missing)}",
             where=where,
             code="job.converter-option-missing",
         )
@@ -76,7 +76,7 @@ def run(words: Sequence[str]) -> Path | None:
 
 
 def _constructor(line: CommandLine, converter: Converter) -> dict[str, Any]:
-    """Remove the options of the converter, which precede the method, from the command line, and return their values."""
+    """Remove the options before the method name from the command line, and return their values."""
     options = [f"--{name}" for name in converter.options]
     early = [one for one in line.options if one[0] == 1 and one[1] in options]
     line.options = [one for one in line.options if one not in early]
@@ -97,13 +97,13 @@ def _entry(name: str, entries: Mapping[str, T], kind: str) -> T:
 
 
 def _check_folder(converter: Converter, folder: Path) -> None:
-    """Raise unless a Hugging Face folder is one that a converter is for."""
+    """Raise if a converter does not support the model in a Hugging Face folder."""
     kind = type_of(folder)
     spec = FAMILIES.get(converter.family) if converter.family else None
     types = converter.types if spec is None else (*spec.hf_types, *spec.originals)
     if types and kind not in types:
         raise TesseraError(
-            f"this converter is for {converter.family or types[0]}, the folder's model_type is {kind!r}",
+            f"this converter supports {converter.family or types[0]}, but model_type of the folder is {kind!r}",
             where=str(folder / "config.json"),
             allowed=types,
             code="job.converter-family",

@@ -1,4 +1,4 @@
-"""The methods of `mm-convert` between Hugging Face folders and torch DCP: names, experts and adapters of FSDP2 jobs.
+"""The methods of `mm-convert` between Hugging Face folders and the torch DCP folders of FSDP2 jobs.
 
 Names of a job are `model.`, a prefix, and the name in the Hugging Face folder. A `Naming` describes further
 differences; `weight_map` builds the table of one folder from it, with the names of the job on the native side.
@@ -38,7 +38,7 @@ from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import Identity, Operation, Reshape, shape_of
 from tessera_compat.shards.files import LATEST
 
-JOB = "model."  # names of a job's model begin so, before every other prefix
+JOB = "model."  # prefix of all tensor names in the DCP folder of a job
 _MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _LORA_NAME = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _SAME = WeightMap((), same_names=True)
@@ -46,9 +46,9 @@ _SAME = WeightMap((), same_names=True)
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Stack the matrices of experts as [experts, in, out]: `parts` foreign ones make one, transposed.
+    """Stack the transposed matrices of experts as [experts, in, out]. `parts` stored matrices form one expert matrix.
 
-    `flat`: without the first dimension.
+    `flat`: merge the first two dimensions.
     """
 
     experts: int
@@ -67,7 +67,7 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class SwappedLast:
-    """Swap the last two dimensions, as jobs want the matrices of stacked experts; `flat`: without the first one."""
+    """Transpose the matrices of stacked experts, as jobs need them. `flat`: merge the first two dimensions."""
 
     experts: int
     flat: bool
@@ -83,18 +83,18 @@ class SwappedLast:
 
 @dataclass(frozen=True)
 class Naming:
-    """Describe how a job names and shapes the tensors of a folder."""
+    """Describe how a job names and reshapes the tensors of a Hugging Face folder."""
 
-    prefix: str = ""  # before names, after `model.`
-    replaced: str = ""  # beginning of a name that the prefix replaces
-    renames: tuple[tuple[str, str], ...] = ()  # (beginning in the folder, beginning in the job)
-    fused: tuple[str, ...] = ()  # tensors of three dimensions with such a part in their name lose the first
-    tied: tuple[tuple[str, str], ...] = ()  # (name that a job may have too, the tensor of the folder that it equals)
-    merge: str = ""  # how matrices of single experts are stacked: flat, stacked; empty: not at all
-    swap: str = ""  # regular expression of stacked experts whose matrices are transposed
+    prefix: str = ""  # prefix of names in the job, after `model.`
+    replaced: str = ""  # prefix of names in the Hugging Face folder, replaced by `prefix`
+    renames: tuple[tuple[str, str], ...] = ()  # (prefix of names in the folder, prefix in the job)
+    fused: tuple[str, ...] = ()  # parts of names: 3-d tensors with such a name are flattened to two dimensions
+    tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the job, tensor of the folder that is copied)
+    merge: str = ""  # how matrices of experts are stacked: flat, stacked; empty: they are not stacked
+    swap: str = ""  # regular expression of names of stacked experts that are transposed
 
     def of(self, name: str) -> str:
-        """Return the name in the job, without `model.`."""
+        """Return the name of a tensor in the job, without `model.`."""
         name = next((new + name[len(old) :] for old, new in self.renames if name.startswith(old)), name)
         if self.replaced:
             return self.prefix + name[len(self.replaced) :] if name.startswith(self.replaced) else name
@@ -122,20 +122,20 @@ class Naming:
         twice = len(rules) - len({rule.native for rule in rules})
         if twice:
             raise TesseraError(
-                f"{twice} names become those of others",
+                f"{twice} tensors would get the name of another tensor",
                 where=where,
-                fix="check hf_prefix, dcp_prefix",
+                fix="change hf_prefix or dcp_prefix",
                 code="weights.names-collide",
             )
         return rules
 
     def copies(self) -> dict[str, str]:
-        """Return names in the job -> the tensor of the folder that each equals."""
+        """Return the optional copies in the job: name -> tensor of the folder."""
         return {self.of(copy): original for copy, original in self.tied}
 
 
 def _experts(stored: Mapping[str, PlannedTensor], where: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of stacked tensors -> the tensors of the experts in order."""
+    """Return name of a stacked tensor -> names of the experts' tensors, in order."""
     experts: dict[str, dict[int, set[str]]] = {}
     for name in stored:
         match = EXPERT.fullmatch(name)
@@ -144,7 +144,9 @@ def _experts(stored: Mapping[str, PlannedTensor], where: str) -> dict[str, tuple
     sources: dict[str, tuple[str, ...]] = {}
     for path, kinds in experts.items():
         if sorted(kinds) != list(range(len(kinds))) or any(len(kind) != 3 for kind in kinds.values()):
-            raise TesseraError(f"some matrices of {path} are missing", where=where, code="weights.experts-incomplete")
+            raise TesseraError(
+                f"some expert matrices of {path} are missing", where=where, code="weights.experts-incomplete"
+            )
         for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
             sources[f"{path}.{name}"] = tuple(f"{path}.{n}.{part}.weight" for n in range(len(kinds)) for part in parts)
     return sources
@@ -154,7 +156,7 @@ def _experts(stored: Mapping[str, PlannedTensor], where: str) -> dict[str, tuple
 
 
 def hf_to_dcp(folder: Path, target: Path, naming: Naming, *, copies: bool) -> Path:
-    """Write the tensors of a folder as a job loads them, under `TARGET/release`. `copies`: tied ones, too."""
+    """Write a Hugging Face folder as a DCP folder `TARGET/release` for a job. `copies`: write tied tensors, too."""
     check_apart(target, folder)
     with SafetensorsForm(folder) as stored:
         rules = naming.rules(stored.tensors(), str(folder))
@@ -170,10 +172,10 @@ def hf_to_dcp(folder: Path, target: Path, naming: Naming, *, copies: bool) -> Pa
 def dcp_to_hf(
     source: Path, target: Path, like: Path, naming: Naming, *, dtype: torch.dtype | None = None, keep: str = ""
 ) -> Path:
-    """Write a Hugging Face folder from what `hf_to_dcp`, or a job, wrote.
+    """Write a Hugging Face folder from the DCP folder of a job, or of `hf_to_dcp`.
 
-    `like`: the folder that the job began from. `dtype`: None: as stored. `keep`: what begins so, and the job does not
-    have, is taken from `like`.
+    `like`: the folder that the job started from. `dtype`: None: as stored. `keep`: prefix of tensors that are copied
+    from `like` if the job does not have them.
     """
     check_apart(target, source, like)
     with SafetensorsForm(like) as published, DcpFolder(weights_folder(source), JOB) as stored:
@@ -195,7 +197,7 @@ def dcp_to_hf(
 
 
 def merge_experts(folder: Path, target: Path, *, split: bool, shard_bytes: int) -> Path:
-    """Write a folder with the matrices of all experts of a layer in one tensor, or with each by itself again."""
+    """Write a folder with the experts of each layer merged to a tensor, or split to a tensor per expert."""
     check_apart(target, folder)
     config = read_mapping(folder / "config.json")
     omni = config.get("model_type") == "qwen3_omni_moe"
@@ -210,7 +212,7 @@ def merge_experts(folder: Path, target: Path, *, split: bool, shard_bytes: int) 
         rules = naming.rules(tensors, str(folder))
         if not any(isinstance(rule.op, ExpertMatrices) for rule in rules):
             raise TesseraError(
-                "no matrices of single experts here: nothing to merge",
+                "the folder has no tensors of single experts to merge",
                 where=str(folder),
                 code="weights.nothing-to-merge",
             )
@@ -224,9 +226,7 @@ def _split_rules(
     count = _number_of_experts(config)
     merged = [name for name in tensors if _MERGED.fullmatch(name)]
     if not merged or count is None:
-        raise TesseraError(
-            "there are no merged experts here: nothing is split", where=where, code="weights.nothing-to-split"
-        )
+        raise TesseraError("the folder has no merged experts to split", where=where, code="weights.nothing-to-split")
     begin = "thinker." if omni else ""
     rules = [Rule(name, begin + name) for name in tensors if name not in merged]
     for name in merged:
@@ -235,7 +235,7 @@ def _split_rules(
         parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
         if tensors[name].shape[0] % count:
             raise TesseraError(
-                f"{name} {list(tensors[name].shape)} is not that of {count} experts",
+                f"the shape {list(tensors[name].shape)} of {name} does not fit {count} experts",
                 where=where,
                 code="weights.expert-shape",
             )
@@ -245,7 +245,7 @@ def _split_rules(
 
 
 def _number_of_experts(config: Mapping[str, Any]) -> int | None:
-    """Return the number of experts of a layer, by any of its keys in config.json."""
+    """Return the number of experts per layer from config.json, which has it under different keys."""
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         if type(config.get(key)) is int and config[key] > 0:
             return int(config[key])
@@ -257,31 +257,29 @@ def _number_of_experts(config: Mapping[str, Any]) -> int | None:
 
 
 def lora_hf_to_dcp(folder: Path, target: Path) -> Path:
-    """Write the adapters of a PEFT folder as a job loads them: wrapped once more, and named `default`."""
+    """Write the adapters of a PEFT folder as a DCP folder for a job. The adapter gets the name `default`."""
     check_apart(target, folder)
 
     def job(name: str) -> str:
         if not _LORA_NAME.fullmatch(name) or not name.startswith("base_model."):
             raise TesseraError(
-                f"{name} is no matrix of an adapter",
+                f"the tensor {name} is no adapter weight",
                 where=str(folder),
-                fix="name a folder of PEFT",
+                fix="pass a PEFT folder",
                 code="adapter.unknown-tensor",
             )
         return "base_model.model." + name.removeprefix("base_model.").removesuffix(".weight") + ".default.weight"
 
     with SafetensorsForm(folder) as stored:
         rules = [Rule(job(name), name) for name in stored.tensors()]
-        native = _native(stored, WeightMap(tuple(rules)), rules)
-
-        _write_job(target, native)
+        _write_job(target, _native(stored, WeightMap(tuple(rules)), rules))
     return target
 
 
 def merge_lora(
     base: Path, adapters: Path, target: Path, modules: Sequence[str], scaling: float, naming: Naming
 ) -> Path:
-    """Write the folder `base` with the adapters of a job, in DCP, merged into it. `modules`: parts of their names."""
+    """Merge the adapters in a DCP folder into `base`, and write a folder. `modules`: parts of adapted names."""
     check_apart(target, base, adapters)
     begin = "base_model.model." + naming.prefix
     with SafetensorsForm(base) as stored, DcpFolder(weights_folder(adapters), JOB) as trained:
@@ -294,7 +292,7 @@ def merge_lora(
             layer = names.get(match[1].removeprefix(begin) + ".weight")
             if layer is None or not match[1].startswith(begin):
                 raise TesseraError(
-                    f"{name} adapts a layer that {base} does not have",
+                    f"the adapter {name} belongs to a layer that {base} does not have",
                     where=str(adapters),
                     code="adapter.unknown-layer",
                 )
@@ -310,21 +308,23 @@ def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str
     for layer, sides in layers.items():
         if set(sides) != {"A", "B"}:
             raise TesseraError(
-                f"of the adapter of {layer} only lora_{''.join(sides)} is there",
+                f"the adapter of {layer} has only lora_{''.join(sides)}",
                 where=where,
                 code="adapter.matrix-missing",
             )
     unused = [module for module in modules if not any(module in layer for layer in layers)]
     if unused or not layers:
         raise TesseraError(
-            f"no adapter of {', '.join(unused) or 'any layer'} is here", where=where, code="adapter.target-missing"
+            f"the DCP folder has no adapter of {', '.join(unused) or 'any layer'}",
+            where=where,
+            code="adapter.target-missing",
         )
     lost = [layer for layer in layers if not any(module in layer for module in modules)]
     if lost:
         raise TesseraError(
-            f"the adapter of {lost[0]} would be lost",
+            f"--lora_target_modules does not include the adapter of {lost[0]}",
             where=where,
-            fix="name all modules: --lora_target_modules",
+            fix="list all adapted modules in --lora_target_modules",
             code="adapter.target-left-out",
         )
 
@@ -333,7 +333,7 @@ def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str
 
 
 class _Changed(StoredForm):
-    """Read another form, with some tensors changed on the way."""
+    """Read another stored form, and change some of its tensors."""
 
     def __init__(self, form: StoredForm) -> None:
         self.where, self.weight_map, self._form = form.where, form.weight_map, form
@@ -347,11 +347,11 @@ class _Changed(StoredForm):
 
     @abstractmethod
     def changed(self, name: str) -> Tensor:
-        """Return an unsharded tensor."""
+        """Return a full tensor, changed if necessary."""
 
 
 class _InType(_Changed):
-    """Read numbers in another type."""
+    """Cast floating point tensors when they are read."""
 
     def __init__(self, form: StoredForm, dtype: torch.dtype) -> None:
         super().__init__(form)
@@ -368,7 +368,7 @@ class _InType(_Changed):
 
 
 class _Joined(_Changed):
-    """Read some tensors from elsewhere."""
+    """Read some tensors from another model."""
 
     def __init__(self, form: StoredForm, other: NativeTensors, names: set[str]) -> None:
         super().__init__(form)
@@ -382,7 +382,7 @@ class _Joined(_Changed):
 
 
 class _Merged(_Changed):
-    """Read weights with the products of their adapters added."""
+    """Read weights with their adapters merged."""
 
     def __init__(
         self, form: StoredForm, trained: StoredForm, layers: Mapping[str, Mapping[str, str]], scaling: float
@@ -397,7 +397,9 @@ class _Merged(_Changed):
         a, b = (self._trained.read(self._layers[name][side]) for side in "AB")
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tuple(weight.shape):
             raise TesseraError(
-                f"the adapter of {name} does not fit it", where=self._trained.where, code="adapter.shape-mismatch"
+                f"the shape of the adapter does not fit {name}",
+                where=self._trained.where,
+                code="adapter.shape-mismatch",
             )
         return add_product(weight.clone(), b, a, self._scaling)
 
@@ -415,7 +417,7 @@ def _shapes(native: NativeTensors) -> dict[str, tuple[int, ...]]:
 
 
 def _write_job(target: Path, native: NativeTensors) -> None:
-    """Write `TARGET/release` as a job loads it."""
+    """Write the DCP folder `TARGET/release`, and the file that names the newest iteration."""
 
     def reopen(folder: Path) -> NativeTensors:
         return NativeTensors(DcpFolder(folder / "release", JOB), _SAME, _shapes(native), {})

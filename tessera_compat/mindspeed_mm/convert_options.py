@@ -38,7 +38,7 @@ _SHOW = ("comments", "skip_default", "skip_null")
 
 @dataclass(frozen=True)
 class Option:
-    """Describe an option. `refused`: why a value other than its default cannot be honoured."""
+    """Describe an option. `refused`: why values other than the default are not supported."""
 
     kind: Kind
     about: str = ""
@@ -55,14 +55,14 @@ class Method:
     about: str
     run: Callable[[str, Options], Path] | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
-    prefix: str = "cfg."  # of its options
+    prefix: str = "cfg."  # prefix of its options
     refused: str | None = None
     plain: tuple[str, ...] = ()  # options without the prefix
 
 
 @dataclass(frozen=True)
 class Converter:
-    """Describe a converter: its methods, the family it is for (empty: any) and further types of config.json."""
+    """Describe a converter: its methods, its model family (empty: any), and further values of model_type."""
 
     family: str
     methods: Mapping[str, Method] = field(default_factory=dict)
@@ -72,16 +72,18 @@ class Converter:
 
 @dataclass
 class CommandLine:
-    """Hold a parsed command line: words, options in order, and requests for help or printed settings."""
+    """Store a parsed command line: converter and method, options in order, and requests for help or settings."""
 
     path: list[str] = field(default_factory=list)  # converter and method
-    options: list[tuple[int, str, str]] = field(default_factory=list)  # (words of `path` before it, key, value)
+    options: list[tuple[int, str, str]] = field(
+        default_factory=list
+    )  # (number of words of `path` before the option, key, value)
     help: bool = False
-    show: Sequence[str] | None = None  # of --print_config
+    show: Sequence[str] | None = None  # words of --print_config; None: not requested
 
     @staticmethod
     def of(words: Sequence[str], single: Sequence[str]) -> CommandLine:
-        """Take a command line apart. `single`: commands without methods."""
+        """Parse a command line. `single`: converters without methods."""
         line, rest = CommandLine(), list(words)
         while rest:
             word = rest.pop(0)
@@ -93,7 +95,7 @@ class CommandLine:
                 for flag in line.show:
                     if flag not in _SHOW:
                         raise TesseraError(
-                            f"no {flag!r}",
+                            f"--print_config has no option {flag!r}",
                             where=key,
                             allowed=_SHOW,
                             nearest=nearest(flag, _SHOW),
@@ -102,19 +104,24 @@ class CommandLine:
                         )
             elif key.startswith("--"):
                 if not sign and not rest:
-                    raise TesseraError(f"{key} has no value", where="mm-convert", code="job.converter-option-value")
+                    raise TesseraError(
+                        f"the option {key} has no value", where="mm-convert", code="job.converter-option-value"
+                    )
                 line.options.append((len(line.path), key, value if sign else rest.pop(0)))
             elif len(line.path) < (1 if line.path and line.path[0] in single else 2):
                 line.path.append(word)
             else:
                 raise TesseraError(
-                    f"what is {word!r}?", where="mm-convert", fix="--key value", code="job.converter-option"
+                    f"unexpected word {word!r}",
+                    where="mm-convert",
+                    fix="write options as --key value",
+                    code="job.converter-option",
                 )
         return line
 
 
 def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
-    """Return the values of a method's options: of variables, then of files and words in their order."""
+    """Return the values of a method's options: from variables, files and the command line. Later values win."""
     where = " ".join(("mm-convert", *command_line.path))
     raw: dict[str, Any] = _variables(command_line.path, method, where)
     for level, key, value in command_line.options:
@@ -130,7 +137,7 @@ def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
         else:
             names = [f"--{'' if name in method.plain else method.prefix}{name}" for name in method.options]
             raise TesseraError(
-                f"no option {key} here",
+                f"this method has no option {key}",
                 where=where,
                 nearest=nearest(key, names),
                 allowed=names,
@@ -140,7 +147,7 @@ def collect(command_line: CommandLine, method: Method) -> dict[str, Any]:
 
 
 def collect_plain(options: Mapping[str, str], method: Method, name: str) -> dict[str, Any]:
-    """Return the values of typed options, without files and variables."""
+    """Return the values of options before the method name."""
     raw: dict[str, Any] = {}
     for key, value in options.items():
         raw |= _parsed(key, value, method)
@@ -155,11 +162,11 @@ def _parsed(key: str, text: str, method: Method) -> dict[str, Any]:
         return {key: None}
     if option is None or option.kind in ("path", "text"):
         return {key: text}
-    if not text.strip():  # such as a variable of a shell that is not set
+    if not text.strip():  # often an unset shell variable
         raise TesseraError(
             "the value is empty",
             where=f"--{method.prefix}{key}",
-            fix="give one, or leave it out",
+            fix="set a value, or remove the option",
             code="job.converter-option-value",
         )
     if option.kind == "names" and text[:1] != "[":
@@ -168,11 +175,11 @@ def _parsed(key: str, text: str, method: Method) -> dict[str, Any]:
 
 
 def _from_file(content: Mapping[str, Any], path: Sequence[str], method: Method, where: str) -> dict[str, Any]:
-    """Return the options of a file. One that is named before the converter has its options by converter and method."""
+    """Return the options in a file. If `--config` precedes the converter, the file has a section for it."""
     for name in path:
         inner = content.get(name, {})
         if not isinstance(inner, Mapping):
-            raise TesseraError(f"{name} in it is no mapping", where=where, code="job.converter-file")
+            raise TesseraError(f"{name} in this file must be a mapping", where=where, code="job.converter-file")
         content = inner
     if method.prefix:
         outer = method.prefix.rstrip(".")
@@ -192,7 +199,7 @@ def _from_file(content: Mapping[str, Any], path: Sequence[str], method: Method, 
 def _flat(tree: Any, method: Method, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         raise TesseraError(
-            f"{prefix.rstrip('.') or 'it'} is no mapping of options", where="mm-convert", code="job.converter-file"
+            f"{prefix.rstrip('.') or 'it'} must be a mapping of options", where="mm-convert", code="job.converter-file"
         )
     values: dict[str, Any] = {}
     for name, value in tree.items():
@@ -215,7 +222,7 @@ def _variables(path: Sequence[str], method: Method, where: str) -> dict[str, Any
             values |= _parsed(variables[name], value, method)
         elif name.startswith(start):
             raise TesseraError(
-                f"no option of {where} has the variable {name}",
+                f"the environment variable {name} belongs to no option of {where}",
                 nearest=nearest(name, variables),
                 code="job.converter-variable",
             )
@@ -223,7 +230,7 @@ def _variables(path: Sequence[str], method: Method, where: str) -> dict[str, Any
 
 
 def _checked(key: str, value: Any, method: Method, where: str) -> Any:
-    """Return a value after checking that the option exists, that it has such values, and that it can be honoured."""
+    """Return a value. Raise if the option does not exist, or the value is invalid or not supported."""
     option = method.options.get(key)
     if option is None:
         allowed = [f"--{method.prefix}{name}" for name in method.options]
@@ -260,7 +267,7 @@ def _numbers(value: Any) -> bool:
 
 
 def values_as_yaml(values: Options, method: Method, flags: Sequence[str]) -> str:
-    """Return the configuration of a method as a file for `--config`."""
+    """Return the options of a method as YAML for `--config`."""
     tree: dict[str, Any] = {}
     notes: list[str] = []
     for key, option in method.options.items():

@@ -40,18 +40,18 @@ def hf_to_mm(family: str, options: Options) -> Path:
 def mm_to_hf(family: str, options: Options) -> Path:
     layout = layout_of(options, "parallel_config.", two_levels=False)
     like, source = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
-    if is_run(source):  # unsharded tensors, and lists that only have to fit the model
+    if is_run(source):  # a run of Tessera stores full tensors; only check that the layer lists fit the model
         check_layout(_form_of(ModelSection(path=like)), parse_layout(layout), str(source))
     return convert(source, options["save_hf_dir"], to=form_like(like), like=like, source_layout=layout)
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of `--save` of a job, or an iteration in it."""
+    """Return whether a folder is the `--save` folder of a job run by Tessera, or a checkpoint in it."""
     return run_exists(folder) or (folder / MANIFEST).is_file()
 
 
 def form_like(folder: Path) -> str:
-    """Return the form of a Hugging Face folder: transformers' or the original one."""
+    """Return "original" for a folder in the format of its authors, else "hf"."""
     return "original" if any(is_original(FAMILIES.get(name), folder) for name in FAMILIES.names()) else "hf"
 
 
@@ -70,9 +70,9 @@ def _form_of(model: ModelSection) -> MegatronForm:
 
 
 def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:
-    """Return a layout from the options of a parallel configuration.
+    """Return the layout of shards from the options of a parallel configuration.
 
-    Converting to shards takes a list of lists, one for each virtual stage; reading them takes a list.
+    Writing shards takes a list of lists, one list for each virtual stage. Reading shards takes a list.
     """
     layers: dict[str, Any] = {}
     for key, part in (("llm_pp_layers", "llm"), ("vit_pp_layers", "vit")):
@@ -91,7 +91,7 @@ def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, A
     for key in ("vit_tp_size", "audio_tp_size"):
         if options.get(prefix + key, 0) not in (0, None, tp):
             raise TesseraError(
-                f"{prefix}{key} must be tp_size: encoders are divided as the decoder is",
+                f"{prefix}{key} must be equal to tp_size: encoders are split like the decoder",
                 where="mm-convert",
                 code="job.encoder-tensor-parallel",
             )
@@ -111,11 +111,11 @@ _VISION_LAYERS = (
     ("attn.proj", "self_attention.linear_proj", "A"),
     *((f"mlp.{kind}_proj", f"mlp.{kind}_proj", "B") for kind in ("gate", "up")),
     ("mlp.down_proj", "mlp.linear_fc2", "A"),
-)  # in the folder, in a job, and which matrix of the adapter tensor parallelism divides
+)  # name in the PEFT folder, name in a job, and the factor (A or B) that tensor parallelism splits
 
 
 def lora_hf_to_mm(family: str, options: Options) -> Path:
-    """Divide the adapters of a PEFT folder as a job loads them."""
+    """Write the adapters of a PEFT folder as shards that a job loads."""
     folder, target = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
     check_apart(target, folder)
     layout = _checked_layout(options, two_levels=True)
@@ -140,7 +140,7 @@ def lora_hf_to_mm(family: str, options: Options) -> Path:
 
 
 def lora_mm_to_hf(family: str, options: Options) -> Path:
-    """Write the adapters of a job as a PEFT folder, with the configuration of the PEFT folder that it began with."""
+    """Write the adapters of a job as a PEFT folder. adapter_config.json is copied from the original PEFT folder."""
     source, target = Path(options["mm_dir"]), Path(options["save_hf_dir"])
     check_apart(target, source, options.get("hf_config.hf_dir"))
     layout = _checked_layout(options, two_levels=False)
@@ -152,7 +152,7 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
     odd = [name for name in tensors if name not in names]
     if odd:
         raise TesseraError(
-            f"{odd[0]} is no matrix of an adapter",
+            f"the tensor {odd[0]} is no adapter weight",
             where=str(source),
             nearest=nearest(odd[0], names),
             code="adapter.unknown-tensor",
@@ -160,9 +160,9 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
     began = options.get("hf_config.hf_dir")
     if began is not None and not is_adapter_folder(Path(began)):
         raise TesseraError(
-            f"no {CONFIG} here",
+            f"the folder has no {CONFIG}",
             where=str(began),
-            fix="name the folder of PEFT that the job began with",
+            fix="name the PEFT folder that the job started from",
             code="adapter.config-missing",
         )
 
@@ -182,7 +182,7 @@ def lora_mm_to_hf(family: str, options: Options) -> Path:
 def _checked_layout(options: Options, *, two_levels: bool) -> MegatronLayout:
     if options.get(_CANONICAL) is not True:
         raise TesseraError(
-            "jobs that train adapters have layers as the folder has them",
+            "adapters need the layer structure of the Hugging Face folder",
             where=f"--cfg.{_CANONICAL}",
             fix=f"--cfg.{_CANONICAL} true",
             code="adapter.separate-layers",
@@ -191,7 +191,7 @@ def _checked_layout(options: Options, *, two_levels: bool) -> MegatronLayout:
 
 
 def _adapter_form(family: str, options: Options, layout: MegatronLayout) -> MegatronForm:
-    """Return the form of adapters: native names are those of the PEFT folder."""
+    """Describe adapters in shards. Native names are those of the PEFT folder."""
     form = _form_of(ModelSection(family=family, preset="quickstart"))
     new = options.get("common_model_config.new_transformers_weight_key") is True
     begin = str(options.get("common_model_config.model_prefix") or "")
@@ -217,7 +217,7 @@ def _adapter_form(family: str, options: Options, layout: MegatronLayout) -> Mega
 
 
 def _names(form: MegatronForm) -> list[tuple[str, str]]:
-    """Return all names that adapters can have, in the folder and in a job."""
+    """Return all possible names of adapter weights, as pairs (name in the PEFT folder, name in a job)."""
     counts = {part.layers: part.count for part in form.parts}
     names = []
     for rule in form.weights.rules:
@@ -230,7 +230,7 @@ def _names(form: MegatronForm) -> list[tuple[str, str]]:
 def _unknown_layer(name: str, form: MegatronForm, folder: Path) -> TesseraError:
     layers = [rule.native for rule in form.weights.rules]
     return TesseraError(
-        f"{name} is the adapter of no layer that jobs adapt",
+        f"jobs have no adapter for the layer of {name}",
         where=str(folder),
         nearest=nearest(name, layers),
         fix='check model_prefix (PEFT: "base_model.model.") and new_transformers_weight_key',

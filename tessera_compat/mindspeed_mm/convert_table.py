@@ -1,6 +1,6 @@
-"""The converters of `mm-convert`, their methods and options, by the names that users know.
+"""The converters of `mm-convert`, their methods and options, under the names of MindSpeed-MM.
 
-Every method works, or refuses with a reason and what to do instead: none succeeds doing nothing.
+A method that is not supported raises an error with the reason and an alternative.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CANONICAL = "separate projections are supported only for adapters here: convert
 
 
 def _parallel(prefix: str, kind: Any) -> dict[str, Option]:
-    """Return the options of a layout; `kind`: of its lists."""
+    """Return the options of a parallel layout. `kind`: the kind of its layer lists."""
     return {
         f"{prefix}llm_pp_layers": Option(kind, "layers of the decoder on each pipeline rank", required=True),
         f"{prefix}vit_pp_layers": Option(kind, "layers of the vision encoder on each pipeline rank", required=True),
@@ -166,11 +166,11 @@ _MISTRAL3 = Naming(
 _QWEN35 = Naming(
     merge="stacked", swap=r"(model\.language_model|mtp)\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj", tied=_HEAD
 )
-_BASE = "base_model.model."  # before names in a job that trains adapters
+_BASE = "base_model.model."  # prefix of names in a job that trains adapters
 
 
 def _named(options: Options, naming: Naming) -> Naming:
-    """Return a naming with the values of the options."""
+    """Return a `Naming` with the values of the options in place of its defaults."""
     ties = options.get("tie_weight_mapping", {})
     prefix = options.get("dcp_prefix", naming.prefix)
     return Naming(
@@ -194,7 +194,7 @@ def _dcp_to_hf(naming: Naming, _: str, options: Options) -> Path:
     source = options.get("load_dir") or options["dcp_dir"]
     target = options.get("save_hf_dir") or options["save_dir"]
     like = options.get("model_assets_dir") or options.get("origin_hf_dir") or options["hf_dir"]
-    if is_run(Path(source)):  # its names are those of the folder that it began from
+    if is_run(Path(source)):  # a run of Tessera has the names of the Hugging Face folder that it started from
         dtype = "bfloat16" if options.get("to_bf16") else None
         return convert(source, target, to=form_like(Path(like)), like=like, dtype=dtype)
     return convert_dcp.dcp_to_hf(
@@ -213,7 +213,7 @@ def _lora_hf_to_dcp(_: str, options: Options) -> Path:
 
 def _merge_lora(naming: Naming, _: str, options: Options) -> Path:
     base, adapters, target = (Path(options[key]) for key in ("base_hf_dir", "lora_dcp_dir", "save_merged_hf_dir"))
-    if is_run(adapters):  # it knows its layers and their scaling
+    if is_run(adapters):  # a run of Tessera stores the adapted layers and their scaling
         return convert(adapters, target, to=form_like(base), like=base)
     modules, scaling = options["lora_target_modules"], float(options.get("scaling", 1.0))
     return convert_dcp.merge_lora(base, adapters, target, modules, scaling, naming)
@@ -275,14 +275,17 @@ _EXPERT_NAMES = {
 def type_of(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         raise TesseraError(
-            "no config.json here", where=str(folder), fix="name a Hugging Face folder", code="weights.no-config"
+            "the folder has no config.json",
+            where=str(folder),
+            fix="name a Hugging Face folder",
+            code="weights.no-config",
         )
     content = read_mapping(folder / "config.json")
     return str(content.get("model_type") or content.get(CLASS_NAME, ""))
 
 
 def _merging(run: Callable[[Naming, str, Options], Path]) -> Callable[[str, Options], Path]:
-    """Return a conversion in which experts are merged as their kind of folder needs it."""
+    """Return a conversion that merges experts. Omni models need another shape and other names."""
 
     def work(family: str, options: Options) -> Path:
         omni = type_of(Path(options["hf_dir"])) == "qwen3_omni_moe"
@@ -297,7 +300,10 @@ def _moe_expert(_: str, options: Options) -> Path:
     match = re.fullmatch(r"(\d{1,6})([KMGT]?)B", size, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise TesseraError(
-            f"{size!r} is no size", where="--max_shard_size", fix="--max_shard_size 4GB", code="job.shard-size"
+            f"{size!r} is not a valid size",
+            where="--max_shard_size",
+            fix="write --max_shard_size 4GB",
+            code="job.shard-size",
         )
     shard_bytes = int(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
     folder, target = Path(options["hf_dir"]), Path(options["save_dir"])
@@ -409,4 +415,10 @@ CONVERTERS: Mapping[str, Converter] = {
     "BagelConverter": _refused(_VIDEO, "hf_to_mm"),
     **dict.fromkeys(("OpenSoraConverter", "StepVideoConverter"), _refused(_VIDEO, "hf_to_mm", "source_to_mm")),
 }
-FOLDERS = ("hf_config.hf_dir", "hf_dir", "model_assets_dir", "origin_hf_dir", "base_hf_dir")  # with a config.json
+FOLDERS = (
+    "hf_config.hf_dir",
+    "hf_dir",
+    "model_assets_dir",
+    "origin_hf_dir",
+    "base_hf_dir",
+)  # options that name a folder with a config.json

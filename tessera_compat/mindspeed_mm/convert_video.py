@@ -32,21 +32,21 @@ from tessera_compat.shards.weight_form import FAMILIES as FORMS
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TARGET = "target_parallel_config."
-_PIPELINES = ("wan", "cogvideox")  # families whose shards are also divided over stages
-_TENSORS = ("hunyuan_video", "cogvideox")  # and over tensor ranks
+_PIPELINES = ("wan", "cogvideox")  # families that pipeline stages can split
+_TENSORS = ("hunyuan_video", "cogvideox")  # families that tensor ranks can split
 _VIRTUAL = ("wan",)
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
 def hf_to_mm(family: str, options: Options) -> Path:
-    """Divide the transformer of a diffusers folder as a job loads it."""
+    """Write the transformer of a diffusers folder as shards that a job loads."""
     _check_version(options)
     layout = target_layout(family, options)
     return convert(options["source_path"], options["target_path"], to="mm", layout=layout)
 
 
 def mm_to_hf(family: str, options: Options) -> Path:
-    """Join shards, or export the run of a job, to a diffusers transformer."""
+    """Write shards, or the run of a job, as the transformer of a diffusers folder."""
     source, like = Path(options["source_path"]), Path(options["hf_dir"])
     if is_run(source):
         return convert(source, options["target_path"])
@@ -54,7 +54,7 @@ def mm_to_hf(family: str, options: Options) -> Path:
 
 
 def resplit_mm(family: str, options: Options) -> Path:
-    """Reshard. The current layout is read from the files."""
+    """Write shards with another layout. The present layout is read from the files."""
     source, target, after = Path(options["source_path"]), options["target_path"], target_layout(family, options)
     if is_run(source):
         return convert(source, target, to="mm", layout=after)
@@ -71,29 +71,29 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
     where = f"--cfg.{_TARGET}"
     if tp > 1 and family not in _TENSORS:
         raise TesseraError(
-            f"jobs do not split {family} over tensor ranks",
+            f"jobs do not support tensor parallelism for {family}",
             where=f"{where}tp_size",
             allowed=[1],
             code="layout.tensor-ranks-refused",
         )
     if tp > 1 and options.get("version") == "i2v" and family == "hunyuan_video":
         raise TesseraError(
-            "jobs that continue images are not divided over tensor ranks",
+            "image-to-video jobs of HunyuanVideo do not support tensor parallelism",
             where=f"{where}tp_size",
             code="layout.tensor-ranks-refused",
         )
     if stages > 1 and family not in _PIPELINES:
         raise TesseraError(
-            f"jobs of {family} have no pipeline",
+            f"jobs do not support pipeline parallelism for {family}",
             where=f"{where}pp_layers",
             allowed=["[]"],
             code="layout.pipeline-refused",
         )
     if nested and len(layers) > 1 and family not in _VIRTUAL:
         raise TesseraError(
-            f"jobs of {family} have no virtual stages",
+            f"jobs do not support virtual pipeline stages for {family}",
             where=f"{where}pp_layers",
-            fix="give one list",
+            fix="pass a single list",
             code="layout.virtual-stages-refused",
         )
     if options.get(f"{_TARGET}ep_size", 1) not in (0, 1):
@@ -104,7 +104,7 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
 
 
 def _form(family: str) -> MegatronForm:
-    """Return the form of a family. Only its names are used: sizes come from the source."""
+    """Describe the shards of a family. Only its tensor names are used; sizes come from the files."""
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
     return FORMS[spec.name](config)
 
@@ -112,10 +112,10 @@ def _form(family: str) -> MegatronForm:
 def _check_version(options: Options) -> None:
     if str(options.get("version", "")).endswith("-lora"):
         raise TesseraError(
-            "adapters of original HunyuanVideo checkpoints are not converted",
+            "adapters of original HunyuanVideo checkpoints cannot be converted",
             where="--version",
             allowed=["t2v", "i2v"],
-            fix="adapters of PEFT or diffusers are read as they are: model.lora.path in a recipe",
+            fix="load adapters of PEFT or diffusers by model.lora.path in a recipe",
             code="adapter.original-format",
         )
 
@@ -156,12 +156,14 @@ _COG_NAMES = (
 
 
 def hunyuan_source_to_mm(family: str, options: Options) -> Path:
-    """Shard an original HunyuanVideo checkpoint as a job loads it."""
+    """Write an original HunyuanVideo checkpoint as shards that a job loads."""
     _check_version(options)
     tensors = _renamed(_source_tensors(Path(options["source_path"])), _HUNYUAN_NAMES)
     for name in [name for name in tensors if re.fullmatch(r"single_blocks\.\d+\.linear1\.(weight|bias)", name)]:
         tensor, number = tensors.pop(name), name.split(".")[1]
-        width = tensors[f"single_blocks.{number}.linear2.weight"].shape[0]  # queries, keys and values are so wide each
+        width = tensors[f"single_blocks.{number}.linear2.weight"].shape[
+            0
+        ]  # number of rows of queries, of keys and of values
         kind = name.rpartition(".")[2]
         tensors[f"single_blocks.{number}.linear1_qkv.{kind}"] = tensor[: 3 * width]
         tensors[f"single_blocks.{number}.linear1_mlp.{kind}"] = tensor[3 * width :]
@@ -169,7 +171,7 @@ def hunyuan_source_to_mm(family: str, options: Options) -> Path:
 
 
 def cog_source_to_mm(family: str, options: Options) -> Path:
-    """Shard an original CogVideoX checkpoint as a job loads it. Layers that no job has are dropped."""
+    """Write an original CogVideoX checkpoint as shards that a job loads. Layers that jobs do not have are dropped."""
     tensors = _renamed(_source_tensors(Path(options["source_path"])), _COG_NAMES)
     tensors = {
         name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "first_stage_model."))
@@ -180,7 +182,7 @@ def cog_source_to_mm(family: str, options: Options) -> Path:
 
 
 def _source_tensors(path: Path) -> Tensors:
-    """Return the tensors of a safetensors file, or of a file of torch, which may hold them under `module`."""
+    """Read the tensors of a safetensors file or a torch file. In a torch file they may be under the key `module`."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, "pt") as file:
@@ -193,16 +195,16 @@ def _source_tensors(path: Path) -> Tensors:
         raise TesseraError(
             f"no such file: {path}",
             where="--cfg.source_path",
-            fix="name a .pt or .safetensors file",
+            fix="pass a .pt or .safetensors file",
             code="job.file-missing",
         )
     content = read_torch_file(path, CLASSES)
     content = content.get("module", content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not any(isinstance(one, StoredTensor) for one in content.values()):
         raise TesseraError(
-            "it holds no model",
+            "the file contains no tensors by name",
             where=str(path),
-            fix="tensors by name are expected, or under `module`",
+            fix="pass a file whose tensors are at the top level or under the key `module`",
             code="weights.no-model-in-file",
         )
     return {str(name): one.read() for name, one in content.items() if isinstance(one, StoredTensor)}
@@ -222,7 +224,7 @@ def _renamed(tensors: Tensors, names: tuple[tuple[str, str], ...]) -> Tensors:
 
 
 def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path:
-    """Write unsharded tensors, by their names in jobs, as shards of the target layout."""
+    """Write full tensors, with their names in jobs, as shards in the target layout."""
     source, target = Path(options["source_path"]), Path(options["target_path"])
     check_apart(target, source)
     layout = parse_layout(target_layout(family, options))
@@ -231,10 +233,10 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
     strange = [name for name in tensors if form.part_of(name) is None]
     if strange or not parts:
         raise TesseraError(
-            f"{strange[0] if strange else 'nothing'} belongs to no part of {family}",
+            f"{strange[0] if strange else 'nothing'} is not a tensor of {family}",
             where=str(source),
             nearest=nearest(strange[0], [part.layers for part in form.parts]) if strange else None,
-            fix="name the original checkpoint of the model",
+            fix="pass the original checkpoint of the model",
             code="weights.unknown-tensor",
         )
     plans = {name: PlannedTensor(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -250,7 +252,7 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
 
 
 def _sized(form: MegatronForm, tensors: Mapping[str, Any], layout: MegatronLayout) -> MegatronForm:
-    """Return the form with as many layers as there are tensors of; names are those of jobs on both sides."""
+    """Return the description with the number of layers in `tensors`. Native names are the names in jobs."""
     counts = {
         layers: len({name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)})
         for layers in (part.layers for part in form.parts)
@@ -264,17 +266,20 @@ def _sized(form: MegatronForm, tensors: Mapping[str, Any], layout: MegatronLayou
 
 
 def merge_lora(family: str, options: Options) -> Path:
-    """Merge adapters of a job into shards of the model that they were trained beside."""
+    """Merge the adapters of a job into the shards of its base model."""
     rank, alpha = options.get("lora_rank", 8), options.get("lora_alpha", 16)
     if not rank or rank < 0:
         raise TesseraError(
-            f"adapters of rank {rank}", where="--lora_rank", allowed=["1 or more"], code="adapter.invalid-rank"
+            f"the rank of adapters cannot be {rank}",
+            where="--lora_rank",
+            allowed=["1 or more"],
+            code="adapter.invalid-rank",
         )
     folders = {key: Path(options[key]) for key in ("source_path", "lora_path")}
     for key, folder in folders.items():
         if is_run(folder):
             raise TesseraError(
-                f"{folder} is the run of a job, which is unsharded",
+                f"{folder} is a run of Tessera, not shards",
                 where=f"--cfg.{key}",
                 fix=f"tessera convert {folder} TARGET merges its adapters; --to mm writes shards",
                 code="adapter.run-not-shards",
@@ -285,14 +290,16 @@ def merge_lora(family: str, options: Options) -> Path:
         match = _ADAPTER.fullmatch(name)
         if match is None:
             raise TesseraError(
-                f"{name} is no matrix of an adapter", where=str(folders["lora_path"]), code="adapter.unknown-tensor"
+                f"the tensor {name} is no adapter weight",
+                where=str(folders["lora_path"]),
+                code="adapter.unknown-tensor",
             )
         pairs.setdefault(f"{match[1].removeprefix('base_model.model.')}.weight", {})[match[2]] = tensor
     merged = dict(base)
     for name, pair in pairs.items():
         if name not in base or set(pair) != {"A", "B"}:
             raise TesseraError(
-                f"the adapter of {name} {'has one matrix' if name in base else 'belongs to no layer'}",
+                f"the adapter of {name} {'lacks A or B' if name in base else 'has no layer in the base model'}",
                 where=str(folders["lora_path"]),
                 nearest=nearest(name, base),
                 code="adapter.unknown-layer",
@@ -309,12 +316,12 @@ def merge_lora(family: str, options: Options) -> Path:
 
 
 def _whole(family: str, folder: Path) -> Tensors:
-    """Return unsharded tensors by their names in jobs. Adapters may lack some layers."""
+    """Read full tensors by their names in jobs. Adapters may exist for some layers only."""
     form = _form(family)
     before = stored_layout(folder, form.parts)
     if before.tp > 1 or before.pp > 1:
         raise TesseraError(
-            f"its files are of {before.tp} tensor and {before.pp} pipeline ranks",
+            f"the shards belong to {before.tp} tensor ranks and {before.pp} pipeline ranks, not to one rank",
             where=str(folder),
             fix="join them first: mm-convert CONVERTER resplit, without pp_layers and tp_size",
             code="layout.several-ranks",

@@ -42,13 +42,13 @@ from tessera_compat.mindspeed_mm.recipe_parts import nested
 from tessera_compat.mindspeed_mm.report import JobReport
 
 WHERE = "data.json"
-_PAD_TO = 8  # a collator pads to a multiple of this by default
+_PAD_TO = 8  # the default of `multiple` in PaddingCollator
 
 
 def move_to_device(batch: dict[str, Any], float_dtype: torch.dtype) -> None:
-    """Move the tensors of a batch to this rank's device, in place; those with floating-point numbers are cast.
+    """Move the tensors of a batch to this rank's device, in place, and cast floating point tensors.
 
-    Tensors in lists and nested dicts are moved too; everything else stays as it is."""
+    Tensors in lists and nested dicts are moved, too. Other values are not changed."""
     device = current_device()
     for key, value in batch.items():
         batch[key] = _moved(value, device, float_dtype)
@@ -65,7 +65,7 @@ def _moved(value: Any, device: torch.device, float_dtype: torch.dtype) -> Any:
 
 
 def current_device() -> torch.device:
-    """Return the device of this rank: that of the run, or the one that a run here would have."""
+    """Return the device of this rank: of the current run, or the default device of a run."""
     session = state.current().session
     return devices.resolve("auto") if session is None else session.world.device
 
@@ -74,7 +74,7 @@ def current_device() -> torch.device:
 
 
 class ConversationDataset(Dataset[dict[str, Tensor]]):
-    """Return each conversation, with its images and videos, as tensors under the names of transformers."""
+    """Encode conversations with images and videos to tensors, under the input names of transformers."""
 
     def __init__(self, sections: Sequence[SourceSection], processor: ChatProcessor, settings: DataSection) -> None:
         self.sources = [open_source(section) for section in sections]
@@ -96,15 +96,15 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
             media, sizes = read_media(sample, source.root, self.limits, self.processor)
         except (RecordError, OSError) as error:
             raise TesseraError(
-                f"sample {source.location(row)} cannot be used: {error}",
+                f"sample {source.location(row)} is invalid: {error}",
                 where=str(source.path),
-                fix="mend or remove it",
+                fix="correct or remove the sample",
                 code="data.invalid-sample",
             ) from None
         encoded = self.processor.encode(sample, media, sizes)
         if len(encoded.tokens) > self.length:
             raise TesseraError(
-                f"sample {sample.id} has {len(encoded.tokens)} tokens, cutoff_len is {self.length}",
+                f"sample {sample.id} has {len(encoded.tokens)} tokens, more than cutoff_len {self.length}",
                 where=str(source.path),
                 fix="raise basic_parameters.cutoff_len or --seq-length, or remove the sample",
                 code="data.sample-too-long",
@@ -117,7 +117,7 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
         return tensors | (self._media(sample, sizes, encoded.streams[VISION].tensors) if sizes else {})
 
     def _media(self, sample: Sample, sizes: Sequence[MediaSize], media: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return patch values in reading order, and their grids."""
+        """Return the pixel values of all patches, from left to right and top to bottom, and their grids."""
         processor = self.processor
         assert isinstance(processor, GridProcessor)
         kinds = [part.kind for part in sample.media()]
@@ -126,7 +126,7 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
         names = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
         tensors: dict[str, list[Tensor]] = {}
         for kind, layout, pixels in zip(kinds, layouts, torch.split(media["pixels"], counts), strict=True):
-            if layout.token_order is not None:  # this family computes in windows; transformers orders them itself
+            if layout.token_order is not None:  # undo the window order of this family: transformers applies it itself
                 block = processor.image.merge**2
                 order = (torch.from_numpy(layout.token_order)[:, None] * block + torch.arange(block)).flatten()
                 pixels = torch.empty_like(pixels).index_copy_(0, order, pixels)
@@ -137,7 +137,7 @@ class ConversationDataset(Dataset[dict[str, Tensor]]):
 
 
 def build_mm_dataset(dataset_param: Any) -> ConversationDataset | tuple[ConversationDataset, ConversationDataset]:
-    """Return the data set that `dataset_param` of data.json describes; with `val_dataset` also the held-out one."""
+    """Build the data set of `dataset_param` in data.json; with `val_dataset` also the validation set."""
     param = _plain(dataset_param)
     for key in ("dataset_type", "basic_parameters", "preprocess_parameters"):
         if key not in param:
@@ -154,14 +154,14 @@ def build_mm_dataset(dataset_param: Any) -> ConversationDataset | tuple[Conversa
     if file.pairs or file.section.get("pack"):
         what = "pairs of answers" if file.pairs else "packing"
         raise TesseraError(
-            f"{what}: build_mm_dataset gives single conversations",
+            f"build_mm_dataset supports only single conversations, not: {what}",
             where=f"{WHERE}: dataset_param",
             fix="train by the recipe that `tessera migrate JOB.sh` writes",
             code="job.data-form",
         )
     if file.processor_folder is None:
         raise TesseraError(
-            "no folder with a tokenizer is named",
+            "no key names the folder with the tokenizer",
             where=f"{WHERE}: dataset_param.preprocess_parameters",
             fix='"model_name_or_path": "./ckpt/hf_path/..."',
             code="job.tokenizer-missing",
@@ -190,7 +190,7 @@ def _processor(folder: Path, settings: DataSection) -> ChatProcessor:
 
 
 class PaddingCollator:
-    """Pad conversations to one length, which is a multiple of `multiple`; patches of all samples follow each other."""
+    """Pad conversations to the same length, a multiple of `multiple`, and concatenate the patches of all samples."""
 
     def __init__(self, pad_id: int = 0, multiple: int = _PAD_TO) -> None:
         self.pads = {"input_ids": pad_id, "attention_mask": 0, "labels": IGNORE}
@@ -216,13 +216,13 @@ def build_mm_dataloader(
     dataset_param: Any = None,
     generator: torch.Generator | None = None,
 ) -> DataLoader[Any]:
-    """Return the loader of this rank that `dataloader_param` of data.json describes.
+    """Build the data loader of this rank from `dataloader_param` in data.json.
 
-    Batch size, workers and seed are those of the command line, as in MindSpeed-MM. A run that is resumed goes on at its
-    batch without `consumed_samples`: the trainer requests batches by number. `generator`: for workers that draw.
+    Batch size, workers and seed come from the command line, as in MindSpeed-MM. A resumed run does not need
+    `consumed_samples`: the trainer requests batches by number. `generator`: for random numbers in workers.
     """
     param, args = _plain(dataloader_param), state.get_args()
-    # The keys are checked as those of a complete file; the data set exists already.
+    # Check all keys of the section; the data set exists already.
     report = JobReport()
     file = read_data({"dataset_param": _ANY_DATASET, "dataloader_param": param}, WHERE, report, None)
     report.check()
@@ -268,7 +268,7 @@ _ANY_DATASET = {
 def build_iterations(
     train_dl: Iterable[Any] | None = None, val_dl: Iterable[Any] | None = None, test_dl: Iterable[Any] | None = None
 ) -> tuple[RestartingIterator | None, RestartingIterator | None, RestartingIterator | None]:
-    """Return iterators over three loaders, which begin again whenever a loader ends; None where there is no loader."""
+    """Return endless iterators over three data loaders; None for a missing loader."""
     train, valid, test = (
         None if loader is None else RestartingIterator(loader) for loader in (train_dl, val_dl, test_dl)
     )

@@ -20,7 +20,7 @@ from tessera_compat.mindspeed_mm.report import (
     unneeded,
 )
 
-# Chat templates by family. The model's folder has the template itself; the name must not contradict it.
+# Family -> names of its chat templates. Only the name is checked: the template is read from the model's folder.
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "qwen2_vl": ("qwen2vl", "qwen2_vl"),
     "qwen2_5_vl": ("qwen2vl", "qwen2_vl"),
@@ -29,7 +29,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "internvl": ("internvl2_5", "internvl2", "internvl3", "internvl", "internlm2-chat"),
     "llava": ("llava", "llava-plain", "vicuna", "llava_v1", "mpt"),
 }
-_SAMPLE_TYPES = ("huggingface", "multimodal", "image")  # the last two: files in LLaVA's format
+_SAMPLE_TYPES = ("huggingface", "multimodal", "image")  # multimodal and image: files in LLaVA's format
 _INDEX = unneeded("files are measured once, and their index is cached")
 PREPROCESS_KEYS: dict[str, KeyRule] = {
     "image_max_pixels": sets("processor.max_pixels"),
@@ -110,11 +110,11 @@ TILE_KEYS: dict[str, KeyRule] = {
 
 @dataclass
 class DataFile:
-    """Hold the content of a `data.json` under the names of a recipe."""
+    """Store the content of a `data.json` as recipe settings."""
 
-    section: dict[str, Any] = field(default_factory=dict)  # our data section, processor options dotted
-    processor_folder: str | None = None  # where tokenizer and preprocessor files are
-    pairs: bool = False  # pairs of answers, for DPO
+    section: dict[str, Any] = field(default_factory=dict)  # `data` of the recipe; processor options have dotted keys
+    processor_folder: str | None = None  # folder of the tokenizer and preprocessor files
+    pairs: bool = False  # samples are pairs of answers, for DPO
 
 
 def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: str | None) -> DataFile:
@@ -124,20 +124,20 @@ def read_data(data: Mapping[str, Any], source: str, report: JobReport, family: s
     if not isinstance(param, Mapping):
         near = nearest("dataset_param", data)
         raise TesseraError(
-            "there is no dataset_param",
+            "data.json has no section dataset_param",
             where=source,
             nearest=near,
-            fix="it names the files to train on",
+            fix="add dataset_param with the training files",
             code="job.data-section-missing",
         )
     kind = param.get("dataset_type")
     if kind not in _SAMPLE_TYPES:
         raise TesseraError(
-            f"dataset_param.dataset_type {kind!r} is not read here",
+            f"dataset_param.dataset_type {kind!r} is not supported",
             where=source,
             allowed=_SAMPLE_TYPES,
             nearest=nearest(str(kind), _SAMPLE_TYPES),
-            fix="data of generation models and audio is not here yet",
+            fix="use a data set of conversations; data of generation models and audio is not supported",
             code="job.data-type",
         )
     report.add(source, "dataset_param.dataset_type", kind, "mapped", "data.kind")
@@ -168,7 +168,7 @@ def _conversations(
         part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr")
     )
     rules = {**PREPROCESS_KEYS, **_TILED_IMAGES} if family in ("internvl", "llava") else PREPROCESS_KEYS
-    # 0 is no bound. Then the bound of the folder holds for images; for videos it is larger than jobs allow a frame.
+    # 0 means no minimum. Images use the minimum of the model's folder; for videos it is larger than jobs allow a frame.
     unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
     bounds = {key: unbounded[key] if key in unbounded and not value else value for key, value in preprocess.items()}
     where = f"{at}preprocess_parameters."
@@ -206,7 +206,7 @@ def _conversations(
             report.add(source, f"{at}basic_parameters.{limit}", basic[limit], outcome, note)  # type: ignore[arg-type]
     if "train" not in file.section:
         raise TesseraError(
-            f"{at}basic_parameters.dataset names no file",
+            f"{at}basic_parameters.dataset does not name a file",
             where=source,
             fix='"dataset": "./data/a.json"',
             code="job.data-file-missing",
@@ -216,7 +216,7 @@ def _conversations(
 def _sources(
     names: Any, limit: Any, columns: Mapping[str, str], record_format: str, folder: Any
 ) -> list[dict[str, Any]]:
-    """Return our sets for `a.json,b.json`. `folder`: of their media, `dataset_dir` in data.json."""
+    """Return the `data.train` entries for `a.json,b.json`. `folder`: their media folder, `dataset_dir` in data.json."""
     if not names:
         return []
     common: dict[str, Any] = {"format": record_format}
@@ -229,9 +229,9 @@ def _sources(
 
 
 def _media_root(file: Path) -> str:
-    """Return the folder of media if data.json names none: the folder of the job, or of a data file elsewhere.
+    """Return the media folder if data.json names none: the folder of the job, or of a data file outside of it.
 
-    Records are not trusted to choose it: a path outside of it is refused.
+    Paths in records that lead out of this folder are an error.
     """
     start = Path.cwd()
     return "." if file.resolve().is_relative_to(start) and start != Path(start.anchor) else str(file.parent)
@@ -240,7 +240,7 @@ def _media_root(file: Path) -> str:
 def _columns(
     file: DataFile, attr: Mapping[str, Any], source: str, report: JobReport, at: str
 ) -> tuple[dict[str, str], str]:
-    """Return the names of keys and speakers in the records, and the format of the records."""
+    """Return the columns and role names of the records, and their format."""
     formatting = attr.get("formatting") or ("sharegpt" if attr else "auto")
     if formatting not in (*_FORMATS, "auto"):
         near = nearest(str(formatting), _FORMATS)
@@ -297,7 +297,7 @@ def _processor_folder(file: DataFile, folder: Any, key: str, source: str, report
 
 
 def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobReport, family: str | None) -> None:
-    """Read the form of InternVL: one or several files in LLaVA's format, each with the folder of its images."""
+    """Translate data of InternVL: files in LLaVA's format, each with an image folder."""
     at = "dataset_param."
     parts = {"dataset_type", "basic_parameters", "preprocess_parameters", "tokenizer_config", "template_name"}
     file.section |= translate(param, TILE_KEYS, source, report, at, parts, "data.")
@@ -317,7 +317,7 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
     for entry in sections:
         if not isinstance(entry, Mapping):
             raise TesseraError(
-                f"{at}basic_parameters: {entry!r:.80} is no section with data_path",
+                f"{at}basic_parameters: {entry!r:.80} is not a section with data_path",
                 where=source,
                 code="job.data-section",
             )
@@ -325,7 +325,7 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
         more = translate(entry, rules, source, report, f"{at}basic_parameters.", {"data_path", "data_folder"})
         if not entry.get("data_path"):
             raise TesseraError(
-                f"{at}basic_parameters.data_path names no file", where=source, code="job.data-file-missing"
+                f"{at}basic_parameters.data_path does not name a file", where=source, code="job.data-file-missing"
             )
         root = str(entry.get("data_folder") or Path(str(entry["data_path"])).parent)
         file.section["train"].append({"path": entry["data_path"], "root": root, "format": "llava", **more})
@@ -350,14 +350,14 @@ def _loader(file: DataFile, loader: Mapping[str, Any], source: str, report: JobR
             raise TesseraError(
                 f"collate_param.{key} {name!r} and attr.ranking {str(file.pairs).lower()} contradict each other",
                 where=source,
-                fix="pairs of answers need both, conversations neither",
+                fix="set both for pairs of answers, and none of them for conversations",
                 code="job.data-pairs",
             )
         report.add(source, f"dataloader_param.collate_param.{key}", name, "not needed", "the family has its collator")
 
 
 def read_sampler(loader: Mapping[str, Any], source: str, report: JobReport) -> bool:
-    """Return whether samples are shuffled, given the name of the sampler and `shuffle`."""
+    """Return whether samples are shuffled, by the name of the sampler and the key `shuffle`."""
     sampler, shuffle = loader.get("sampler_type"), loader.get("shuffle")
     if sampler is not None and str(sampler) not in _SAMPLERS:
         near = nearest(str(sampler), _SAMPLERS)

@@ -12,7 +12,7 @@ import torch
 from tessera.errors import TesseraError
 from tessera_compat import state
 
-# Keys of a batch and of a record.
+# Names of keys in batches and data records.
 PROMPT_IDS, PROMPT_MASK = "prompt_ids", "prompt_mask"
 PROMPT_IDS_2, PROMPT_MASK_2 = "prompt_ids_2", "prompt_mask_2"
 TEXT, PROMPT, CAPTIONS = "text", "prompt", "captions"
@@ -24,7 +24,7 @@ GLOBAL_STEP_TOKEN_NUM, AVG_PER_STEP_TOKEN_NUM = "global_step_token_num", "avg_pe
 
 
 def get_num_microbatches() -> int:
-    """Return how many micro-batches a rank has in a step."""
+    """Return the number of micro-batches of a rank in a step."""
     args = state.get_args()
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
@@ -33,12 +33,12 @@ cal_gradient_accumulation_size = get_num_microbatches
 
 
 def get_model_config(config: Any) -> Any:
-    """Return a part of model.json as it is: VLMModel reads the file itself."""
+    """Return a section of model.json unchanged: VLMModel parses it."""
     return config
 
 
 def merge_mm_args(args: Any) -> None:
-    """Do nothing: `args.mm` holds the JSON files since the command line was parsed."""
+    """Do nothing: `args.mm` contains the JSON files after the command line is parsed."""
     assert args.mm is not None
 
 
@@ -53,14 +53,14 @@ def is_use_dynamic_dpcp() -> bool:
 
 
 def get_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
-    """Return a type by one of its names; bfloat16 where none is given."""
+    """Return a torch dtype by its name; None means bfloat16."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: torch.bfloat16}
     if isinstance(dtype, torch.dtype):
         return dtype
     kind = names.get(dtype) or getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
         raise TesseraError(
-            f"{dtype!r} is no type of numbers",
+            f"{dtype!r} is not a dtype",
             where="get_dtype",
             allowed=[n for n in names if n],
             code="job.unknown-dtype",
@@ -69,14 +69,17 @@ def get_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
 
 
 class _NotHere:
-    """Refuse a call of a name, and of its `apply`, with what to do instead."""
+    """Raise when it is called: a function of MindSpeed-MM that runs here do not need. `fix` names an alternative."""
 
     def __init__(self, name: str, fix: str) -> None:
         self.name, self.fix = name, fix
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TesseraError(
-            f"{self.name} does nothing that a run here needs", where=self.name, fix=self.fix, code="job.no-effect-here"
+            f"{self.name} is not supported: runs of Tessera do not need it",
+            where=self.name,
+            fix=self.fix,
+            code="job.no-effect-here",
         )
 
     apply = __call__

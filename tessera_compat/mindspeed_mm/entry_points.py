@@ -45,28 +45,28 @@ NOT_HERE = {
 
 
 def run_command(command: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> None:
-    """Call an entry point with the words of the command line; a user's mistake ends the process with code 2."""
+    """Call an entry point with the command line. A mistake of the user ends the process with exit code 2."""
     with reported():
         command(sys.argv[1:] if argv is None else argv)
 
 
 def pretrain(argv: Sequence[str]) -> None:
-    """Train by flags with JSON files, or by a YAML file that holds both."""
+    """Train by flags and JSON files, or by a YAML file that contains both."""
     args = parse_args(argv)
     recipe, report = recipe_of(args)
     report.check()
     if recipe["train"].get("task") == "diffusion_dpo":
         raise TesseraError(
-            "the section dpo belongs to another job, which compares pairs of videos",
+            "model.json has a section dpo, which only preference jobs support",
             where=f"{args.mm_model}: dpo",
-            fix="start it with posttrain_sora_dpo.py, or leave the section out",
+            fix="start the job with posttrain_sora_dpo.py, or remove the section",
             code="job.preference-entry",
         )
     _train(args, recipe, report)
 
 
 def posttrain_dpo(argv: Sequence[str]) -> None:
-    """Train on pairs of answers."""
+    """Train by DPO on pairs of answers."""
     args = parse_args(argv)
     recipe, report = recipe_of(args)
     report.check()
@@ -81,13 +81,13 @@ def posttrain_dpo(argv: Sequence[str]) -> None:
 
 
 def posttrain_sora_dpo(argv: Sequence[str]) -> None:
-    """Train on pairs of videos, a better and a worse one."""
+    """Train by DPO on pairs of a better and a worse video."""
     args = parse_args(argv)
     recipe, report = recipe_of(args)
     report.check()
     if recipe["train"].get("task") != "diffusion_dpo":
         raise TesseraError(
-            "the section dpo is missing",
+            "model.json has no section dpo",
             where=args.mm_model,
             fix='"dpo": {"loss_beta": 2000}',
             code="job.preference-section-missing",
@@ -99,7 +99,7 @@ def pretrain_fsdp2(argv: Sequence[str]) -> None:
     """Train by the YAML file of the FSDP2 trainer; `section.key=value` words change it."""
     if not argv or not argv[0].endswith((".yaml", ".yml")):
         raise TesseraError(
-            "the first word has to be a YAML file",
+            "the first argument must be a YAML file",
             where="command line",
             fix="trainer.py config.yaml",
             code="job.yaml-missing",
@@ -134,15 +134,15 @@ def inference_sora(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _sampling_ranks(args: Args) -> Iterator[dict[str, int] | None]:
-    """Join the other ranks, and yield how they share the work; None if this is the only rank.
+    """Create the process group, and yield the parallel layout of sampling; None for a single rank.
 
-    By default all ranks share the tokens of a video.
+    By default all ranks split the tokens of a video.
     """
     if args.pipeline_model_parallel_size > 1:
         raise TesseraError(
-            "ranks share layers or tokens of a model that samples, not stages of it",
+            "sampling does not support pipeline parallelism",
             where="--pipeline-model-parallel-size",
-            fix="--pipeline-model-parallel-size 1; --context-parallel-size shares tokens",
+            fix="set --pipeline-model-parallel-size 1, and split tokens by --context-parallel-size",
             code="job.sampling-pipeline",
         )
     if args.world_size == 1:
@@ -154,7 +154,7 @@ def _sampling_ranks(args: Args) -> Iterator[dict[str, int] | None]:
 
 
 def extract_features(argv: Sequence[str]) -> None:
-    """Write latents and embeddings of a job's videos; ranks share the work, and existing files are reused."""
+    """Encode the videos and captions of a job to features. Ranks share the work, and existing files are kept."""
     args = parse_args(argv)
     log.setup()
     for line in extract(args).lines():
@@ -170,27 +170,27 @@ def evaluate(argv: Sequence[str]) -> None:
 def _alone(args: Args) -> Args:
     if args.world_size > 1:
         raise TesseraError(
-            f"{args.world_size} ranks were started, and one does the work",
+            f"{args.world_size} ranks are started, but this entry point runs on a single rank",
             where="command line",
-            fix="NPUS_PER_NODE=1; tessera.load(..., parallel={'tp': 2}) spreads a language model over ranks",
+            fix="set NPUS_PER_NODE=1; tessera.load(..., parallel={'tp': 2}) splits a language model over ranks",
             code="job.several-ranks",
         )
     return args
 
 
 def refuse(script: str) -> NoReturn:
-    """End an entry point whose models are not here yet."""
+    """Return a command that raises: Tessera does not support the models of this entry point."""
 
     def command(argv: Sequence[str]) -> None:
         raise TesseraError(
-            f"{script}: not here yet: {NOT_HERE[script]}",
+            f"{script} is not supported yet: {NOT_HERE[script]}",
             fix="pretrain_vlm.py and pretrain_transformers.py train vision-language models, pretrain_sora.py models of "
             "videos",
             code="job.entry-not-offered",
         )
 
     run_command(command)
-    raise AssertionError("a refused command always ends the process")
+    raise AssertionError("an unsupported command always ends the process")
 
 
 def _train(args: Args, recipe: Mapping[str, Any], report: JobReport) -> None:
@@ -210,7 +210,7 @@ def _train(args: Args, recipe: Mapping[str, Any], report: JobReport) -> None:
 
 
 def _remarks(report: JobReport) -> list[str]:
-    """Return one line for each reason why flags have no effect here, and the differences in behaviour."""
+    """Return a line for each reason why flags have no effect, and a line for each difference in behaviour."""
     by_note: dict[str, list[str]] = {}
     for entry in report.entries:
         if entry.outcome == "not needed" and entry.key.startswith("--"):

@@ -17,7 +17,9 @@ OWN_KEYS = {"dataset_path", "evaluation_dataset", "evaluation_model", "result_ou
 def evaluate(args: Args) -> float:
     """Ask every question of the benchmark, write the answers, and return the mean score."""
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model names no evaluation JSON", where="command line", code="job.model-json-missing")
+        raise TesseraError(
+            "--mm-model does not name an evaluation JSON", where="command line", code="job.model-json-missing"
+        )
     data, source, report = args.mm.model.to_dict(), str(args.mm_model), JobReport()
     name = str(data.get("evaluation_dataset"))
     benchmark, path = benchmark_of(name, f"{source}: evaluation_dataset"), Path(str(data.get("dataset_path")))

@@ -13,27 +13,29 @@ from typing import Any, Literal
 
 State = Literal["honoured", "meaningless", "refused"]
 Kind = Literal["switch", "switch off", "int", "float", "str", "words"]  # "switch off": the flag sets False
-Scope = Literal["launcher", "training", "other"]  # who reads it: torchrun, our entry points, programs of others
+Scope = Literal[
+    "launcher", "training", "other"
+]  # the program that reads the flag: torchrun, an entry point of Tessera, or another program
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Hold one flag as it is typed, its type and default, and whether a run honours it."""
+    """Describe a flag: its name, type and default, and whether a run supports it."""
 
     name: str
     kind: Kind
     default: Any
     state: State
-    note: str  # honoured: the recipe key, or the value it is compared with; otherwise the reason
+    note: str  # of a supported flag: its recipe key, or the value that it must have; otherwise the reason
     scope: Scope = "training"
-    dest: str = ""  # Megatron's name of the value, where it is not the flag's own
+    dest: str = ""  # attribute of the parsed arguments, if it differs from the flag
 
     @property
     def destination(self) -> str:
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
     def treated(self, value: Any) -> tuple[State, str]:
-        """Return state and note of the flag with this value: one that would be refused may be off."""
+        """Return state and note of the flag with this value. An unsupported flag may be switched off."""
         if self.state == "refused" and self.kind in ("int", "float") and value in (0, self.default):
             return "meaningless", "off"
         return self.state, self.note
@@ -45,7 +47,7 @@ def _honoured(kind: Kind, default: Any, notes: Mapping[str, str], scope: Scope =
 
 
 def _group(state: State, note: str, kinds: Mapping[Kind, str], scope: Scope = "training") -> Iterator[Flag]:
-    """Yield flags that share a state and its reason. Numbers and words have no default here."""
+    """Yield flags with the same state and reason. Flags with a value get the default None."""
     for kind, names in kinds.items():
         default = {"switch": False, "switch off": True}.get(kind)
         for name in names.split():
@@ -66,7 +68,7 @@ _MODEL_PATH = "model.path, where it is a Hugging Face folder, a run or a checkpo
 
 
 def _training() -> Iterator[Flag]:
-    """Yield the honoured flags of a training job by their types."""
+    """Yield the supported flags of a training job."""
     yield from _honoured_numbers()
     yield from _honoured_words()
     yield from _honoured_switches()
@@ -378,6 +380,6 @@ FLAGS: dict[str, Flag] = {
 
 
 def counts() -> dict[State, int]:
-    """Return how many flags are in each state."""
+    """Count the flags of each state."""
     states: tuple[State, ...] = ("honoured", "meaningless", "refused")
     return {state: sum(flag.state == state for flag in FLAGS.values()) for state in states}

@@ -33,30 +33,30 @@ from tessera_compat.megatron import parallel_state
 
 MICRO_BATCHES, TOKENS = "micro_batches", "tokens"
 ForwardStep = Callable[[Iterator[Any], nn.Module], Any]
-Report = dict[str, tuple[Tensor, Tensor]]  # name -> numerator and denominator, without gradient
+Report = dict[str, tuple[Tensor, Tensor]]  # name -> (numerator, denominator), detached
 
 
 @dataclass
 class MicroBatch(Batch):
-    """Hold the unchanged item of a data iterator for one micro-batch.
+    """Store an item of the user's data iterator for a micro-batch.
 
-    It is the only element of the list `box`, so that `release` drops it also for records that outlive the step.
+    The item is in a list, `box`, so that `release` frees its memory even if other objects still refer to this one.
     """
 
     box: list[Any] = field(default_factory=list)
 
     @staticmethod
     def of(value: Any, row: int = 0, samples: int = 1) -> MicroBatch:
-        """Return a micro-batch with this content."""
+        """Wrap an item of a data iterator."""
         return MicroBatch({}, rows=((row, 0),), counts={"samples": samples}, box=[value])
 
     def release(self) -> None:
-        """Drop the content, which may be large."""
+        """Free the memory of the item."""
         self.box.clear()
 
 
 class OneMicroBatch(Iterator[Any]):
-    """Serve as the data iterator of one call of `forward_step`: yield the micro-batch of this call, once."""
+    """Serve as the data iterator of a single call of `forward_step`: yield the micro-batch of this call once."""
 
     def __init__(self, batch: MicroBatch, owner: str) -> None:
         self._values, self._owner = iter(list(batch.box)), owner
@@ -65,15 +65,15 @@ class OneMicroBatch(Iterator[Any]):
         for value in self._values:
             return value
         raise TesseraError(
-            f"{self._owner} took a second batch from its data iterator",
+            f"{self._owner} requested a second batch from its data iterator",
             where=self._owner,
-            fix="take one batch in each call: a step calls it once for every micro-batch",
+            fix="request a single batch in each call: forward_step is called for every micro-batch",
             code="job.second-batch",
         )
 
 
 class ForwardResult(NamedTuple):
-    """Hold the checked result of `forward_step`."""
+    """Store the validated result of `forward_step`."""
 
     output: Any
     loss_func: Callable[..., Any]
@@ -87,11 +87,11 @@ class ForwardStepTask(Task):
         self.per_token, self.cp = per_token, cp
         self.reports: list[Report] = []
         self.collected: list[Any] | None = (
-            None  # of `loss_func(output, non_loss_data=True)`, while an evaluation collects them
+            None  # results of `loss_func(output, non_loss_data=True)` during an evaluation
         )
 
     def counts(self, batch: Batch) -> dict[str, int] | None:
-        """Return 1 for each micro-batch; None with `per_token`: only the loss function knows how many tokens it has."""
+        """Return a count of 1 per micro-batch; None with `per_token`, where the loss function returns the count."""
         return None if self.per_token else {MICRO_BATCHES: 1}
 
     def forward(self, model: nn.Module, batch: Batch) -> ForwardResult:
@@ -104,7 +104,7 @@ class ForwardStepTask(Task):
                 f"{name} returned {described(result)}",
                 where=name,
                 allowed=["(output, loss_func)"],
-                fix="return the model's output and the function that computes the loss of it",
+                fix="return the output of the model and a function that computes the loss",
                 code="job.forward-step-result",
             )
         return ForwardResult(*result)
@@ -117,11 +117,13 @@ class ForwardStepTask(Task):
         self.reports.append(report)
         if self.per_token:
             return Losses([LossTerm("loss", loss, TOKENS, float(self.cp))], counts={TOKENS: tokens})
-        mean = loss if tokens is None else loss / tokens.clamp(min=1)  # 0.12.1 divides by zero where a batch has none
+        mean = (
+            loss if tokens is None else loss / tokens.clamp(min=1)
+        )  # Megatron 0.12.1 divides by zero for a batch without tokens
         return Losses([LossTerm("loss", mean, MICRO_BATCHES, float(self.cp))])
 
     def _checked(self, returned: Any, name: str) -> tuple[Tensor, Any, Report]:
-        """Return the loss, the number of tokens if there is one, and the report; refuse everything else by name."""
+        """Validate the result of a loss function. Return the loss, the number of tokens or None, and the report."""
         if isinstance(returned, Tensor):
             returned = (returned, {})
         if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
@@ -131,7 +133,7 @@ class ForwardStepTask(Task):
             raise self._wrong(name, f"{described(loss)} as the loss")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise TesseraError(
-                f"{name} returned a loss without a gradient",
+                f"{name} returned a loss without gradient",
                 where=name,
                 fix="compute it from the output of the model, and return it without detach() or item()",
                 code="job.loss-without-gradient",
@@ -164,14 +166,17 @@ class ForwardStepTask(Task):
             f"{name} returned {what}",
             where=name,
             allowed=["(loss, report)", "(sum of losses, number of tokens, report)", "loss"],
-            fix="the loss is a tensor with one element; the report is a dict of numbers, or of pairs (sum, count)",
+            fix="the loss is a tensor with one element, the report a dict of numbers or pairs (sum, count)",
             code="job.loss-result",
         )
 
 
 def mean_reports(reports: Sequence[Report]) -> dict[str, Tensor]:
-    """Return the means over micro-batches as Megatron reports them: of pairs (sum, count) the sums are divided by the
-    counts, of plain numbers the mean is taken. The names are those of the first micro-batch."""
+    """Average reports over micro-batches as Megatron does.
+
+    For pairs (sum, count), the summed values are divided by the summed counts. Plain numbers are averaged. The names
+    are those of the first micro-batch.
+    """
     if not reports:
         return {}
     means: dict[str, Tensor] = {}
@@ -184,10 +189,10 @@ def mean_reports(reports: Sequence[Report]) -> dict[str, Tensor]:
 
 
 def compute_token_level_loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [sum of losses / cp, tokens] of this rank, the tokens, and [sum of losses, tokens] of data ranks.
+    """Return [sum of losses / cp, tokens] of this rank, the tokens, and [sum of losses, tokens] of all data ranks.
 
-    `outputs` has the losses of tokens or their sum under "loss", and which tokens count under "loss_mask"; with context
-    parallelism the number of tokens of the unsharded sequence under "token_nums" instead.
+    `outputs["loss"]`: the losses of tokens or their sum. `outputs["loss_mask"]`: which tokens count; with context
+    parallelism `outputs["token_nums"]` instead, the number of tokens of the full sequence.
     """
     cp = parallel_state.get_context_parallel_world_size()
     losses = outputs["loss"].float()
@@ -204,14 +209,14 @@ def compute_token_level_loss(outputs: Mapping[str, Tensor]) -> tuple[Tensor, Ten
 
 
 def callback_name(function: Any) -> str:
-    """Return the name of a user's function for messages, also of a `partial` and of an object that is called."""
+    """Return the name of a user's function, `partial` or callable object, for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(function.__qualname__) if hasattr(function, "__qualname__") else type(function).__name__
 
 
 def described(value: Any) -> str:
-    """Describe the return value of a callback in a few words."""
+    """Describe the return value of a user's function, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, (tuple, list)):

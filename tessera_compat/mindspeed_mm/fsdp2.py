@@ -36,7 +36,7 @@ REPLICATE, SHARD = "Replicate", "Shard"
 
 @dataclass
 class Fsdp2Config:
-    """Hold the keys of `fsdp2_config.yaml`, as the `_fully_shard` of a class receives them."""
+    """Store the keys of `fsdp2_config.yaml`. The method `_fully_shard` of a model class gets this object."""
 
     sharding_size: int | str | None = None
     sub_modules_to_wrap: Sequence[str] | None = None
@@ -56,17 +56,19 @@ class Fsdp2Config:
     expert_parallel_size: int = 1
     reshard_local_experts: bool = True
     moe_modules: Sequence[str] | None = None
-    plan: Plan | None = field(default=None, repr=False)  # of a run that shards the module; None: the caller does
+    plan: Plan | None = field(
+        default=None, repr=False
+    )  # parallel plan of the run; None: the caller shards the module without a run
 
     @classmethod
     def load_from_yaml(cls, yml_file: str | Path) -> Fsdp2Config:
-        """Read a file, with its defaults."""
+        """Read a `fsdp2_config.yaml`. Missing keys get the defaults of the file."""
         file = read_fsdp2_file(Path(yml_file))
         return cls(**{one.name: file.value(one.name) for one in fields(cls) if one.name != "plan"})
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Fsdp2Config:
-        """Return a plan in the words of the file."""
+        """Translate a parallel plan to the keys of the file."""
         return cls(
             sharding_size=plan.axes.size("fsdp"),
             sub_modules_to_wrap=plan.roles.blocks,
@@ -88,14 +90,14 @@ class Fsdp2Config:
     def to_dict(self) -> dict[str, Any]:
         """Return the keywords of torch's `fully_shard` for a block, without the mesh.
 
-        Only the root casts its output: between blocks the cast would meet weights of another type.
+        The dtype of outputs is for the root module only: blocks would get inputs in another dtype than their weights.
         """
         policy = MixedPrecisionPolicy(
             param_dtype=_dtype(self.param_dtype),
             reduce_dtype=_dtype(self.reduce_dtype),
             cast_forward_inputs=self.cast_forward_inputs,
         )
-        # Pinning needs a driver to pin for.
+        # Pinned host memory needs an accelerator.
         pin = self.pin_memory and devices.is_accelerator("auto")
         return {
             "mp_policy": policy,
@@ -112,19 +114,19 @@ def _dtype(word: str | None) -> torch.dtype | None:
 
 
 def device_of_group(process_group: dist.ProcessGroup) -> torch.device:
-    """Return the device of this rank that the group's collectives work on."""
+    """Return the device of this rank for collectives of the group."""
     if dist.get_backend(process_group) == "gloo":
         return torch.device("cpu")
     return devices.resolve_shared("auto", rank_on_machine())
 
 
 def create_device_mesh(sharding_size: int | str | None, process_group: dist.ProcessGroup) -> DeviceMesh:
-    """Return a mesh of the group's ranks: one axis where all of them share one copy, otherwise copies x ranks."""
+    """Return a device mesh of the group's ranks: [ranks], or [replicas, ranks] if the sharding size is smaller."""
     ranks = dist.get_process_group_ranks(process_group)
     size = len(ranks) if sharding_size == "auto" else int(sharding_size or 1)
     if len(ranks) % size:
         raise TesseraError(
-            f"{len(ranks)} ranks cannot form groups of {size}",
+            f"{len(ranks)} ranks cannot be divided into groups of {size}",
             where="sharding_size",
             allowed=[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0],
             code="job.group-size",
@@ -140,7 +142,7 @@ def create_device_mesh(sharding_size: int | str | None, process_group: dist.Proc
 
 @contextmanager
 def sharding(module: nn.Module, config: Fsdp2Config, arguments: dict[str, Any]) -> Iterator[None]:
-    """Make a module the one that helpers without an argument mean."""
+    """Set the default module of the `set_...` functions in this block."""
     stack = current().sharding
     stack.append((module, config, arguments))
     try:
@@ -152,26 +154,26 @@ def sharding(module: nn.Module, config: Fsdp2Config, arguments: dict[str, Any]) 
 def _current() -> tuple[nn.Module, Fsdp2Config, dict[str, Any]]:
     if not current().sharding:
         raise TesseraError(
-            "no module is being sharded",
-            fix="call it from `_fully_shard`, or give it the module and a list of patterns",
+            "no module is passed, and this is not called from `_fully_shard`",
+            fix="call it from `_fully_shard`, or pass the module and a list of patterns",
             code="job.fully-shard-call",
         )
     return current().sharding[-1]
 
 
 def _config_of(module: nn.Module) -> Fsdp2Config:
-    """Return the settings that a module is being sharded with; the defaults where its caller shards it directly."""
+    """Return the sharding settings of a module; the defaults if user code shards it without a run."""
     return next((config for other, config, _ in reversed(current().sharding) if other is module), Fsdp2Config())
 
 
 def select_paths(model: nn.Module, config: Sequence[str] | None) -> list[str]:
-    """Return the paths that patterns (or import paths of classes) select, in the order of the model's tree."""
+    """Return the module paths that match patterns or import paths of classes, in the order of the modules."""
     tree = {clean_name(name + ".")[:-1]: part for name, part in model.named_modules() if name}
     return select(native_patterns(config or (), tree, {}), tree, f"modules of {type(model).__name__}")
 
 
 def get_submodules_by_path(model: nn.Module, config: Sequence[str] | None) -> list[nn.Module] | None:
-    """Return the modules that patterns select; None for None."""
+    """Return the submodules that match patterns; None if `patterns` is None."""
     return None if config is None else [model.get_submodule(path) for path in select_paths(model, config)]
 
 
@@ -180,13 +182,13 @@ def set_recompute_modules_to_wrap(
     recompute_modules_config: Sequence[str] | None = None,
     use_reentrant: bool | None = None,
 ) -> None:
-    """Recompute the activations of these modules in backward. Without a module: those that the recipe selects."""
+    """Recompute the activations of modules in backward. Without arguments: the modules that the recipe selects."""
     if module is None:
         module, config, _ = _current()
         recompute_modules_config = config.recompute_modules
     else:
         config = _config_of(module)
-    # Only a recipe can set the activations that a recomputed module saves.
+    # With a recipe, a recomputed module may keep some activations.
     planned = {} if config.plan is None else {one.path: one for one in config.plan.roles.recompute}
     paths = select_paths(module, recompute_modules_config)
     reentrant = config.use_reentrant if use_reentrant is None else use_reentrant
@@ -196,8 +198,10 @@ def set_recompute_modules_to_wrap(
 def set_fullyshard_modules_to_wrap(
     module: nn.Module | None = None, fullyshard_modules_config: Sequence[str] | None = None, **fsdp2_kwargs: Any
 ) -> None:
-    """Make each of these modules a shard group, and the module itself the root. Without a module: those that the
-    recipe selects."""
+    """Shard each of the modules as an FSDP2 group, and the rest as the root group.
+
+    Without arguments: the modules that the recipe selects.
+    """
     if module is None:
         module, config, arguments = _current()
         fullyshard_modules_config, fsdp2_kwargs = config.sub_modules_to_wrap, {**arguments, **fsdp2_kwargs}
@@ -219,10 +223,10 @@ def set_modules_to_prefetch(
     num_to_forward_prefetch: int | None = None,
     num_to_backward_prefetch: int | None = None,
 ) -> None:
-    """Gather the weights of the next groups while one computes, along the tree of the model.
+    """Prefetch the weights of the next FSDP2 groups, in the order of the modules.
 
-    Called as `(module, list, forward, backward)`, as `(forward, backward)`, or without arguments; missing
-    arguments are those of the recipe.
+    Call it as `(module, list, forward, backward)`, as `(forward, backward)`, or without arguments. Missing arguments
+    are taken from the recipe.
     """
     if isinstance(module, nn.Module):
         config, patterns = _config_of(module), fullyshard_modules_config

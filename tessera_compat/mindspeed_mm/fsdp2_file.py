@@ -19,7 +19,7 @@ from tessera.errors import TesseraError
 
 TypeWord = Literal["bf16", "fp16", "fp32"]
 TYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
-FSDP2_KEYS: Mapping[str, str] = {  # in the file -> in a recipe
+FSDP2_KEYS: Mapping[str, str] = {  # key of the file -> recipe key
     "sharding_size": "parallel.shard",
     "param_dtype": "precision.compute",
     "reduce_dtype": "precision.reduce",
@@ -40,10 +40,10 @@ log = logging.getLogger("tessera")
 
 
 class Fsdp2File(Section):
-    """Hold the keys of the file. None: the key is missing, and `value` returns the default of the file's form.
+    """Store the keys of the file. None: the key is missing, and `value` returns its default.
 
-    There are two forms. Files of MindSpeed-MM name modules by path; files of MindSpeed's core name classes by import
-    path, and some of their defaults differ.
+    There are two kinds of files with different defaults. Files of MindSpeed-MM list module paths; files of MindSpeed's
+    core list import paths of classes.
     """
 
     sharding_size: int | Literal["auto"] | None = None
@@ -72,12 +72,12 @@ class Fsdp2File(Section):
         return bool(named) and all(map(is_class_path, named))
 
     def value(self, key: str) -> Any:
-        """Return the value of a key, or the default that it has in a file of this form."""
+        """Return the value of a key, or its default in this kind of file."""
         stated = getattr(self, key)
         if stated is not None:
             return stated
         if self.names_classes:
-            # The core prefetches one group in backward where it recomputes, and leaves it to torch otherwise.
+            # MindSpeed's core prefetches one group in backward if it recomputes; otherwise torch decides.
             backward = 1 if self.recompute_modules else 0
             defaults = {"sharding_size": "auto", "use_reentrant": False, "pin_memory": True}
         else:
@@ -86,14 +86,14 @@ class Fsdp2File(Section):
 
 
 def read_fsdp2_file(path: Path) -> Fsdp2File:
-    """Return the content of the file; an unknown key, or a value that cannot be followed, is an error that names it."""
+    """Read the file. An unknown key or an unsupported value is an error."""
     file = build(Fsdp2File, read_mapping(path), str(path))
     if not file.reshard_local_experts and file.expert_parallel_size > 1:
         raise TesseraError(
             "reshard_local_experts: false would leave the experts of a rank unsharded; ranks with the same experts "
             "always share their weights here",
             where=str(path),
-            fix="leave it out, or set expert_parallel_size to sharding_size: then no two ranks have the same experts",
+            fix="remove it, or set expert_parallel_size to sharding_size: then ranks have different experts",
             code="job.local-experts",
         )
     return file
@@ -102,7 +102,7 @@ def read_fsdp2_file(path: Path) -> Fsdp2File:
 def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the file that a recipe names (`parallel.fsdp2_config`) into the sections of the recipe.
 
-    A key that both set must have one value. The recipe replaces defaults of the file.
+    If both set a key, the values must be equal. The recipe replaces defaults of the file.
     """
     sections = {name: dict(recipe.get(name) or {}) for name in ("parallel", "precision")}
     named = sections["parallel"].pop("fsdp2_config")
@@ -134,7 +134,7 @@ def with_fsdp2_file(recipe: Mapping[str, Any]) -> dict[str, Any]:
             raise TesseraError(
                 f"{ours} is {settings[key]!r} in the recipe, but {theirs} is {getattr(file, theirs)!r} here",
                 where=str(path),
-                fix="give it in one of the two places",
+                fix="remove it in the recipe or in the file",
                 code="job.fsdp2-conflict",
             )
     return {**recipe, **sections}

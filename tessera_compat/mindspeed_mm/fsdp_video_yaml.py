@@ -13,22 +13,26 @@ from tessera_compat.mindspeed_mm.sora_job import set_model_and_data
 from tessera_compat.mindspeed_mm.sora_model_json import read_generation_model
 
 _CONTAINERS = {"wan2_2_container": {"wan2_2_predictor": "wandit"}}
-_DATA = {"wan2_2": "t2v"}  # types of data sets there -> those of a data.json
+_DATA = {"wan2_2": "t2v"}  # dataset_type in the YAML file -> dataset_type in a data.json
 _TYPES = {"wan2_2-t2v": "t2v", "wan2_2-i2v": "wan2.2-i2v"}
 _PLACED = ("freeze", "meta_init", "load_format", "skip_to_device", "weight_transform_model_type", "attn_implementation")
-_NAMES = {"self_attn": "attn", "cross_attn": "cross", "ffn": "mlp"}  # parts of a block there -> ours
-# The scheduler that the container makes without any key: its noise ends just above zero, which is zero here.
+_NAMES = {
+    "self_attn": "attn",
+    "cross_attn": "cross",
+    "ffn": "mlp",
+}  # submodules of a block in MindSpeed-MM -> in Tessera
+# The default scheduler of a container. Its smallest noise level is slightly above zero there, and zero here.
 _LEVELS = {"model_id": "wan_flow_match_scheduler", "shift": 3.0, "sigma_min": 0.0, "extra_one_step": True}
 
 
 def is_container(data: Mapping[str, Any]) -> bool:
-    """Return whether a job trains the transformer of several models that it names."""
+    """Return whether the YAML job describes a container: a transformer with frozen encoders."""
     model = data.get("model")
     return isinstance(model, Mapping) and isinstance(model.get("models"), Mapping)
 
 
 def with_our_modules(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job with the transformer's modules by our names, without those of frozen encoders."""
+    """Rename modules of the transformer to Tessera's names in all patterns, and drop those of frozen encoders."""
 
     def renamed(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -46,7 +50,7 @@ def _ours(names: Any) -> Any:
 
 
 def set_video_parts(recipe: dict[str, Any], data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Set the model, its data and its objective."""
+    """Set model, data and objective in the recipe of a video job."""
     section, loader = data["model"], part_of(data["data"], "dataloader_param", source)
     described = _described(section, source, report)
     model = read_generation_model(described, f"{source}: model", report)
@@ -68,12 +72,12 @@ def set_video_parts(recipe: dict[str, Any], data: Mapping[str, Any], source: str
 
 
 def _described(section: Mapping[str, Any], source: str, report: JobReport) -> dict[str, Any]:
-    """Return the model.json that is equivalent to a container."""
+    """Translate a container to an equivalent model.json."""
     name = str(section.get("model_id"))
     if name not in _CONTAINERS:
         near = nearest(name, _CONTAINERS)
         raise TesseraError(
-            f"model.model_id {name!r} is no container here",
+            f"the container model.model_id {name!r} is not supported",
             where=source,
             allowed=_CONTAINERS,
             nearest=near,

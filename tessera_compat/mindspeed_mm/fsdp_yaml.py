@@ -146,7 +146,7 @@ LORA_KEYS: dict[str, KeyRule] = {
         unneeded("the targets are checked against the model"), "lora_target_modules_support disable_peft_moe_conversion"
     ),
 }
-_OPTIMIZERS = {  # name there -> whether the optimizer's state waits in host memory
+_OPTIMIZERS = {  # name of the optimizer -> whether its state is offloaded to host memory
     "adamw": False,
     "adamw_swap": True,
 }
@@ -169,7 +169,7 @@ OWN_TRAINING_KEYS = {
 
 
 def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tuple[dict[str, Any], JobReport]:
-    """Return the recipe of a job of this form and what becomes of each of its keys."""
+    """Translate a YAML job to a recipe, with a report on each key."""
     report = JobReport(places=_places(source))
     for name in data:
         if name not in (*SECTIONS, "inference") and isinstance(data[name], Mapping):
@@ -180,7 +180,10 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
     for name in ("model", "data", "training"):
         if not isinstance(data.get(name), Mapping):
             raise TesseraError(
-                f"there is no section {name!r}", where=source, nearest=nearest(name, data), code="job.section-missing"
+                f"the YAML job has no section {name!r}",
+                where=source,
+                nearest=nearest(name, data),
+                code="job.section-missing",
             )
     recipe: dict[str, Any] = {"guard": {"coverage": "warn"}}
     training = data["training"]
@@ -214,7 +217,7 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
 
 
 def _places(source: str) -> dict[str, str]:
-    """Return the keys of such a file by the recipe keys that they set."""
+    """Return recipe key -> the keys of the YAML file that set it."""
     tables = {"parallel.": PARALLEL_KEYS, "parallel.fsdp_plan.": FSDP_KEYS, "training.": TRAINING_KEYS}
     targets = {rule.target: f"{at}{key}" for at, rules in tables.items() for key, rule in rules.items() if rule.target}
     memory = {"parallel.recompute": "recompute_plan", "parallel.activation_offload": "activation_offload_plan"}
@@ -229,7 +232,7 @@ def _put_all(recipe: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def _set_parallel(recipe: dict[str, Any], section: Mapping[str, Any], source: str, report: JobReport) -> int:
-    """Set sharding and the split of sequences. Return how many ranks share the tokens of a row."""
+    """Set sharding and context parallelism. Return the number of ranks that split the tokens of a row."""
     at, handled = "parallel.", {"fsdp_plan", "ep_plan", "ulysses_parallel_size", "ring_attention_size", *RECOMPUTE_KEYS}
     recipe["parallel"], recipe["precision"] = {"backend": "fsdp2"}, {"weights": "float32"}
     _put_all(recipe, translate(section, PARALLEL_KEYS, source, report, at, handled))
@@ -276,7 +279,9 @@ def _set_model(
     converted = bool(loaded) and _is_converted(Path(str(loaded)), training.get("load_format"))
     folder = described if converted else loaded or described
     if not folder:
-        raise TesseraError("model.model_name_or_path names no folder", where=source, code="job.model-folder-missing")
+        raise TesseraError(
+            "model.model_name_or_path does not name a folder", where=source, code="job.model-folder-missing"
+        )
     model: dict[str, Any] = {"path": str(folder), **({"weights": str(loaded)} if converted else {})}
     report.add(source, "model.model_name_or_path", described, "mapped", "model.path")
     if "load" in training:
@@ -308,13 +313,16 @@ def _set_model(
 
 
 def _is_converted(folder: Path, form: str | None) -> bool:
-    """Return whether a job loads DCP or shards. A run of an earlier job is loaded directly, under any name."""
+    """Return whether the folder contains a DCP checkpoint or shards, and not a run of Tessera."""
     return is_foreign_checkpoint(folder) or (form == "dcp" and not (folder / "config.yaml").is_file())
 
 
 def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Set recomputation, offload and the loss. Older files have these keys in the section `model`, those of 26.0.0
-    and before recompute in the section `parallel`; the newest place counts."""
+    """Set recomputation, offload and the loss.
+
+    Older files have these keys in the section `model`. Files up to release 26.0.0 have recomputation in the section
+    `parallel`. If a key is in several sections, the newest place counts.
+    """
     features, model, parallel = (data.get(name) or {} for name in ("features", "model", "parallel"))
     plans = {"recompute_plan", "activation_offload_plan", "loss_cfg"}
     settings: dict[str, Any] = {}
@@ -336,7 +344,7 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
             if not settings.get(switch):
                 report.add(source, f"{place}.{key}", plan, "not needed", "off")
                 continue
-            if not isinstance(plan, Mapping):  # 26.0.0 has a list
+            if not isinstance(plan, Mapping):  # release 26.0.0 has a list instead of a mapping
                 plan = {"apply_modules": plan}
             modules: list[Any] = list(plan.get("apply_modules") or [])
             if switch == "recompute" and settings.get("keep_attention"):
@@ -362,7 +370,7 @@ def _set_training(
     _put_all(recipe, translate(section, TRAINING_KEYS, source, report, "training.", OWN_TRAINING_KEYS))
     if world_size % ranks_of_a_row:
         raise TesseraError(
-            f"{world_size} ranks do not split into groups of {ranks_of_a_row}", where=source, code="job.rank-count"
+            f"{world_size} ranks cannot be divided into groups of {ranks_of_a_row}", where=source, code="job.rank-count"
         )
     micro = recipe["train"].setdefault("micro_batch", 1)
     batches = section.get("gradient_accumulation_steps") or 1

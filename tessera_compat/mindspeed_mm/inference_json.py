@@ -40,7 +40,7 @@ GENERATION_KEYS: dict[str, KeyRule] = {
         "length_penalty early_stopping num_beam_groups num_return_groups diversity_penalty",
     ),
 }
-# Settings that change which token is chosen: only the value without effect is taken.
+# Unsupported settings of sampling -> their values without effect, which are accepted.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("repetition_penalty", "typical_p", "encoder_repetition_penalty", "num_beams", "num_return_sequences"), (1, 1.0)
@@ -81,16 +81,16 @@ _OWN = {
 
 @dataclass
 class AnswerSettings:
-    """State how a model is loaded and how it generates."""
+    """Store how a model is loaded and how it generates."""
 
-    folders: list[str]  # of tokenizer and image processor
+    folders: list[str]  # folders of tokenizer and image processor
     processor: dict[str, Any] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Asked:
-    """Hold the questions of an inference JSON and the settings for the answers."""
+    """Store the questions of an inference JSON and the generation settings."""
 
     questions: list[str]
     images: list[str]
@@ -103,7 +103,7 @@ def read_settings(data: Mapping[str, Any], source: str, report: JobReport) -> An
     if pipeline not in PIPELINES:
         near = nearest(str(pipeline), PIPELINES)
         raise TesseraError(
-            f"pipeline_class {pipeline!r} is not here",
+            f"pipeline_class {pipeline!r} is not supported",
             where=source,
             allowed=PIPELINES,
             nearest=near,
@@ -112,7 +112,7 @@ def read_settings(data: Mapping[str, Any], source: str, report: JobReport) -> An
     processor = translate(data, _TOP, source, report, handled=_OWN | _MODEL_KEYS, section="data.processor.")
     if data.get("image_encoder"):
         described = {key: data[key] for key in data if key in _MODEL_KEYS and key != "model_id"}
-        read_model(described, source, JobReport())  # only to check it: the model is read from the folder
+        read_model(described, source, JobReport())  # only checks the section: the model is loaded from its folder
         report.add(source, "image_encoder, text_decoder", "...", "not needed", "read from the folder")
     generation = _generation(data.get("generation_config") or {}, source, report)
     tokenizer = data.get("tokenizer") or {}
@@ -129,7 +129,7 @@ def read_inference(data: Mapping[str, Any], source: str, report: JobReport) -> A
     prompts = data.get("prompts")
     if not prompts:
         raise TesseraError(
-            "prompts asks nothing", where=source, fix='"prompts": "What is shown?"', code="job.prompts-missing"
+            "prompts contains no question", where=source, fix='"prompts": "What is shown?"', code="job.prompts-missing"
         )
     images = data.get("image_path") or data.get("file_path") or []
     images = [images] if isinstance(images, str) else list(images)
@@ -155,11 +155,14 @@ def _generation(data: Mapping[str, Any], source: str, report: JobReport) -> dict
 
 
 def load_model(args: Args, settings: AnswerSettings) -> tuple[LoadedModel, LoadedProcessor]:
-    """Load the model that answers: that of `--load`. Converted weights belong to the folder of the tokenizer."""
+    """Load the model of `--load`. Shards and DCP folders need the Hugging Face folder that the JSON names."""
     load_path = args.load or next(iter(settings.folders), None)
     if load_path is None:
         raise TesseraError(
-            "--load names no model", where="command line", fix="--load ckpt/hf_path/MODEL", code="job.load-missing"
+            "--load does not name a model",
+            where="command line",
+            fix="--load ckpt/hf_path/MODEL",
+            code="job.load-missing",
         )
     if not is_foreign_checkpoint(Path(load_path)):
         return load(load_path, device="auto", processor=settings.processor)
@@ -172,9 +175,11 @@ def load_model(args: Args, settings: AnswerSettings) -> tuple[LoadedModel, Loade
 
 
 def ask(args: Args) -> Iterator[tuple[str, str]]:
-    """Yield each question of `--mm-model` with the answer of the model in `--load`."""
+    """Yield each question of the inference JSON with the answer of the model."""
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model names no inference JSON", where="command line", code="job.model-json-missing")
+        raise TesseraError(
+            "--mm-model does not name an inference JSON", where="command line", code="job.model-json-missing"
+        )
     report = JobReport()
     job = read_inference(args.mm.model.to_dict(), args.mm_model, report)
     report.check()

@@ -59,7 +59,7 @@ _SHELL_SIZES = {
 
 
 def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
-    """Return the recipe of a job and what becomes of each of its flags and keys."""
+    """Translate a job to a recipe, with a report on each flag and key."""
     report = flag_report(args)
     if resumes(args) and not _has_weights(Path(args.load)):
         report.change("--load", "no run there yet: this one begins")
@@ -70,9 +70,9 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     for name, source in (("model", model_source), ("data", data_source)):
         if not args.mm.get(name).keys():
             raise TesseraError(
-                f"the job has no {source}",
+                f"the job does not name {source}",
                 where=WHERE,
-                fix=f"name it: --mm-{name} {name}.json",
+                fix=f"add --mm-{name} {name}.json",
                 code="job.json-missing",
             )
     model = read_model(args.mm.model.to_dict(), model_source, report)
@@ -99,7 +99,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, report: JobReport) -> None:
-    """Drop the recomputation of model.json if the FSDP2 file names modules to recompute."""
+    """Drop the recomputation of model.json if the FSDP2 file lists modules to recompute."""
     file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
     if file is None or not file.recompute_modules or "recompute" not in section:
         return
@@ -111,7 +111,7 @@ def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, rep
 
 
 def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobReport) -> None:
-    """Report sizes of model.json that differ from the command line, whose sizes only satisfy an argument check."""
+    """Report model sizes on the command line that differ from model.json. Only model.json counts."""
     for name, target in _SHELL_SIZES.items():
         size = getattr(args, name)
         if size is not None and target in model.fields and model.fields[target] != size:
@@ -120,9 +120,9 @@ def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobRe
             )
     if args.untie_embeddings_and_output_weights and model.fields.get("tie_word_embeddings"):
         raise TesseraError(
-            f"--untie-embeddings-and-output-weights: {source} ties them",
+            f"--untie-embeddings-and-output-weights contradicts {source}, which ties them",
             where=WHERE,
-            fix="say one",
+            fix="change the flag or the file",
             code="job.tied-embeddings",
         )
 
@@ -148,7 +148,7 @@ def _set_model(recipe: dict[str, Any], args: Args, model: ModelFile, data: DataF
         section["freeze"] = list(model.freeze)
     if args.lora_target_modules:
         section["lora"] = lora_section(args, lora_targets(args.lora_target_modules, args.lora_apply_modules, WHERE))
-        section.pop("freeze", None)  # with adapters everything else is frozen
+        section.pop("freeze", None)  # adapters freeze all other weights
     else:
         refuse_lora_flags(args)
 
@@ -188,14 +188,14 @@ def _set_training(recipe: dict[str, Any], args: Args, data: DataFile, report: Jo
         }
         if args.ref_model not in (None, args.load, args.load_base_model):
             raise TesseraError(
-                f"--ref-model {args.ref_model} is not what training begins from",
+                f"--ref-model {args.ref_model} differs from the initial weights",
                 where=WHERE,
-                fix="the reference is the model of --load as it was; leave --ref-model out",
+                fix="remove --ref-model: the reference is the initial model of --load",
                 code="job.reference-model",
             )
     elif any(name.startswith("dpo_") for name in args.typed):
         raise TesseraError(
-            "--dpo-beta and its like need pairs of answers",
+            "flags that begin with --dpo- need pairs of answers",
             where=WHERE,
             fix='set "ranking": true in attr of data.json',
             code="job.pairs-missing",

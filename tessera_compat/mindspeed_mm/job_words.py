@@ -10,12 +10,14 @@ from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.flags import FLAGS
 from tessera_compat.mindspeed_mm.report import JobReport, recipe_keys
 
-_NEW_RUN = re.compile(r"model\.path=(.+?) name=(\w+)")  # how a recipe begins a run with the weights of another
+_NEW_RUN = re.compile(
+    r"model\.path=(.+?) name=(\w+)"
+)  # the fix in messages that start a new run from the weights of another
 
 
 @contextmanager
 def in_words_of_job(report: JobReport) -> Iterator[None]:
-    """Add to an error of the block which flags and keys of the job set the recipe keys that it names."""
+    """Add the flags of the job to errors of this block that mention recipe keys."""
     try:
         yield
     except TesseraError as error:
@@ -30,8 +32,8 @@ def in_words_of_job(report: JobReport) -> Iterator[None]:
 
 
 def flags_of(key: str, report: JobReport) -> str:
-    """Return the flags or the keys of a job's files that set a key of a recipe; the key itself where none does."""
-    if key == "model.freeze":  # parts that are trained have such a key, too, and it names none of a recipe
+    """Return the flags or file keys of a job that set a recipe key; the recipe key itself if there are none."""
+    if key == "model.freeze":  # a `freeze` key with the value false sets no recipe key
         freezes = [entry.key for entry in report.entries if entry.key.endswith("freeze")]
         return ", ".join(freezes) or report.places.get(key, key)
     mapped = [(entry.key, recipe_keys(entry.note)) for entry in report.entries if entry.outcome == "mapped"]

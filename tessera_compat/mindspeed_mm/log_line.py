@@ -29,14 +29,14 @@ from tessera_compat.shards.files import LATEST
 class IterationLog(Callback):
     """Print a line every `--log-interval` iterations, on the last rank as Megatron does.
 
-    With a `ForwardStepTask` the losses are those that the user's loss function reports; otherwise they are the loss and
-    the metrics of the task.
+    With a `ForwardStepTask` the line shows the losses that the user's loss function reports, otherwise the loss and the
+    metrics of the task.
     """
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.latest: dict[str, Tensor] = {}  # reports of the user's loss function in the latest iteration
-        self._losses: dict[str, list[Tensor]] = {}  # of each iteration since the last line
+        self._losses: dict[str, list[Tensor]] = {}  # name -> values of the iterations since the last line
         self._last: StepResult | None = None
         self._iterations = self._skipped = self._tokens = 0
         self._since = 0.0
@@ -58,7 +58,7 @@ class IterationLog(Callback):
         self._iterations += 1
         self._skipped += not result.applied
         task = trainer.task
-        # A step that is looked at again runs its micro-batches once more: the first reports are those of the step.
+        # The guard may repeat a step, which adds reports: the first reports belong to the step.
         reports = task.reports[: len(result.microbatches)] if isinstance(task, ForwardStepTask) else []
         self.latest = mean_reports(reports)
         if result.applied:
@@ -72,7 +72,7 @@ class IterationLog(Callback):
             self._print(trainer)
 
     def _count(self, trainer: TrainerHandle) -> None:
-        """Set the iteration and the samples that the run has used, those before a resume included."""
+        """Set `iteration` and `consumed_train_samples`, including the steps before a resume."""
         self.args.iteration = self.args.curr_iteration = trainer.step
         self.args.consumed_train_samples = consumed_samples(trainer, self.args)
 
@@ -103,7 +103,7 @@ class IterationLog(Callback):
         self._begin_interval(trainer)
 
     def _means(self, numbers: Mapping[str, float]) -> tuple[dict[str, float], int]:
-        """Return the mean of each loss over the finite iterations, and how many were not finite."""
+        """Return the mean of each loss over iterations with finite values, and the number of other iterations."""
         if not self._losses:
             names = [name for name in numbers if name != "grad_norm"]
             return {name: numbers[name] for name in names}, int(not math.isfinite(numbers["loss"]))
@@ -119,10 +119,10 @@ class IterationLog(Callback):
 
 
 class SaveLog(Callback):
-    """Print the lines about checkpoints, and link them under Megatron's names.
+    """Print a line for each checkpoint, and create links with Megatron's names.
 
-    `iter_0000100` is a link to the checkpoint of that step, and `latest_checkpointed_iteration.txt` has the number of
-    the newest one. The contents are a checkpoint of Tessera, which `mm-convert`, `--load` and `tessera` read.
+    `iter_0000100` is a link to the checkpoint of that step, and `latest_checkpointed_iteration.txt` contains the number
+    of the newest checkpoint. It is a checkpoint of Tessera, which `mm-convert`, `--load` and `tessera` read.
     """
 
     def __init__(self, args: Any) -> None:
@@ -134,7 +134,7 @@ class SaveLog(Callback):
         step, folder = int(path.name.split("-")[1].partition(".")[0]), trainer.config.folder
         print(f"saving checkpoint at iteration {step:7d} to {folder} in safetensors format", flush=True)
         for link in folder.glob("iter_*"):
-            if link.is_symlink() and not link.exists():  # its checkpoint was removed
+            if link.is_symlink() and not link.exists():  # the checkpoint behind the link was deleted
                 link.unlink()
         fresh = folder / f"{LATEST}.part"
         fresh.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class SaveLog(Callback):
 
 
 def consumed_samples(trainer: TrainerHandle, args: Any) -> int:
-    """Return how many samples the run has used, as Megatron counts them. Steps may have had other sizes before."""
+    """Return the number of consumed samples as Megatron counts them. Earlier steps may have had other sizes."""
     return int(trainer.rows_drawn * args.global_batch_size // trainer.length.rows_per_step)
 
 
@@ -157,7 +157,7 @@ def print_on_last_rank(world: World, line: str) -> None:
 
 
 def _training_time(trainer: TrainerHandle) -> float:
-    """Return a clock that stops while the run evaluates or saves."""
+    """Return the training time in seconds, without evaluations and saves."""
     return time.perf_counter() - trainer.paused_seconds
 
 

@@ -36,7 +36,7 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
             report.change("--recompute-norm", "the outputs of norms wait in host memory with attention")
         elif norms:
             recompute.append({"modules": _layers(norms, every), "keep": "matmul"})
-            stored -= norms  # which computes the function between the products again, too
+            stored -= norms  # recomputing the MLP includes its activation function
     if args.recompute_activation_function:
         functions = stored & set(every[: args.recompute_activation_function_num_layers])
         if functions:
@@ -50,7 +50,7 @@ def set_memory(section: dict[str, Any], args: Args, model: ModelFile, report: Jo
 
 
 def _whole_layers(section: dict[str, Any], args: Args, model: ModelFile) -> list[Any]:
-    """Return the text layers that are fully recomputed, or recomputed except for attention."""
+    """Return patterns of the text layers that are recomputed, fully or without attention."""
     settings = {
         "recompute_granularity": args.recompute_granularity,
         "recompute_method": args.recompute_method,
@@ -67,7 +67,7 @@ def _whole_layers(section: dict[str, Any], args: Args, model: ModelFile) -> list
 
 
 def _depth(args: Args, model: ModelFile) -> int:
-    """Return the number of text layers; if the model's folder is on another machine, more than any model has."""
+    """Return the number of text layers. If the model's folder is not here, return a number above that of any model."""
     depth = model.fields.get("text.num_hidden_layers")
     folder = Path(args.load_base_model or args.load or model.folder or "")
     if depth is None and ((folder / "config.json").is_file() or (folder / "config.yaml").is_file()):
@@ -77,7 +77,7 @@ def _depth(args: Args, model: ModelFile) -> int:
 
 
 def _layers(chosen: Iterable[int], every: range) -> str:
-    """Return the pattern of some text layers."""
+    """Return the pattern of a range of text layers."""
     numbers = sorted(chosen)
     if numbers == list(every):
         return f"{TEXT}.{{*}}"

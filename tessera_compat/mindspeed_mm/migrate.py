@@ -30,8 +30,8 @@ from tessera_compat.served import ROOTS, TAKES_OVER
 HERE = Path(__file__).parent
 FSDP_TRAINER = Path("mindspeed_mm/fsdp/train/trainer.py")
 TOOLS = Path("mindspeed_mm/tools/tools.json")
-YAML_READER = Path("mindspeed_mm/configs/read_yaml_config.py")  # which pretrain_transformers.py runs by its path
-# A package that lets `torchrun script.py` find Megatron and MindSpeed-MM without anything installed.
+YAML_READER = Path("mindspeed_mm/configs/read_yaml_config.py")  # pretrain_transformers.py starts this file by its path
+# Source of packages in a workspace: `torchrun script.py` imports Megatron and MindSpeed-MM from Tessera.
 _PACKAGE = f'''"""Serve {{root}} from Tessera, to scripts that are started in this folder."""
 
 {TAKES_OVER}
@@ -41,25 +41,29 @@ take_over(__name__)
 _TRAINING = (
     *("pretrain_vlm.py", "pretrain_sora.py", "pretrain_transformers.py"),
     *("posttrain_qwen2vl_dpo.py", "posttrain_sora_dpo.py"),
-    *("pretrain_internvl.py", "pretrain_qwen2vl.py", "pretrain_llava.py"),  # of releases before pretrain_vlm.py
+    *(
+        "pretrain_internvl.py",
+        "pretrain_qwen2vl.py",
+        "pretrain_llava.py",
+    ),  # names in releases before pretrain_vlm.py existed
 )
 _EMPTY = ("logs", "data", "ckpt")
 
 
 @dataclass(frozen=True)
 class MigratedJob:
-    """Hold the recipe that is equivalent to a job, and the report on each key of the job."""
+    """Store the recipe of a job, and a report on each flag and key."""
 
-    recipe: dict[str, Any]  # empty: its commands need none
+    recipe: dict[str, Any]  # empty: the commands need no recipe
     report: JobReport
     world_size: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that its start has to set
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables for the start command
     machines: int = 1
-    port: int = 29500  # where several machines meet
-    commands: tuple[str, ...] = ()  # of a job that trains nothing
+    port: int = 29500  # rendezvous port of several machines
+    commands: tuple[str, ...] = ()  # commands of a job that does not train
 
     def start(self, recipe: Path) -> str:
-        """Return the commands that do the job, one a line. Of several machines, machine R starts its own ranks."""
+        """Return the commands that run the job, one per line. With several machines, R is the number of the machine."""
         path = shlex.quote(str(recipe))
         if self.commands:
             return "\n".join(command.replace(RECIPE, path) for command in self.commands)
@@ -77,7 +81,7 @@ class MigratedJob:
 def migrate(
     path: str | Path, *, world_size: int | None = None, environment: Mapping[str, str] | None = None
 ) -> MigratedJob:
-    """Return the recipe of a launch script (.sh) or a YAML job, or the commands of a job that trains nothing.
+    """Translate a launch script (.sh) or YAML job to a recipe, or to commands if it does not train.
 
     The script is not executed. `world_size`: number of ranks; default: as many as the script starts, 1 for a YAML file.
     `environment`: variables that are set when the script begins.
@@ -90,14 +94,17 @@ def migrate(
         if "training" in data:
             return _checked(*recipe_of_yaml(data, str(path), world_size or 1), world_size or 1)
         raise TesseraError(
-            "this is no job: it has neither gpt_args nor training",
+            "the YAML file is no job: it has no section gpt_args and no section training",
             where=str(path),
             allowed=["gpt_args, data, model", "parallel, model, data, training"],
             code="job.not-a-job",
         )
     if path.suffix != ".sh":
         raise TesseraError(
-            f"{path.name} is no job file", where=str(path), allowed=["*.sh", "*.yaml"], code="job.not-a-job"
+            f"{path.name} is neither a launch script nor a YAML job",
+            where=str(path),
+            allowed=["*.sh", "*.yaml"],
+            code="job.not-a-job",
         )
     job, launch, joined = _read_script(path, environment)
     ranks = launch.world_size if world_size is None else world_size
@@ -108,7 +115,7 @@ def migrate(
     elif Path(launch.entry).name == FSDP_TRAINER.name:
         if not launch.argv:
             raise TesseraError(
-                f"{launch.entry} is started without a YAML file", where=launch.where, code="job.yaml-missing"
+                f"the script starts {launch.entry} without a YAML file", where=launch.where, code="job.yaml-missing"
             )
         data = apply_overrides(read_job_yaml(Path(launch.argv[0])), parse_overrides(launch.argv[1:]), launch.argv[0])
         migrated = _checked(*recipe_of_yaml(data, launch.argv[0], ranks), ranks)
@@ -125,8 +132,10 @@ def migrate(
 
 
 def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch, dict[str, str]]:
-    """Read a launch script, and join words of one value. If the host file is on another machine, assume the fewest
-    machines that hold the model."""
+    """Read a launch script, and join values that consist of several words.
+
+    If the host file is not here, assume the smallest number of machines that the parallel sizes need.
+    """
     job = read_shell(path, environment)
     launch = _launch_of(job)
     fewest = -(-launch.model_ranks // launch.ranks_per_machine)
@@ -138,8 +147,10 @@ def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[She
 
 
 def join_values(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Join values of several words, and return the words and these values. They are placeholders that the user has not
-    replaced, such as `--save path to save your weights`."""
+    """Join values that consist of several words. Return all words, and the joined values.
+
+    They are placeholders that the user has not replaced, such as `--save path to save your weights`.
+    """
     words: list[str] = []
     joined: dict[str, str] = {}
     for word in argv:
@@ -152,15 +163,14 @@ def join_values(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _launch_of(job: ShellJob) -> Launch:
-    """Return the command of a script that trains, or the first that does something else; a script that starts two jobs
-    has no single recipe."""
+    """Return the training command of a script; without training, the first command. Raise for two training commands."""
     training = [one for one in job.launches if Path(one.entry).name in (*_TRAINING, FSDP_TRAINER.name)]
     if len(training) > 1:
         lines = " and ".join(str(one.line) for one in training)
         raise TesseraError(
-            f"the script starts {len(training)} jobs, in lines {lines}, and a recipe is one",
+            f"the script starts {len(training)} training jobs, in lines {lines}; a recipe describes only one",
             where=training[1].where,
-            fix="make a script of each",
+            fix="split it into a script for each job",
             code="job.several-jobs",
         )
     asking = [one for one in job.launches if Path(one.entry).name in ENTRIES]
@@ -170,7 +180,7 @@ def _launch_of(job: ShellJob) -> Launch:
 
 
 def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
-    """Report commands of a script beside the launch, and commands that were not read."""
+    """Report other commands of a script: further launches, and commands with unknown effects."""
     for line, command, what in job.unread:
         report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
     for other_launch in job.launches:
@@ -219,7 +229,7 @@ def _by_flags(argv: list[str], world_size: int) -> MigratedJob:
 
 
 def _checked(recipe: dict[str, Any], report: JobReport, world_size: int) -> MigratedJob:
-    load_config(recipe)  # a recipe that no run would take is not written
+    load_config(recipe)  # raises for an invalid recipe before it is written
     return MigratedJob(recipe, report, world_size)
 
 
@@ -227,14 +237,14 @@ def _check_entry(launch: Launch) -> None:
     launcher, name = Path(launch.launcher[0]).name, Path(launch.entry).name
     if launcher in ("msrun", "accelerate"):
         raise TesseraError(
-            f"{launcher} starts another framework or trainer",
+            f"the launcher {launcher} is not supported",
             where=launch.where,
             fix="start the ranks with torchrun",
             code="job.unknown-launcher",
         )
     if name not in (*_TRAINING, *ENTRIES, FSDP_TRAINER.name):
         raise TesseraError(
-            f"{name} is no entry point that has a recipe or a command here",
+            f"the entry point {name} is not supported",
             where=launch.where,
             allowed=[*_TRAINING, *ENTRIES, str(FSDP_TRAINER)],
             code="job.unknown-entry",
@@ -251,14 +261,13 @@ def _update_imports(file: Path) -> bool:
 
 
 def lay_out(folder: Path) -> list[Path]:
-    """Write entry points, examples, packages to import and empty folders where such jobs expect them; return the
-    written files.
+    """Create a workspace: entry points, examples, packages to import, and empty folders. Return the written files.
 
     Existing files are not replaced; imports of this package under its earlier name are updated in them.
     """
     if folder.exists() and not folder.is_dir():
         raise TesseraError(
-            f"{folder} is a file", where="tessera migrate workspace", fix="name a folder", code="output.not-a-folder"
+            f"{folder} is a file", where="tessera migrate workspace", fix="pass a folder", code="output.not-a-folder"
         )
     sources = {path.name: path for path in sorted((HERE / "entry").glob("*.py")) if path.name != "__init__.py"}
     features = sources.pop(FEATURES[0])

@@ -32,32 +32,32 @@ from tessera_compat.mindspeed_mm.fsdp2 import (
 
 
 class MultiModalModule(MegatronModule):
-    """Keep the configuration of a model, and the input that an earlier pipeline stage sends it."""
+    """Base class of models: stores the configuration, and the input from the previous pipeline stage."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.input_tensor: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Set the tensor that replaces the input of the forward pass."""
+        """Set the tensor that replaces the input of `forward`."""
         self.input_tensor = input_tensor
 
 
 class FSDP2Mixin:
-    """Let a module shard itself: by the recipe, or by its own `_fully_shard`, with the helpers of `fsdp2`.
+    """Add FSDP2 sharding to a model class: by the recipe, or by the method `_fully_shard` of the class.
 
-    In a run of Tessera the plan of the recipe is what `fsdp2_config` holds. A script that owns its loop calls
+    In a run of Tessera, `fsdp2_config` is made from the recipe. A script with its own training loop calls
     `fully_shard(process_group, fsdp2_config_path)`.
     """
 
-    fsdp2_kwargs: dict[str, Any]  # the keywords of torch's fully_shard for a block
+    fsdp2_kwargs: dict[str, Any]  # keyword arguments of torch's fully_shard for each block
     fsdp2_config: Fsdp2Config
 
     def freeze(self, config: Any) -> None:
-        """Stop the training of some parameters; `TransformersModel` calls it with the model's configuration."""
+        """Freeze parameters. `TransformersModel` calls it with the configuration of the model."""
 
     def post_meta_init(self) -> None:
-        """Compute buffers once memory is allocated; see `AdjustsAfterInit`."""
+        """Compute buffers after memory is allocated; see `AdjustsAfterInit`."""
 
     def shard_itself(self, plan: Plan, arguments: dict[str, Any]) -> None:
         """Apply recompute, sharding and prefetch for a run of Tessera."""
@@ -67,7 +67,7 @@ class FSDP2Mixin:
     def fully_shard(
         self, process_group: dist.ProcessGroup | None = None, fsdp2_config_path: str | Path | None = None, **kwargs: Any
     ) -> bool:
-        """Shard this module over the ranks of a group (None: all) by a file, and return True.
+        """Shard this module over a process group (None: all ranks) by a configuration file, and return True.
 
         Parameters on the meta device are allocated, filled by `init_weights` and completed by `post_meta_init`.
         """
@@ -85,10 +85,10 @@ class FSDP2Mixin:
         config = Fsdp2Config() if fsdp2_config_path is None else Fsdp2Config.load_from_yaml(fsdp2_config_path)
         if config.expert_parallel_size > 1:
             raise TesseraError(
-                f"{type(self).__name__} is sharded by its own code, and experts are distributed by the plan of a run",
+                f"{type(self).__name__} shards itself, but expert parallelism needs the parallel plan of a run",
                 where=f"{fsdp2_config_path}: expert_parallel_size",
                 allowed=[1],
-                fix="train it by a recipe of a family with experts, where it is parallel.ep",
+                fix="train a model family with experts by a recipe with parallel.ep",
                 code="job.experts-of-class",
             )
         self.fsdp2_config = config
@@ -103,7 +103,7 @@ class FSDP2Mixin:
             self.fsdp2_kwargs["ignored_params"] = parameters
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Fsdp2Config) -> None:
-        """Shard by the configuration. A class may override this."""
+        """Shard this module by the configuration. Subclasses may override it."""
         set_recompute_modules_to_wrap(self._module, fsdp2_config.recompute_modules, fsdp2_config.use_reentrant)
         set_fullyshard_modules_to_wrap(self._module, fsdp2_config.sub_modules_to_wrap, **fsdp2_kwargs)
         set_modules_to_prefetch(
@@ -114,7 +114,7 @@ class FSDP2Mixin:
         )
 
     def _post_fully_shard(self) -> None:
-        """Run after sharding. A class may override this."""
+        """Do nothing after sharding. Subclasses may override it."""
 
     def _run_fully_shard(self) -> None:
         with sharding(self._module, self.fsdp2_config, self.fsdp2_kwargs):
@@ -128,7 +128,7 @@ class FSDP2Mixin:
         if not isinstance(self, InitializesItself):
             raise TesseraError(
                 f"{type(self).__name__} is on the meta device and has no init_weights() to fill its parameters",
-                fix="add WeightInitMixin to its bases, or build it on a device",
+                fix="add WeightInitMixin to its bases, or build it on a real device",
                 code="job.meta-without-init",
             )
         module.to_empty(device="cpu" if self.fsdp2_config.offload_to_cpu else device_of_group(group))
@@ -138,11 +138,13 @@ class FSDP2Mixin:
         self.post_meta_init()
 
     def _share_copies(self, group: dist.ProcessGroup) -> None:
-        """Give all copies of a parameter or shard the numbers of their first rank: each rank drew its own."""
+        """Broadcast each replicated parameter or shard from its first rank: ranks drew different initial values."""
         mesh = self.fsdp2_kwargs["mesh"]
         copies = mesh.get_group(REPLICATE) if REPLICATE in (mesh.mesh_dim_names or ()) else None
         for parameter in self._module.parameters():
-            ranks = copies if isinstance(parameter, DTensor) else group  # ignored modules are unsharded
+            ranks = (
+                copies if isinstance(parameter, DTensor) else group
+            )  # parameters of ignored modules are replicated on all ranks
             if ranks is not None:
                 first = dist.get_process_group_ranks(ranks)[0]
                 dist.broadcast(local_shard(parameter.detach()), first, group=ranks)
@@ -153,21 +155,21 @@ class FSDP2Mixin:
 
 
 class WeightInitMixin:
-    """Draw initial weights by rule: biases are zero, weights of norms are one, everything else is normal.
+    """Initialize weights: biases are zero, weights of norms are one, other weights are normally distributed.
 
-    In a run this happens on the unsharded module in host memory, with the run's seed. Each rank takes its shards, so
-    any layout starts from the same numbers. A model too large for that has `initialize(name, tensor, generator)`
-    instead, or loads weights.
+    In a run, each rank initializes the full module in host memory with the seed of the run, and keeps its shards. So
+    every layout starts from the same weights. A model that is too large for this defines
+    `initialize(name, tensor, generator)` instead, or loads weights.
     """
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fill every parameter of this module and of those below it."""
+        """Initialize all parameters of this module and its submodules."""
         for part in cast(nn.Module, self).modules():
             self._init_weights(part)
 
     def _init_weights(self, module: nn.Module, std: float = 0.02) -> None:
-        """Fill the parameters of one module, without those below it."""
+        """Initialize the parameters of a module, without its submodules."""
         for name, parameter in module.named_parameters(recurse=False):
             if name.endswith("bias"):
                 parameter.zero_()

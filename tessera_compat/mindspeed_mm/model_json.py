@@ -26,7 +26,7 @@ from tessera_compat.mindspeed_mm.report import (
 )
 
 AUX_LOSS, _LOGITS = "text.experts.router_aux_loss_coef", "text.experts.output_router_logits"
-TEXT, VISION = "text.layers", "vision.blocks"  # where our models keep the layers of a tower
+TEXT, VISION = "text.layers", "vision.blocks"  # paths of the layers in Tessera's models
 _DTYPE = unneeded("precision is set by --bf16 or --fp16")
 _KERNEL = unneeded("the fastest implementation that the device has is chosen by itself")
 _FAMILY = unneeded("the family says it")
@@ -144,7 +144,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "qwen2_vl": {
         **_GRID,
         "hidden_size": sets("vision.embed_dim"),
-        "ffn_hidden_size": sets("vision.mlp_ratio"),  # after a division by the width
+        "ffn_hidden_size": sets("vision.mlp_ratio"),  # `_set_mlp_ratio` divides it by the width
     },
     "qwen2_5_vl": {
         **_GRID,
@@ -162,14 +162,14 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "glm4v": {
         **_GRID,
         "hidden_size": sets("vision.hidden_size"),
-        # The tower's own width and that of its merger are one field here.
+        # One field of the family has the width of the encoder's MLPs and of the merger.
         **all_of(_FAMILY, "ffn_hidden_size intermediate_size tokens_per_second window_attn_size"),
         "image_size": sets("vision.image_size"),
     },
     "internvl": _TILED,
     "llava": _TILED,
 }
-# Ids of vision encoders in model.json -> our families. Qwen2.5-VL differs from Qwen2-VL by its windows.
+# model_id of a vision encoder -> family. Qwen2.5-VL has the id of Qwen2-VL, but also window sizes.
 _ENCODERS = {
     "qwen2vit": "qwen2_vl",
     "qwen2_5_vit": "qwen2_5_vl",
@@ -216,20 +216,20 @@ COMPARED = (  # fields that must be equal in the folder and in model.json
 
 @dataclass
 class ModelFile:
-    """Hold the content of a `model.json` under Tessera's names."""
+    """Store the content of a `model.json` as recipe settings."""
 
-    family: str | None = None  # None: read from the folder
+    family: str | None = None  # None: detected from the folder
     folder: str | None = None  # init_from_hf_path
     fields: dict[str, Any] = field(default_factory=dict)  # dotted keys of model.config
     freeze: list[str] = field(default_factory=list)
-    layers: dict[str, list[int]] = field(default_factory=dict)  # stream -> layers of each stage
-    depths: dict[str, Any] = field(default_factory=dict)  # stream -> all its layers, num_layers
-    recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # tower -> its recompute_* keys
+    layers: dict[str, list[int]] = field(default_factory=dict)  # stream -> number of layers on each pipeline stage
+    depths: dict[str, Any] = field(default_factory=dict)  # stream -> num_layers, the total number of layers
+    recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # stream -> its recompute_* keys
     offload: list[str] = field(default_factory=list)
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Return the fields that are a choice of training, not a size that the folder of the weights decides."""
+        """Return the fields that are training options. Sizes are read from config.json of the folder instead."""
         return {key: value for key, value in self.fields.items() if key.startswith(("text.experts.router", _LOGITS))}
 
 
@@ -237,9 +237,9 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     """Translate a `model.json`, or the `model` section of a YAML job. Every key gets a line in the report."""
     if "predictor" in data or "ae" in data:
         raise TesseraError(
-            "this describes a model of image or video generation",
+            "model.json describes an image or video generation model",
             where=source,
-            fix="pretrain_sora.py trains it",
+            fix="train it with pretrain_sora.py",
             code="job.generation-model",
         )
     encoder, text = part_of(data, "image_encoder", source), part_of(data, "text_decoder", source)
@@ -272,13 +272,13 @@ def read_model(data: Mapping[str, Any], source: str, report: JobReport) -> Model
     )
     _set_mlp_ratio(file.fields, source)
     _towers(file, vision, projector, text, source, report)
-    if file.folder is not None:  # sizes there only satisfy an argument check; the folder's config.json decides
+    if file.folder is not None:  # config.json of the folder has the sizes; those in model.json have no effect
         file.fields = file.chosen
     return file
 
 
 def _plain_rope(text: Mapping[str, Any], source: str, report: JobReport) -> Mapping[str, Any]:
-    """Return the section without dynamic scaling of positions, which changes none below max_position_embeddings."""
+    """Return the section without dynamic RoPE scaling, which changes nothing below max_position_embeddings."""
     scaling = text.get("rope_scaling")
     if not isinstance(scaling, Mapping) or scaling.get("type", scaling.get("rope_type")) != "dynamic":
         return text
@@ -288,7 +288,7 @@ def _plain_rope(text: Mapping[str, Any], source: str, report: JobReport) -> Mapp
 
 
 def with_aux_loss(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with the load balancing loss switched on where its weight is set; 0 leaves it off."""
+    """Return the fields with the load balancing loss switched on if its coefficient is not 0."""
     rest = {key: value for key, value in fields.items() if key != AUX_LOSS}
     weight = fields.get(AUX_LOSS)
     return {**rest, AUX_LOSS: weight, _LOGITS: True} if weight else rest
@@ -298,11 +298,11 @@ def _family(vision: Mapping[str, Any], source: str) -> str:
     name = str(vision.get("model_id"))
     if name not in _ENCODERS:
         raise TesseraError(
-            f"image_encoder.vision_encoder.model_id {name!r} belongs to no family here",
+            f"image_encoder.vision_encoder.model_id {name!r} is not supported",
             where=source,
             allowed=_ENCODERS,
             nearest=nearest(name, _ENCODERS),
-            fix="name one of these, or a Hugging Face folder in init_from_hf_path",
+            fix="use one of the allowed ids, or set init_from_hf_path to a Hugging Face folder",
             code="job.vision-encoder",
         )
     return "qwen2_5_vl" if name == "qwen2vit" and "window_attn_size" in vision else _ENCODERS[name]
@@ -317,7 +317,7 @@ def _ids(
     report: JobReport,
     file: ModelFile,
 ) -> None:
-    """Report the family that the names of model and parts select, or that there is none."""
+    """Report which family the model_id keys select, or that no family supports them."""
     why_not = unknown_model(data.get("model_id"), file.folder) if file.family is None else None
     note = f"model.family={file.family}" if file.family else why_not or "model.family: detected from the folder"
     outcome: Outcome = "not supported" if why_not else "mapped"
@@ -333,7 +333,7 @@ def _ids(
 
 
 def unknown_model(name: Any, folder: str | None) -> str | None:
-    """Return why nothing here trains a model of this name; None where a family does, or a folder on this machine."""
+    """Return why a model_id is not supported; None if a family supports it, or if its folder is on this machine."""
     here = folder is not None and (Path(folder) / CONFIG_FILE).is_file()
     if name is None or here or str(name) in _known_ids():
         return None
@@ -350,7 +350,7 @@ def _known_ids() -> frozenset[str]:
 
 
 def _set_mlp_ratio(fields: dict[str, Any], source: str) -> None:
-    """Set `mlp_ratio`: Qwen2-VL states the width of its vision MLPs as a multiple of the encoder's width."""
+    """Set `mlp_ratio` of Qwen2-VL: the width of its vision MLPs divided by the width of the encoder."""
     wide = fields.pop("vision.mlp_ratio", None)
     if wide is None or "vision.embed_dim" not in fields:
         return
@@ -372,7 +372,7 @@ def _towers(
     source: str,
     report: JobReport,
 ) -> None:
-    """Read freezing, stages, recomputation and offload of the parts."""
+    """Read the settings of vision encoder, projector and text decoder: freezing, stages, recomputation, offload."""
     parts = (
         ("image_encoder.vision_encoder", vision, "vision", ["vision"], True),
         ("image_encoder.vision_projector", projector, "projector", ["projector"], False),
@@ -407,30 +407,30 @@ def _towers(
 
 
 def flat_layers(value: Any, where: str) -> list[int]:
-    """Return the layers of each stage in order; of a list of lists, the outer one counts virtual stages."""
+    """Return the number of layers of each stage as a flat list. A list of lists has a list per virtual stage."""
     rows = value if isinstance(value, list) and value and all(isinstance(row, list) for row in value) else [value]
     rows = [row if isinstance(row, list) else [None] for row in rows]
     flat = [layers for row in rows for layers in row]
     if not flat or any(not isinstance(layers, int) or layers < 0 for layers in flat):
         raise TesseraError(
-            f"{value!r} is no list of numbers of layers",
+            f"{value!r} is not a list of layer counts",
             where=where,
             fix="write [1, 10, 10, 7]",
             code="job.layer-counts",
         )
     if len({len(row) for row in rows}) > 1:
-        raise TesseraError("every virtual stage needs as many entries", where=where, code="job.layer-counts")
+        raise TesseraError("the lists of virtual stages have different lengths", where=where, code="job.layer-counts")
     return flat
 
 
 def recompute_patterns(settings: Mapping[str, Any], modules: str, stages: Sequence[int] | None) -> list[str]:
-    """Return the modules that Megatron's three recompute settings name.
+    """Translate Megatron's three recompute settings to module patterns.
 
-    `stages`: layers of each stage, when there is a pipeline. uniform recomputes every layer, in chunks; block the first
-    layers of each stage.
+    `stages`: number of layers on each pipeline stage. The method uniform recomputes every layer; block recomputes the
+    first layers of each stage.
     """
     if settings.get("recompute_granularity") != "full":
-        return []  # selective: attention saves no scores that could be recomputed
+        return []  # selective recomputation has no effect: attention stores no scores here
     number = settings.get("recompute_num_layers")
     if settings.get("recompute_method") != "block" or number is None:
         return [f"{modules}.{{*}}"]

@@ -14,7 +14,7 @@ _LAYERS, _BLOCKS = ("text.layers.{*}",), ("vision.blocks.{*}",)
 
 
 def _decoder(layers: str, embedding: str, norm: str, rotary: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of the parts of a text decoder. Rotary embeddings have no parameters, and no module here."""
+    """Return the names of modules in a text decoder. Rotary embeddings are no module in Tessera."""
     return {layers: ("text.layers",), embedding: ("text.embed",), norm: ("text.norm",), rotary: ()}
 
 
@@ -28,12 +28,12 @@ def _in_transformers(prefix: str) -> dict[str, tuple[str, ...]]:
     return _decoder(*(f"{prefix}{name}" for name in ("layers", "embed_tokens", "norm", "rotary_emb")))
 
 
-# Classes by their name: files give the import path, which may hold the name of a folder (transformers_modules.FOLDER).
+# Class name -> paths. Files contain import paths, which may include a folder name (transformers_modules.FOLDER).
 _CLASSES: Names = {
     "LanguageModelEmbedding": ("text.embed",),
     "RotaryEmbedding": (),
-    "TransformerLayer": (*_BLOCKS, *_LAYERS),  # of Megatron
-    "VisionModel": ("vision", "projector"),  # of MindSpeed-MM
+    "TransformerLayer": (*_BLOCKS, *_LAYERS),  # class of Megatron
+    "VisionModel": ("vision", "projector"),  # classes of MindSpeed-MM
     **dict.fromkeys(("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer"), _LAYERS),
     **dict.fromkeys(("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer"), _LAYERS),
     **dict.fromkeys(("Qwen3VLMoeTextDecoderLayer", "Glm4vTextDecoderLayer"), _LAYERS),
@@ -55,7 +55,7 @@ _VISION = {
     ".merger": ("projector",),
     ".deepstack_merger_list": ("projector.taps",),
 }
-# Encoders of InternVL and LLaVA, as the original classes and those of transformers nest them.
+# Module paths of InternVL and LLaVA encoders in the original code and in transformers.
 _TOWERS = {
     "": ("vision",),
     ".embeddings": ("vision.patch_embed", "vision.table"),
@@ -93,7 +93,7 @@ VISION_LANGUAGE_NAMES: Names = {
     **_CLASSES,
 }
 
-# A generation job of MindSpeed-MM calls the transformer `predictor`. Its encoders are not part of the model here.
+# Generation jobs call the transformer `predictor`. In Tessera its encoders are not part of the model.
 GENERATION_NAMES: Names = {
     "predictor": ("blocks.{*}", "single_blocks.{*}"),
     "predictor.blocks": ("blocks",),  # Wan
@@ -106,10 +106,10 @@ GENERATION_NAMES: Names = {
 
 
 def module_names(model: nn.Module) -> Names:
-    """Return the other names of a model's modules, with the paths that each name selects."""
+    """Return other names of a model's modules -> the paths that each name selects."""
     from tessera_compat.mindspeed_mm.classes import TransformersModel
 
-    if isinstance(model, TransformersModel):  # patterns name the modules of the class that it wraps
+    if isinstance(model, TransformersModel):  # patterns are paths inside of the wrapped model
         return {name: (f"model.{name}",) for name, _ in model.model.named_children()}
     if not any(base.__module__.partition(".")[0] in ("tessera", "tessera_compat") for base in type(model).__mro__):
         return {}

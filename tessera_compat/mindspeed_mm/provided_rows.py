@@ -26,7 +26,7 @@ PROVIDER = "train_valid_test_datasets_provider"
 
 
 class RestartingIterator(Iterator[Any]):
-    """Yield the batches of a loader, without end. A run that is given one reads the loader itself, by number."""
+    """Yield the batches of a loader, again and again. A run uses the loader behind it, to request batches by number."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -37,9 +37,9 @@ class RestartingIterator(Iterator[Any]):
 
 
 class ProvidedRows(LoaderBatches):
-    """Read rows of data that the caller gives after the trainer is built: row r is one micro-batch of one rank.
+    """Read the user's data as rows. Row r is a micro-batch of a rank; the data is set after the trainer is built.
 
-    Ranks that share their batches (context parallelism) follow each other, `cp` at a time.
+    `cp` consecutive ranks read the same batches: context parallelism splits their sequences.
     """
 
     def __init__(self, name: str, *, seed: int, samples: int, cp: int = 1) -> None:
@@ -48,18 +48,18 @@ class ProvidedRows(LoaderBatches):
         self.bound = False
         self._position, self._ranks = 0, 1
         self._in_turn = self._positioned = False
-        self._first: int | None = None  # micro-batch of this rank that the data begins with, where it has no numbers
+        self._first: int | None = None  # for iterators: number of the micro-batch that the iterator returns first
 
     def check_ranks(self, position: int, count: int) -> None:
         self._position, self._ranks = position, count
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the position of this rank among the ranks that read rows, and their number."""
+        """Return the index of this rank among the ranks that read rows, and the number of these ranks."""
         return self._position, self._ranks
 
     def bind(self, data: Any) -> None:
-        """Take the batches from this loader, iterable or iterator."""
+        """Set the data: a loader, an iterable or an iterator."""
         if isinstance(data, RestartingIterator):
             data = data.loader
         if not hasattr(data, "__iter__"):
@@ -73,7 +73,7 @@ class ProvidedRows(LoaderBatches):
                     "an iterator",
                     "None",
                 ],
-                fix="return three of these: train, valid and test",
+                fix="return train, valid and test data of an allowed type",
                 code="job.provided-data",
             )
         sampler = distributed_sampler(data)
@@ -96,12 +96,12 @@ class ProvidedRows(LoaderBatches):
         (row,) = rows
         if not self.bound:
             raise TesseraError(
-                f"there is no {self.name} data",
+                f"the run has no {self.name} data",
                 where=PROVIDER,
-                fix="return it from the provider",
+                fix="return it from the data provider",
                 code="job.provided-data-missing",
             )
-        number = row // self._ranks  # among the micro-batches of this rank
+        number = row // self._ranks  # number of the micro-batch on this rank
         if self._in_turn:
             replicas = self._ranks // self.cp
             number = number * replicas + self._position // self.cp
@@ -138,7 +138,7 @@ class ProvidedRows(LoaderBatches):
             raise TesseraError(
                 f"the {self.name} data ended after {self._next} micro-batches of this rank",
                 where=PROVIDER,
-                fix="return the DataLoader instead of its iterator, or one that begins again (`build_iterations`)",
+                fix="return the DataLoader instead of its iterator, or an endless iterator (`build_iterations`)",
                 code="job.data-ended",
             )
         return super()._new_pass()

@@ -21,7 +21,7 @@ from tessera_compat.shards.files import LATEST
 KEEP_ALL = 10**6  # checkpoints
 COMMAND_LINE = "command line"
 _OPTIMIZERS = ("fused_adamw", "fused_torch_adamw", "fused_ema_adamw")
-# Linear layers by their names in Megatron and in transformers -> ours, in the text tower and in the vision tower.
+# Name of a linear layer in Megatron or transformers -> its names in Tessera, in the text and the vision tower.
 _LINEAR = {
     "linear_qkv": (("attn.{q,k,v}",), ("attn.qkv",)),
     "linear_proj": (("attn.o",), ("attn.proj",)),
@@ -37,7 +37,7 @@ _LINEAR = {
     "qkv": ((), ("attn.qkv",)),
 }
 _PARTS = {"text_decoder": "text", "image_encoder": "vision"}
-# Keys of tools.json -> the recipe key; "": the profile of a run has it anyway.
+# Key of tools.json -> recipe key; "": every profile of Tessera contains it.
 _DETAILS = ("level", "with_stack", "record_shapes", "with_cpu", "save_path", "data_simplification", "analyse_flag")
 TOOL_KEYS: dict[str, dict[str, str]] = {
     "profile": {
@@ -62,7 +62,7 @@ TOOL_KEYS: dict[str, dict[str, str]] = {
 
 
 def note_behaviour(report: JobReport, *, calculates_tokens: bool, pairs: bool) -> None:
-    """Report how a run here differs from MindSpeed-MM by default."""
+    """Report how runs of Tessera differ from MindSpeed-MM by default."""
     if pairs:
         note = "data.truncate=never: a pair that is too long is skipped and listed"
     else:
@@ -74,13 +74,13 @@ def note_behaviour(report: JobReport, *, calculates_tokens: bool, pairs: bool) -
 
 
 def data_section(data: DataFile) -> dict[str, Any]:
-    """Return the data section of a recipe."""
+    """Return the `data` section of the recipe."""
     kind, truncate = ("preference", "never") if data.pairs else ("chat", "turns")
     return {"kind": kind, **nested(data.section), "truncate": truncate}
 
 
 def run_place(folder: str | None) -> tuple[str, str]:
-    """Return `out` and `name` of a run that is to be saved in this folder."""
+    """Return `out` and `name` of the recipe, for a run that is saved in this folder."""
     if folder is None:
         return "runs", "job"
     path = Path(folder)
@@ -88,7 +88,7 @@ def run_place(folder: str | None) -> tuple[str, str]:
 
 
 def place_sections(args: Any) -> dict[str, Any]:
-    """Return where a run is saved, how often, and how it is logged."""
+    """Return the recipe sections for the run folder, checkpoints and logging."""
     out, name = run_place(args.save)
     checkpoint: dict[str, Any] = {"keep": KEEP_ALL}
     if args.save_interval:
@@ -102,7 +102,7 @@ def place_sections(args: Any) -> dict[str, Any]:
 
 
 def lora_section(args: Any, targets: Sequence[str]) -> dict[str, Any]:
-    """Return the section of adapters."""
+    """Return the `model.lora` section of the recipe."""
     lora: dict[str, Any] = {"rank": args.lora_r, "alpha": args.lora_alpha, "targets": list(targets)}
     if args.lora_dropout:
         lora["dropout"] = args.lora_dropout
@@ -112,7 +112,7 @@ def lora_section(args: Any, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_lora_flags(args: Any) -> None:
-    """Raise an error for flags of adapters in a job that names no layer to adapt."""
+    """Raise for LoRA flags in a job without `--lora-target-modules`."""
     flags = [name for name in args.typed if name.startswith("lora")]
     if flags:
         raise TesseraError(
@@ -125,8 +125,11 @@ def refuse_lora_flags(args: Any) -> None:
 def parallel_section(
     args: Any, layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any], main: str
 ) -> dict[str, Any]:
-    """Return the layout of a job. `layers`: of each stream on each stage; `depths`: all layers of each stream; `main`:
-    the stream that a list needs. A single stage has all layers, and lists are ignored."""
+    """Return the `parallel` section of the recipe.
+
+    `layers`: stream -> layers on each stage. `depths`: stream -> total layers. `main`: the stream whose list of layers
+    is required. Without a pipeline the lists have no effect.
+    """
     virtual = args.virtual_pipeline_model_parallel_size or 1
     stages = args.pipeline_model_parallel_size * virtual
     if stages > 1:
@@ -164,32 +167,35 @@ def shards_weights(args: Any) -> bool:
 
 
 def check_stages(layers: Mapping[str, Sequence[int]], depths: Mapping[str, Any], stages: int, model_json: str) -> None:
-    """Raise an error unless every list of layers has an entry for each stage, and together all layers."""
+    """Raise unless every list of layers has an entry for each stage, and sums to the number of layers."""
     for stream, counts in layers.items():
         if len(counts) != stages:
             raise TesseraError(
                 f"pipeline_num_layers of {stream} has {len(counts)} entries for {stages} stages",
                 where=model_json,
-                fix="it needs one entry for each stage (--pipeline-model-parallel-size, times the virtual stages)",
+                fix="write an entry for each stage (--pipeline-model-parallel-size times the virtual stages)",
                 code="job.layer-counts",
             )
         depth = depths.get(stream)
         if isinstance(depth, int) and sum(counts) != depth:
             raise TesseraError(
-                f"pipeline_num_layers {list(counts)} of {stream} adds up to {sum(counts)}, num_layers is {depth}",
+                f"pipeline_num_layers {list(counts)} of {stream} sums to {sum(counts)}, but num_layers is {depth}",
                 where=model_json,
-                fix="the two must agree",
+                fix="change one of the two",
                 code="job.layer-counts",
             )
 
 
 def training_steps(args: Any) -> int:
-    """Return how many steps a job trains."""
+    """Return the number of training steps of a job."""
     steps = args.train_iters if args.train_iters is not None else (args.train_samples or 0) // args.global_batch_size
     if not steps or args.lr is None:
         missing = "--lr 1e-5" if steps else "--train-iters N"
         raise TesseraError(
-            f"{missing.split()[0]} is not given", where=COMMAND_LINE, fix=missing, code="job.required-flag"
+            f"the required flag {missing.split()[0]} is missing",
+            where=COMMAND_LINE,
+            fix=missing,
+            code="job.required-flag",
         )
     return int(steps)
 
@@ -198,7 +204,7 @@ def optimizer_section(args: Any, steps: int) -> dict[str, Any]:
     """Return the optimizer and its schedule, without parameter groups."""
     if args.optimizer != "adam":
         raise TesseraError(
-            f"--optimizer {args.optimizer} is not among the optimizers",
+            f"--optimizer {args.optimizer} is not supported",
             where=COMMAND_LINE,
             allowed=["adam"],
             code="job.flag-value",
@@ -223,7 +229,7 @@ def optimizer_section(args: Any, steps: int) -> dict[str, Any]:
 
 
 def ema_setting(args: Any) -> dict[str, Any]:
-    """Return the setting of the weights' average, where the chosen optimizer has one."""
+    """Return the setting of the EMA of the weights, if the selected optimizer has one."""
     average = {"decay": args.ema_decay, "warmup": False}
     return {"ema": average} if args.optimizer_selection == "fused_ema_adamw" else {}
 
@@ -231,9 +237,9 @@ def ema_setting(args: Any) -> dict[str, Any]:
 def _schedule(args: Any, steps: int) -> dict[str, Any]:
     if args.lr_decay_iters not in (None, steps):
         raise TesseraError(
-            f"--lr-decay-iters is {args.lr_decay_iters}, and there are {steps} steps",
+            f"--lr-decay-iters {args.lr_decay_iters} differs from the {steps} training steps",
             where=COMMAND_LINE,
-            fix="the learning rate decays until the end of the run here; leave it out",
+            fix="remove it: the learning rate decays until the end of the run",
             code="job.decay-steps",
         )
     warmup = args.lr_warmup_iters or round((args.lr_warmup_fraction or 0) * steps)
@@ -244,7 +250,7 @@ def _schedule(args: Any, steps: int) -> dict[str, Any]:
 
 
 def precision_section(args: Any) -> dict[str, Any]:
-    """Return the types of weights and of computation; an FSDP2 file may set the latter."""
+    """Return the `precision` section of the recipe. An FSDP2 file may set the compute dtype instead."""
     compute = "bfloat16" if args.bf16 or args.downcast_to_bf16 else "float16" if args.fp16 else "float32"
     section: dict[str, Any] = {"weights": "bfloat16" if args.downcast_to_bf16 else "float32"}
     file = None if args.fsdp2_config_path is None else read_fsdp2_file(Path(args.fsdp2_config_path))
@@ -254,7 +260,7 @@ def precision_section(args: Any) -> dict[str, Any]:
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as a tree."""
+    """Return a nested mapping from dotted keys."""
     tree: dict[str, Any] = {}
     for dotted, value in fields.items():
         put(tree, dotted, list(value) if isinstance(value, tuple) else value)
@@ -262,7 +268,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_foreign_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds weights of a job: shards by rank under release/ or iter_*/, or DCP."""
+    """Return whether a folder contains weights of a MindSpeed-MM job: shards under release/ or iter_*/, or DCP."""
     if (folder / "config.json").is_file() or (folder / "config.yaml").is_file():
         return False
     if (folder / METADATA).is_file():
@@ -272,7 +278,7 @@ def is_foreign_checkpoint(folder: Path) -> bool:
 
 def foreign_checkpoint(folder: str, where: str, named: str = "as tokenizer in data.json") -> TesseraError:
     return TesseraError(
-        f"{folder} holds shards, which do not name their model",
+        f"{folder} contains shards, which do not name their model",
         where=where,
         fix=f"name the Hugging Face folder that they were converted from: {named}, or in place of "
         "them (LOAD_PATH=ckpt/hf_path/...); or convert them back with mm-convert CONVERTER mm_to_hf",
@@ -288,14 +294,14 @@ def family_of_folder(folder: str | None) -> str | None:
 
 
 def compare_with_folder(folder: str, model: ModelFile) -> None:
-    """Raise an error where the sizes in model.json are not those of the weights; a folder that is not here passes."""
+    """Raise if sizes in model.json differ from config.json of the weights. A folder that is not here is not checked."""
     described = any((Path(folder) / name).is_file() for name in ("config.json", "config.yaml"))
     if model.family is None or not described:
         return
     spec, config = resolve(ModelSection(path=Path(folder)))
     if spec.name != model.family:
         raise TesseraError(
-            f"{folder} is a {spec.name}, model.json describes a {model.family}",
+            f"{folder} contains a {spec.name}, but model.json describes a {model.family}",
             where="model.json",
             code="job.model-family-differs",
         )
@@ -305,15 +311,15 @@ def compare_with_folder(folder: str, model: ModelFile) -> None:
             at = getattr(at, part) if part in type(at).model_fields else None
         if dotted.rpartition(".")[2] in COMPARED and at is not None and at != value:
             raise TesseraError(
-                f"{dotted} is {value} in model.json, and {at} in {folder}",
+                f"{dotted} is {value} in model.json, but {at} in {folder}",
                 where="model.json",
-                fix="describe the model that the weights belong to",
+                fix="correct model.json: it must describe the model of the weights",
                 code="job.model-size-differs",
             )
 
 
 def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list[str]:
-    """Return our patterns for the linear layers that `--lora-target-modules` names.
+    """Translate `--lora-target-modules` to patterns of Tessera's linear layers.
 
     Names are those of Megatron or of transformers, or paths that end in one.
     """
@@ -327,7 +333,7 @@ def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list
         last = name.rpartition(".")[2]
         if last not in _LINEAR:
             raise TesseraError(
-                f"no linear layer is called {name!r} here",
+                f"no linear layer has the name {name!r}",
                 where=where,
                 allowed=_LINEAR,
                 nearest=nearest(last, _LINEAR),
@@ -335,18 +341,18 @@ def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list
             )
         text, vision = _LINEAR[last]
         patterns += [f"{TEXT}.{{*}}.{layer}" for layer in text if "text" in chosen]
-        # Megatron's names occur in both towers; the names of transformers differ.
+        # A name of Megatron can be in both towers; names of transformers differ between the towers.
         if vision and "vision" in chosen and (not text or "image_encoder" in parts):
             patterns += [f"{VISION}.{{*}}.{layer}" for layer in vision]
     if not patterns:
         raise TesseraError(
-            f"{' '.join(names)} names no layer of {' '.join(parts)}", where=where, code="job.adapter-layer"
+            f"{' '.join(names)} matches no layer of {' '.join(parts)}", where=where, code="job.adapter-layer"
         )
     return list(dict.fromkeys(patterns))
 
 
 def our_modules(name: str, where: str) -> list[str]:
-    """Return our paths of a module that MindSpeed-MM, Megatron or transformers calls `name`, a path or a pattern."""
+    """Return the paths in Tessera of a module that MindSpeed-MM, Megatron or transformers calls `name`."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         paths = VISION_LANGUAGE_NAMES.get(".".join(parts[:length]))
@@ -355,7 +361,7 @@ def our_modules(name: str, where: str) -> list[str]:
     if parts[0] in ("vision", "projector", "text", "head"):
         return [name]
     raise TesseraError(
-        f"no module is called {name!r} here",
+        f"no module has the name {name!r}",
         where=where,
         allowed=VISION_LANGUAGE_NAMES,
         nearest=nearest(name, VISION_LANGUAGE_NAMES),
@@ -391,7 +397,10 @@ def set_tools(recipe: dict[str, Any], tools: Mapping[str, Any], source: str, rep
     numbers = [steps.get("start_step") or 1, steps.get("end_step") or 1, *(ranks if isinstance(ranks, list) else [""])]
     if not all(isinstance(number, int) for number in numbers):
         raise TesseraError(
-            "start_step, end_step and ranks are integers", where=source, fix='"ranks": [0]', code="job.profile-steps"
+            "start_step, end_step and ranks must be integers",
+            where=source,
+            fix='"ranks": [0]',
+            code="job.profile-steps",
         )
     first = max(1, numbers[0])
     recipe["profile"] = {

@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 from tessera.errors import TesseraError, nearest
 
-Outcome = Literal["mapped", "not needed", "not supported", "differs"]  # differs: done in another way
+Outcome = Literal[
+    "mapped", "not needed", "not supported", "differs"
+]  # differs: the effect is not the same as in MindSpeed-MM
 _RECIPE_KEY = re.compile(r"\b(?:model|data|train|optim|parallel|precision|checkpoint|log|profile|guard)(?:\.[a-z]\w*)+")
 
 
 @dataclass(frozen=True)
 class ReportEntry:
-    """Hold one flag or key of a job with its value, and the outcome of its translation."""
+    """Store a flag or key of a job, its value, and the outcome of its translation."""
 
     source: str  # file, or "command line"
     key: str
@@ -41,7 +43,7 @@ class JobReport:
         self.entries.append(ReportEntry(source, key, value, outcome, note))
 
     def change(self, key: str, note: str) -> None:
-        """Report that a key which usually sets something has no effect in this job, with the reason."""
+        """Change the entry of a key to "not needed", with the reason: it has no effect in this job."""
         entries = [replace(one, outcome="not needed", note=note) if one.key == key else one for one in self.entries]
         self.entries = entries
 
@@ -50,7 +52,7 @@ class JobReport:
         return [entry for entry in self.entries if entry.outcome == "not supported"]
 
     def settle(self, recipe: Mapping[str, Any]) -> None:
-        """Correct the entries of keys that have a place in a recipe, where this one does not have it after all."""
+        """Correct the entries whose recipe key is not in the final recipe."""
         for number, entry in enumerate(self.entries):
             keys = recipe_keys(entry.note)
             if entry.outcome != "mapped" or not keys or any(_has(recipe, key) for key in keys):
@@ -63,7 +65,7 @@ class JobReport:
             self.entries[number] = replace(entry, outcome="not needed", note=note)
 
     def lines(self) -> list[str]:
-        """Return the report as text: by source, and a last line with the counts."""
+        """Return the report as lines of text, grouped by source. The last line has the counts."""
         lines: list[str] = []
         for source in dict.fromkeys(entry.source for entry in self.entries):
             lines.append(f"{source}:")
@@ -72,19 +74,19 @@ class JobReport:
         return [*lines, ", ".join(f"{counts[one]} {one}" for one in _OUTCOMES if counts[one] or one != "differs")]
 
     def check(self) -> None:
-        """Raise an error that lists everything that is not supported."""
+        """Raise an error that lists all settings that are not supported."""
         if not self.refused:
             return
         lines = "\n    ".join(f"{entry.source}: {entry.key}: {entry.note}" for entry in self.refused)
         raise TesseraError(
             f"{len(self.refused)} settings of this job are not supported:\n    {lines}",
-            fix="leave them out or change them; tessera migrate JOB writes the recipe of the rest",
+            fix="remove or change them; tessera migrate JOB writes a recipe without them",
             code="job.refused-settings",
         )
 
 
 def recipe_keys(note: str) -> list[str]:
-    """Return the keys of a recipe that a note names."""
+    """Return the recipe keys that a note mentions."""
     return [key for key in _RECIPE_KEY.findall(note) if not key.endswith(".json")]
 
 
@@ -92,7 +94,7 @@ _OUTCOMES: tuple[Outcome, ...] = ("mapped", "not needed", "not supported", "diff
 
 
 def _has(tree: Any, dotted: str) -> bool:
-    """Return whether a recipe has a key; below a list nothing is looked for."""
+    """Return whether a recipe contains a dotted key. Keys inside of a list count as contained."""
     for part in dotted.split("."):
         if not isinstance(tree, Mapping):
             return True
@@ -104,14 +106,14 @@ def _has(tree: Any, dotted: str) -> bool:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """State how to translate one key: it sets a target, is fixed to some values, or has an outcome with a note."""
+    """Describe how to translate a key: it sets a target, must have an allowed value, or has a fixed outcome."""
 
-    target: str = ""  # dotted path of the setting
-    allowed: tuple[Any, ...] = ()  # the values it may have
+    target: str = ""  # dotted recipe key that it sets
+    allowed: tuple[Any, ...] = ()  # values that are supported
     note: str = ""
-    outcome: Outcome = "not needed"  # any other: unless the key is off: null, false, 0 or empty
+    outcome: Outcome = "not needed"  # of other values, unless the key is off: null, false, 0 or empty
     convert: Callable[[Any], Any] | None = None
-    yields: bool = False  # another key with the same target wins
+    yields: bool = False  # another key that sets the same target has priority
 
 
 def sets(target: str, convert: Callable[[Any], Any] | None = None, *, yields: bool = False) -> KeyRule:
@@ -147,7 +149,7 @@ def translate(
     handled: frozenset[str] | set[str] = frozenset(),
     section: str = "",
 ) -> dict[str, Any]:
-    """Return the settings of a section: dotted target -> value. Every key gets a line in the report.
+    """Translate a section to settings: dotted target -> value. Every key gets a line in the report.
 
     `prefix`: path of the section in the file. `handled`: keys that the caller translates and reports itself.
     `section`: path of the targets in a recipe.
@@ -206,7 +208,7 @@ def _set(
 
 
 def part_of(data: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
-    """Return a section of a file; an empty one where it is missing or null."""
+    """Return a section of a file; an empty mapping if it is missing or null."""
     value = data.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise TesseraError(

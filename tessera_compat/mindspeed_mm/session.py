@@ -39,7 +39,7 @@ Condition = Callable[[str, torch.Tensor], bool]
 
 
 def call_provider(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a provider with Megatron's arguments, or without any if it takes none."""
+    """Call a provider function of the user with Megatron's arguments, or without arguments if it takes none."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -49,7 +49,7 @@ def call_provider(function: Callable[..., Any], name: str, *args: Any, **kwargs:
             raise TesseraError(
                 f"{name} cannot be called with ({arguments}): {error}",
                 where=name,
-                fix="give it the parameters that Megatron calls it with, or none",
+                fix="define it with the parameters of Megatron, or without parameters",
                 code="job.callback-parameters",
             ) from None
         return function()
@@ -57,7 +57,7 @@ def call_provider(function: Callable[..., Any], name: str, *args: Any, **kwargs:
 
 
 class Session:
-    """Manage one run. `close` or the end of a `with` block leaves the process group and the run folder."""
+    """Manage a run. `close`, or the end of a `with` block, leaves the process group and closes the run folder."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Session:
         *,
         resume: bool,
         overwrite: bool = False,
-        changes: Sequence[str] = (),  # settings that the flags change in the resumed run
+        changes: Sequence[str] = (),  # descriptions of the settings that flags change in a resumed run
     ) -> None:
         self.args = args
         self.config = config
@@ -84,7 +84,7 @@ class Session:
         self.world = self._stack.enter_context(join(self.config))
         args.rank, args.world_size = self.world.rank, self.world.size
         args.local_rank, args.data_parallel_size = self.world.local_rank, self.world.size // self.cp
-        if state.current().parallel is None:  # for callbacks that ask `mpu` for groups
+        if state.current().parallel is None:  # user functions may request process groups from `mpu`
             parallel_state.initialize_model_parallel(context_parallel_size=self.cp)
         self.micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         self.rows = {
@@ -100,7 +100,7 @@ class Session:
         self._stack.__exit__(kind, error, trace)
 
     def abandon(self) -> None:
-        """Close the run folder without waiting for other ranks, at the end of a process that did not close it."""
+        """Close the run folder without waiting for other ranks. It runs at process exit if `close` was not called."""
         self._stack.__exit__(SystemExit, SystemExit(), None)
 
     @property
@@ -123,7 +123,7 @@ class Session:
         scale_lr: Condition | None = None,
         lr_mult: float = 1.0,
     ) -> Trainer:
-        """Build the model with the user's provider, shard it, and fill it: from its own weights, or from `--load`."""
+        """Build the model with the user's provider, shard it, and load `--load` if it is set."""
         torch.manual_seed(self.args.seed)
         model = call_provider(model_provider, "model_provider", pre_process=True, post_process=True)
         if not isinstance(model, nn.Module):
@@ -131,7 +131,7 @@ class Session:
                 f"model_provider returned {described(model)}",
                 where="model_provider",
                 allowed=["an nn.Module"],
-                fix="return the unsharded model; it is sharded here",
+                fix="return the full model; the run shards it",
                 code="job.provided-model",
             )
         optim = {"groups": _groups(model, self.config, self.args, no_weight_decay, scale_lr, lr_mult)}
@@ -166,7 +166,7 @@ class Session:
     # ------------------------------------------------------------------------------------------ data
 
     def sample_counts(self) -> tuple[int, int, int]:
-        """Return how many samples of each split the run will use, for the provider."""
+        """Return the number of samples of each split that the run will use. The data provider gets them."""
         steps, args = self.config.train.steps, self.args
         assert steps is not None, "jobs count iterations"
         evaluations = steps // args.eval_interval + 1 if args.eval_interval else 1
@@ -175,21 +175,21 @@ class Session:
         return train, valid, test
 
     def datasets(self, provider: Callable[..., Any], counts: Sequence[int]) -> tuple[Any, Any, Any]:
-        """Return the user's data for train, valid and test; the last two may be None."""
+        """Call the data provider. Return train, valid and test data; the last two may be None."""
         datasets = call_provider(provider, PROVIDER, list(counts))
         if not isinstance(datasets, (tuple, list)) or len(datasets) != 3 or datasets[0] is None:
             raise TesseraError(
                 f"{PROVIDER} returned {described(datasets)}",
                 where=PROVIDER,
                 allowed=["(train, valid, test): a DataLoader, a Dataset, an iterator, or None for valid and test"],
-                fix="return three values, of which the first is training data",
+                fix="return three values: train, valid and test data",
                 code="job.provided-data",
             )
         train, valid, test = datasets
         return train, valid, test
 
     def bind(self, datasets: Sequence[Any]) -> None:
-        """Take the batches of the three splits from these."""
+        """Set the data of the three splits."""
         for name, dataset in zip(SPLITS, datasets, strict=True):
             if dataset is not None:
                 self.rows[name].bind(loader_of(dataset, self.args))
@@ -203,7 +203,7 @@ class Session:
         self.trainer.run()
 
     def train_step(self, batches: Sequence[Any]) -> StepResult | None:
-        """Run one step on these micro-batches, for a script with its own loop."""
+        """Run a step on these micro-batches, for a script with its own training loop."""
         if not self._started:
             self._started = True
             self._stack.push(self._end_steps)
@@ -216,14 +216,14 @@ class Session:
     def _end_steps(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the steps of a script with its own loop, when its session ends."""
+        """End the trainer's steps when the session of a script with its own training loop ends."""
         if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
             self.trainer.end()
-        elif not isinstance(error, SystemExit):  # a process that ends waits for no other, and is no failure to them
+        elif not isinstance(error, SystemExit):  # on a normal exit, other ranks must not treat this one as failed
             self.trainer.fail(error)
 
     def evaluate(self, name: str, collected: list[Any] | None = None) -> dict[str, float]:
-        """Return the losses of a split, over `--eval-iters` global batches.
+        """Return the mean losses of a split over `--eval-iters` global batches.
 
         `collected`: receives the output of the loss function for `non_loss_data=True`.
         """
@@ -232,7 +232,7 @@ class Session:
         )
 
     def evaluate_batches(self, batches: Any, collected: list[Any] | None = None) -> dict[str, float]:
-        """Return the losses over these micro-batches."""
+        """Return the mean losses over these micro-batches."""
         trainer, totals = self.trainer, None
         self.task.reports.clear()
         self.task.collected = collected
@@ -245,9 +245,9 @@ class Session:
             self.task.collected = None
         if totals is None:
             raise TesseraError(
-                "there is nothing to evaluate",
+                "an evaluation needs at least one micro-batch",
                 where="--eval-iters",
-                fix="--eval-iters 1 or more",
+                fix="set --eval-iters to 1 or more",
                 code="job.nothing-to-evaluate",
             )
         means = {key: float(value) for key, value in mean_reports(self.task.reports).items()}
@@ -264,7 +264,7 @@ class Session:
             print_on_last_rank(self.world, text)
 
     def evaluate_at_end(self) -> dict[str, dict[str, float]]:
-        """Evaluate the validation and the test data after the last iteration, and keep the numbers with the run."""
+        """Evaluate validation and test data after the last iteration, and write the results to the run's metrics."""
         results: dict[str, dict[str, float]] = {}
         if self.trainer.stop_reason is not None or not self.args.eval_iters:
             return results
@@ -284,7 +284,7 @@ class Session:
         return results
 
     def evaluate_and_process(self, name: str) -> dict[str, float]:
-        """Evaluate a split; hand what its loss function returns besides losses to the user's function for it."""
+        """Evaluate a split, and pass the non-loss data to `process_non_loss_data_func` of the user."""
         process = self.process_non_loss_data
         collected: list[Any] | None = None if process is None else []
         losses = self.evaluate(name, collected)
@@ -294,9 +294,9 @@ class Session:
 
 
 class _BatchSizes(Callback):
-    """Keep with a checkpoint how many samples its rows are, so that other sizes go on at the same sample.
+    """Store the batch sizes in checkpoints, so that a run with other sizes resumes at the same sample.
 
-    A row of this run is one micro-batch of one rank; ranks of a context-parallel group have the same samples.
+    A row of this run is a micro-batch of a rank. Ranks of a context-parallel group read the same samples.
     """
 
     def __init__(self, args: Any) -> None:
@@ -315,12 +315,12 @@ class _BatchSizes(Callback):
 
     @property
     def changes(self) -> list[str]:
-        """Return the sizes that differ from those of the checkpoint."""
+        """Return the batch sizes that differ from the checkpoint."""
         names = [name for name in self._now if self._now[name] != self._before[name]]
         return [f"--{name.replace('_', '-')}: {self._before[name]} -> {self._now[name]}" for name in names]
 
     def go_on(self, trainer: Trainer) -> None:
-        """Let the trainer read from the first sample that the run has not used."""
+        """Resume the data at the first sample that the run has not consumed."""
         before, now = self._before, self._now
         samples = trainer.rows_drawn * before["micro_batch_size"] // before["context_parallel_size"]
         if samples % self._together:
@@ -335,7 +335,7 @@ class _BatchSizes(Callback):
 
 
 class _EvaluateInterval(Callback):
-    """Evaluate the validation data every `--eval-interval` iterations; after the last one the session does."""
+    """Evaluate the validation data every `--eval-interval` iterations, except after the last iteration."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -361,7 +361,7 @@ def _groups(
     """Return the parameter groups that Megatron's two conditions describe, one for each trained parameter, and those of
     `--lr-scale-modules` and `--weight-decay-exclude-modules`.
 
-    A given condition replaces the rule that vectors do not decay."""
+    A condition of the user replaces the rule that vectors have no weight decay."""
     groups: list[GroupSection] = []
     conditions = no_weight_decay is not None or scale_lr is not None
     for name, parameter in model.named_parameters() if conditions else ():
@@ -378,13 +378,15 @@ def _groups(
         )
     scaled = modules_named(model, args.lr_scale_modules, "--lr-scale-modules")
     groups += [GroupSection(pattern=path, lr=config.optim.lr * args.lr_mult) for path in scaled]
-    names = [name for name in args.weight_decay_exclude_modules if name not in ("bias", "norm")]  # vectors never decay
+    names = [
+        name for name in args.weight_decay_exclude_modules if name not in ("bias", "norm")
+    ]  # biases and norms are vectors, which have no weight decay anyway
     excluded = modules_named(model, names, "--weight-decay-exclude-modules")
     return groups + [GroupSection(pattern=path, weight_decay=0.0) for path in excluded]
 
 
 def _adapters(model: nn.Module, args: Any) -> LoraSection | None:
-    """Return the adapters of the flags: beside linear layers whose path ends in one of the names."""
+    """Return adapters for all linear layers whose path ends in a name of `--lora-target-modules`."""
     if not args.lora_target_modules:
         return None
     parts = [part for part in args.lora_apply_modules if part != "all"]
@@ -397,7 +399,10 @@ def _adapters(model: nn.Module, args: Any) -> LoraSection | None:
     ]
     if not targets:
         raise TesseraError(
-            "no linear layer is named", where="--lora-target-modules", allowed=sorted(linear), code="job.adapter-layer"
+            "the names match no linear layer",
+            where="--lora-target-modules",
+            allowed=sorted(linear),
+            code="job.adapter-layer",
         )
     section: dict[str, Any] = {"rank": args.lora_r, "alpha": args.lora_alpha, "dropout": args.lora_dropout}
     if args.load_base_model and args.load:
@@ -414,7 +419,7 @@ def modules_named(model: nn.Module, names: Sequence[str], where: str) -> list[st
         if not matching:
             last = sorted({path.rpartition(".")[2] for path in paths})
             raise TesseraError(
-                f"no module is called {name!r}",
+                f"no module has the name {name!r}",
                 where=where,
                 allowed=last,
                 nearest=nearest(name, last),

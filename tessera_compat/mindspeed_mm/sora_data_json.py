@@ -69,12 +69,12 @@ _RESIZED_BY_AREA = ("MaxHWResizeVideo", "SpatialStrideCropVideo")
 
 @dataclass
 class GenerationData:
-    """Hold the content of a generation job's `data.json` under the names of a recipe."""
+    """Store the content of a generation job's `data.json` as recipe settings."""
 
-    section: dict[str, Any] = field(default_factory=dict)  # our data section, processor options dotted
-    tokenizers: list[str] = field(default_factory=list)  # their folders
-    sizes: dict[str, Any] = field(default_factory=dict)  # of videos: num_frames, height and width, or max_pixels
-    dropped: float = 0.0  # share of captions that are dropped
+    section: dict[str, Any] = field(default_factory=dict)  # `data` of the recipe; processor options have dotted keys
+    tokenizers: list[str] = field(default_factory=list)  # folders of the tokenizers
+    sizes: dict[str, Any] = field(default_factory=dict)  # sizes of videos: num_frames, height and width, or max_pixels
+    dropped: float = 0.0  # fraction of captions that are dropped
     features: bool = False
 
 
@@ -85,17 +85,17 @@ def read_generation_data(data: Mapping[str, Any], source: str, report: JobReport
     if not isinstance(param, Mapping):
         near = nearest("dataset_param", data)
         raise TesseraError(
-            "there is no dataset_param",
+            "data.json has no section dataset_param",
             where=source,
             nearest=near,
-            fix="it names the videos",
+            fix="add dataset_param with the videos",
             code="job.data-section-missing",
         )
     kind, at = param.get("dataset_type"), "dataset_param."
     if kind not in TYPES:
         near = nearest(str(kind), TYPES)
         raise TesseraError(
-            f"dataset_type {kind!r} is not read here", where=source, allowed=TYPES, nearest=near, code="job.data-type"
+            f"dataset_type {kind!r} is not supported", where=source, allowed=TYPES, nearest=near, code="job.data-type"
         )
     report.add(source, f"{at}dataset_type", kind, "mapped", "data.kind")
     file = GenerationData({"kind": "generation", "pack": False, "balance": False}, features=kind == "feature")
@@ -132,12 +132,12 @@ def _preprocess(file: GenerationData, preprocess: Mapping[str, Any], source: str
         note = "train.task_options.caption_dropout" if file.dropped else "off"
         report.add(source, f"{at}cfg", preprocess["cfg"], "mapped" if file.dropped else "not needed", note)
     file.sizes = {key.removeprefix("processor."): value for key, value in settings.items()}
-    if not file.features:  # features have their sizes already, which only determine the length of a row
+    if not file.features:  # sizes of features are fixed; here they only determine the length of a row
         file.section |= settings
 
 
 def _size(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str) -> dict[str, Any]:
-    """Return the target of media: one size for all, or a number of pixels where transforms keep the aspect ratio."""
+    """Return the target size of media: height and width, or a number of pixels if transforms keep the aspect ratio."""
     pipeline = part_of(preprocess, "train_pipeline", source)
     names = [
         str(transform.get("trans_type"))
@@ -154,7 +154,7 @@ def _size(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str
     pixels = preprocess.get("max_hxw")
     for key, value in {**sides, "max_hxw": pixels}.items():
         if value is not None and (type(value) is not int or value < 1):
-            raise TesseraError(f"{at}{key} {value!r} is no number of pixels", where=source, code="job.video-size")
+            raise TesseraError(f"{at}{key} {value!r} is not a number of pixels", where=source, code="job.video-size")
     chosen: dict[str, Any] = {}
     if area and pixels:
         chosen = {"processor.max_pixels": pixels}
@@ -172,7 +172,7 @@ def _size(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str
 
 
 def _rate(preprocess: Mapping[str, Any], source: str, report: JobReport, at: str) -> dict[str, Any]:
-    """Return how many frames of a second are taken: all, or so many that motion has the speed of `train_fps`."""
+    """Return the frame rate for sampling videos: None for all frames, or `train_fps`."""
     automatic = preprocess.get("auto_interval", "train_fps" in preprocess)
     interval = preprocess.get("frame_interval", 1)
     if "auto_interval" in preprocess:
@@ -205,14 +205,14 @@ def _tokenizers(file: GenerationData, config: Any, source: str, report: JobRepor
 
 
 def _sets(file: GenerationData, basic: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Read which files are trained on: pairs of a folder and a list of videos, one list, or a folder of features."""
+    """Read the data sets: a file with pairs of media folder and annotation file, an annotation file, or features."""
     at = "dataset_param.basic_parameters."
     translate(basic, BASIC_KEYS, source, report, at, {"data_path", "data_folder", "data_storage_mode"})
     path, folder = basic.get("data_path"), basic.get("data_folder")
     mode = str(basic.get("data_storage_mode") or ("standard" if folder else "combine"))
     if not isinstance(path, str) or not path:
         raise TesseraError(
-            f"{at}data_path names no file",
+            f"{at}data_path does not name a file",
             where=source,
             fix='"data_path": "./data/data.txt"',
             code="job.data-file-missing",
@@ -238,7 +238,7 @@ def _sets(file: GenerationData, basic: Mapping[str, Any], source: str, report: J
 
 
 def _feature_folder(path: str, folder: Any, source: str) -> str:
-    """Return the folder of features. Where one is on this machine, it must be of the form that is read here."""
+    """Return the folder of features. Raise if it is on this machine and was not written by Tessera."""
     features = Path(str(folder)) if folder else Path(path).parent
     if features.is_dir() and not (features / MANIFEST).is_file():
         raise TesseraError(
@@ -252,7 +252,7 @@ def _feature_folder(path: str, folder: Any, source: str) -> str:
 
 
 def _combined(path: Path, source: str) -> list[dict[str, Any]]:
-    """Return the sets of a text file with lines `folder of media,annotation file`."""
+    """Parse a text file with lines `media folder,annotation file` to data sets."""
     sources: list[dict[str, Any]] = []
     for number, line in enumerate(read_text(path, 16 << 20).splitlines(), 1):
         words = [word.strip() for word in line.split(",") if word.strip()]
@@ -260,15 +260,15 @@ def _combined(path: Path, source: str) -> list[dict[str, Any]]:
             continue
         if len(words) != 2:
             raise TesseraError(
-                f"{line.strip()[:80]!r} is no pair of a folder and an annotation file",
+                f"{line.strip()[:80]!r} is not a pair of media folder and annotation file",
                 where=f"{path}:{number}",
-                fix="./data/videos,./data/videos/data.json",
+                fix="write ./data/videos,./data/videos/data.json",
                 code="job.data-list",
             )
         sources.append({"path": words[1], "root": words[0]})
     if not sources:
         raise TesseraError(
-            "no line names a set",
+            "the file lists no data set",
             where=str(path),
             fix="write lines such as folder,annotation.json",
             code="job.data-list",

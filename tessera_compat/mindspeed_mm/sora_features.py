@@ -22,7 +22,7 @@ SAVE = "./sora_features"
 
 
 def extract(args: Args) -> Features:
-    """Write the features of `--mm-data` with the encoders of `--mm-model` to the folder that `--mm-tool` names."""
+    """Encode the data of `--mm-data` by the encoders of `--mm-model` to the folder in `--mm-tool`."""
     recipe, report = feature_recipe(args)
     report.check()
     tools = part_of(args.mm.tool.to_dict(), "sorafeature", args.mm_tool or "tools")
@@ -30,22 +30,25 @@ def extract(args: Args) -> Features:
 
 
 def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
-    """Return the recipe whose data and encoders make the features, and what becomes of each key."""
+    """Translate a feature job to a recipe, with a report on each key."""
     report = JobReport()
     sources = {name: getattr(args, f"mm_{name}") or f"section {name}" for name in ("model", "data")}
     for name, source in sources.items():
         if not args.mm.get(name).keys():
             raise TesseraError(
-                f"the job has no {source}",
+                f"the job does not name {source}",
                 where="command line",
-                fix=f"name it: --mm-{name} FILE",
+                fix=f"add --mm-{name} FILE",
                 code="job.json-missing",
             )
     model = read_generation_model(args.mm.model.to_dict(), sources["model"], report)
     data = read_generation_data(args.mm.data.to_dict(), sources["data"], report)
     if data.features:
         raise TesseraError(
-            "the data are features already", where=sources["data"], fix="name the videos", code="job.data-are-features"
+            "data.json names features, not videos",
+            where=sources["data"],
+            fix="name the videos in data.json",
+            code="job.data-are-features",
         )
     model.features = False
     pipeline = model.pipeline_folder(sources["model"])
@@ -58,9 +61,9 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
         )
     if not (Path(pipeline) / DiffusersFolder.TRAINED / CONFIG_FILE).is_file():
         raise TesseraError(
-            f"no {DiffusersFolder.TRAINED}/{CONFIG_FILE} in {pipeline}: features belong to a model",
+            f"no {DiffusersFolder.TRAINED}/{CONFIG_FILE} in {pipeline}: the transformer of the features is needed",
             where=sources["model"],
-            fix="name the parts of one diffusers folder; of the transformer its configuration is enough",
+            fix="use VAE and text encoders of one diffusers folder that contains the transformer's config.json",
             code="job.transformer-config",
         )
     spec, config = resolve(ModelSection(path=Path(pipeline)))
@@ -68,7 +71,7 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
     section = nested(data.section)
     section["length"] = row_length(data, family, strides_of(spec.name, family, pipeline), sources["data"])
     section["workers"] = args.num_workers
-    model.encoders.pop("steps", None)  # features are encoded as many at a time as fit
+    model.encoders.pop("steps", None)  # the batch size of encoding is chosen automatically
     options = {**model.options, "encoders": {"folder": pipeline, **nested(model.encoders)}}
     options.pop("caption_dropout", None)
     recipe = {

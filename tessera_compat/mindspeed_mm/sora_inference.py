@@ -68,17 +68,17 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass
 class AskedVideos:
-    """Hold the request of an inference JSON: prompts with their images, the output folder and sampling options."""
+    """Store the request of an inference JSON: prompts with their images, output folder and sampling options."""
 
     family: str
     prompts: list[str]
-    images: list[list[str]]  # first, or first and last frame, of each prompt; empty: none
-    folder: Path  # to write to
-    parts: str | None  # the diffusers folder
+    images: list[list[str]]  # per prompt: first frame, first and last frame, or nothing
+    folder: Path  # output folder
+    parts: str | None  # diffusers folder with VAE and text encoders
     dtype: str | None
-    options: dict[str, Any] = field(default_factory=dict)  # fields of `Request`
-    second: str | None = None  # the expert for little noise
-    boundary: float | None = None  # of the two experts
+    options: dict[str, Any] = field(default_factory=dict)  # fields of the sampling `Request`
+    second: str | None = None  # transformer for low noise levels
+    boundary: float | None = None  # noise level at which the second transformer takes over
 
 
 def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> AskedVideos:
@@ -87,11 +87,11 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
     if name not in PIPELINES:
         near = nearest(name, PIPELINES)
         raise TesseraError(
-            f"pipeline_class {name!r} is not here",
+            f"pipeline_class {name!r} is not supported",
             where=source,
             allowed=PIPELINES,
             nearest=near,
-            fix="tessera generate FOLDER --prompt ... samples every family from its diffusers folder",
+            fix="sample from the diffusers folder: tessera generate FOLDER --prompt ...",
             code="job.pipeline-class",
         )
     report.add(source, "pipeline_class", name, "mapped", f"family {PIPELINES[name]}")
@@ -106,7 +106,10 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
         report.add(source, "image", data["image"], "mapped", "--image")
     if not data.get("save_path"):
         raise TesseraError(
-            "save_path names no folder", where=source, fix='"save_path": "samples/"', code="job.save-path-missing"
+            "save_path does not name a folder",
+            where=source,
+            fix='"save_path": "samples/"',
+            code="job.save-path-missing",
         )
     report.add(source, "save_path", data["save_path"], "mapped", "--out")
     dtype = data.get("dtype")
@@ -131,7 +134,7 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
 
 
 def _described(data: Mapping[str, Any], family: str, source: str, report: JobReport) -> None:
-    """Check the keys of the sections of networks. Their values are read from the folder."""
+    """Check the keys of the network sections. Their values have no effect: the diffusers folder has them."""
     predictor = part_of(data, "predictor", source)
     rules_of_family = next(rules for name, rules in PREDICTORS.values() if name == family)
     scratch = JobReport()
@@ -156,7 +159,7 @@ def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobRepo
     if section.get("model_id") is not None:
         note = f"--solver {_SOLVERS[solver]}" if solver in _SOLVERS else _FOLDER.note
         report.add(source, "diffusion.model_id", solver, "mapped" if solver in _SOLVERS else "not needed", note)
-    if family == "cogvideox":  # its folder has the schedule, which no shift changes
+    if family == "cogvideox":  # the schedule of CogVideoX is read from its folder, and has no shift
         options.pop("shift", None)
     scales = options.pop("guidance", [])
     if scales:
@@ -165,7 +168,9 @@ def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobRepo
             options["guidance_2"] = float(scales[1])
     chosen = translate(config, CONFIG_KEYS, source, report, "pipeline_config.", {"input_size"})
     embedded = chosen.pop("embedded", None)
-    if family == "hunyuan_video":  # it reads one guidance itself, and may be led away from a negative prompt besides
+    if (
+        family == "hunyuan_video"
+    ):  # HunyuanVideo takes an embedded guidance; classifier-free guidance is a second option
         true = chosen.pop("guidance", None)
         if true is not None and true > 1:
             chosen["true_guidance"] = true
@@ -175,7 +180,7 @@ def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobRepo
     if size is not None:
         if not isinstance(size, list) or len(size) != 3 or any(type(one) is not int or one < 1 for one in size):
             raise TesseraError(
-                f"pipeline_config.input_size {size!r:.60} is no [frames, height, width]",
+                f"pipeline_config.input_size {size!r:.60} is not [frames, height, width]",
                 where=source,
                 code="job.video-size",
             )
@@ -194,22 +199,22 @@ def _prompts(data: Mapping[str, Any], source: str, report: JobReport) -> list[st
     if isinstance(prompt, str) and prompt.strip():
         return [prompt]
     raise TesseraError(
-        "prompt asks for nothing",
+        "prompt contains no text",
         where=source,
-        fix='"prompt": "samples_prompts.txt", a prompt a line',
+        fix='"prompt": "samples_prompts.txt", a file with one prompt per line',
         code="job.prompts-missing",
     )
 
 
 def _images(images: Any, prompts: int, source: str) -> list[list[str]]:
-    """Return the images of each prompt: a line of a text file names the first, or the first and the last frame."""
+    """Return the images of each prompt. A line of the file names the first frame, or the first and the last."""
     if not images:
         return [[] for _ in range(prompts)]
     lines = read_text(Path(images), 16 << 20).splitlines() if isinstance(images, str) else list(images)
     frames = [[one.strip() for one in str(line).split(",") if one.strip()] for line in lines if str(line).strip()]
     if len(frames) != prompts:
         raise TesseraError(
-            f"{prompts} prompts and {len(frames)} lines of images",
+            f"there are {prompts} prompts, but {len(frames)} lines of images",
             where=source,
             fix="write one line for each prompt",
             code="job.image-lines",
@@ -217,7 +222,7 @@ def _images(images: Any, prompts: int, source: str) -> list[list[str]]:
     for line in frames:
         if len(line) > 2:
             raise TesseraError(
-                f"{len(line)} images in a line: a video has a first and a last frame",
+                f"{len(line)} images in a line; at most a first and a last frame are supported",
                 where=source,
                 code="job.image-lines",
             )
@@ -230,10 +235,14 @@ def _images(images: Any, prompts: int, source: str) -> list[list[str]]:
 def write_videos(
     args: Args, on_step: OnStep | None = None, parallel: Mapping[str, int] | None = None
 ) -> Iterator[Path]:
-    """Yield each video of `--mm-model` when it is written, made by the model in `--load`. `parallel`: how the ranks
-    share it, which all call this; the first one writes."""
+    """Generate the videos of an inference JSON, and yield the path of each file when it is written.
+
+    `parallel`: the layout of several ranks. All ranks call this function; rank 0 writes the files.
+    """
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model names no inference JSON", where="command line", code="job.model-json-missing")
+        raise TesseraError(
+            "--mm-model does not name an inference JSON", where="command line", code="job.model-json-missing"
+        )
     report, source = JobReport(), args.mm_model or "section model"
     videos = read_videos(args.mm.model.to_dict(), source, report)
     report.check()
@@ -241,9 +250,7 @@ def write_videos(
     model = videos.parts if shards is not None else args.load or videos.parts
     if model is None:
         fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
-        raise TesseraError(
-            "the folder of the model is missing", where="--load", fix=fix, code="job.model-folder-missing"
-        )
+        raise TesseraError("no folder of the model is named", where="--load", fix=fix, code="job.model-folder-missing")
     _check_experts(videos, source)
     check_out(videos.folder / "video_0.mp4", videos.options.get("frames", 2))
     pipeline = load_pipeline(model, "auto", videos.dtype, shards=shards, parts=videos.parts, parallel=parallel)
@@ -265,7 +272,7 @@ def write_videos(
 
 
 def _check_experts(videos: AskedVideos, source: str) -> None:
-    """Raise unless the second expert and the boundary are those of the diffusers folder, which is read."""
+    """Raise if the second transformer or the boundary differs from the diffusers folder."""
     if videos.second is None:
         return
     home = Path(videos.second).parent
@@ -273,14 +280,14 @@ def _check_experts(videos: AskedVideos, source: str) -> None:
         raise TesseraError(
             f"low_noise_predictor {videos.second} is not transformer_2 of the folder with VAE and text encoders",
             where=source,
-            fix="put it there under that name",
+            fix="move it to transformer_2 in that folder",
             code="job.second-expert",
         )
     boundary = DiffusersFolder(home).index.get("boundary_ratio") if DiffusersFolder.detect(home) else videos.boundary
     if videos.boundary is not None and boundary != videos.boundary:
         raise TesseraError(
-            f"boundary_ratio is {videos.boundary}, and {boundary} in {home / DiffusersFolder.marker}",
+            f"boundary_ratio is {videos.boundary}, but {boundary} in {home / DiffusersFolder.marker}",
             where=source,
-            fix="say the same in both",
+            fix="set the same value in both files",
             code="job.boundary-differs",
         )

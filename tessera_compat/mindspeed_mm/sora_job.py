@@ -32,11 +32,19 @@ from tessera_compat.mindspeed_mm.report import JobReport
 from tessera_compat.mindspeed_mm.sora_data_json import GenerationData, read_generation_data
 from tessera_compat.mindspeed_mm.sora_model_json import GenerationFile, read_generation_model
 
-STRIDES = {"wan": (4, 8), "hunyuan_video": (4, 8), "cogvideox": (4, 8)}  # of the VAEs, along time and along space
-_WIDE_STRIDES = {48: (4, 16)}  # by channels: Wan 2.2 TI2V
-PAIR_COLUMNS = {"chosen": "file", "rejected": "file_rejected", "text": "captions"}  # our names -> keys of records
-_CHOSEN = ("text_length", "token_times")  # fields that no folder states
-# Linear layers by their names in MindSpeed-MM -> ours, in every block.
+STRIDES = {
+    "wan": (4, 8),
+    "hunyuan_video": (4, 8),
+    "cogvideox": (4, 8),
+}  # frames and pixels per latent of each family's VAE
+_WIDE_STRIDES = {48: (4, 16)}  # latent channels -> strides: the VAE of Wan 2.2 TI2V
+PAIR_COLUMNS = {
+    "chosen": "file",
+    "rejected": "file_rejected",
+    "text": "captions",
+}  # column of Tessera -> key of the data records
+_CHOSEN = ("text_length", "token_times")  # fields that config.json of a transformer does not have
+# Family -> name of a linear layer in MindSpeed-MM -> its names in Tessera, in every block.
 _LINEAR: dict[str, dict[str, tuple[str, ...]]] = {
     "wan": {
         **{f"proj_{kind}": (f"attn.qkv.{kind}", "cross.q" if kind == "q" else f"cross.kv.{kind}") for kind in "qkv"},
@@ -69,27 +77,30 @@ _LINEAR: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
-    """Return the recipe of a generation job, and add to the report what becomes of each key of its files."""
+    """Translate a generation job to a recipe, and report each key of its files."""
     model_source, data_source = args.mm_model or "section model", args.mm_data or "section data"
     model = read_generation_model(args.mm.model.to_dict(), model_source, report)
     if model.family is None:
         raise TesseraError(
-            "there is no predictor to train",
+            "model.json has no section predictor to train",
             where=model_source,
-            fix="describe it, or extract features",
+            fix="add the section, or run the feature extraction instead",
             code="job.predictor-missing",
         )
     if not args.mm.data.keys():
         raise TesseraError(
-            "the job has no data.json", where=COMMAND_LINE, fix="name it: --mm-data data.json", code="job.json-missing"
+            "the job does not name data.json",
+            where=COMMAND_LINE,
+            fix="add --mm-data data.json",
+            code="job.json-missing",
         )
     data = read_generation_data(args.mm.data.to_dict(), data_source, report)
     if data.features != model.features:
         said = "latents and embeddings" if data.features else "videos"
         raise TesseraError(
-            f"the data are {said}, and load_video_features is {str(model.features).lower()}",
+            f"data.json names {said}, but load_video_features is {str(model.features).lower()}",
             where=model_source,
-            fix=f"load_video_features and load_text_features: {str(data.features).lower()}",
+            fix=f"set load_video_features and load_text_features to {str(data.features).lower()}",
             code="job.features-differ",
         )
     if model.family == "cogvideox" and model.folders.get("ae.from_pretrained", "").endswith(".pt"):
@@ -120,7 +131,7 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
 def set_model_and_data(
     recipe: dict[str, Any], args: Any, model: GenerationFile, data: GenerationData, sources: tuple[str, str]
 ) -> None:
-    """Set the sections of the model and of its data, and the options of the task. `sources`: files of both."""
+    """Set the sections `model` and `data`, and the task options. `sources`: names of model.json and data.json."""
     family = _set_model(recipe, args, model, data, sources[0])
     recipe["data"] = _data_section(args, model, data, family, sources[1])
     recipe.setdefault("train", {})["task_options"] = _task_options(recipe, model, data, sources[0])
@@ -129,7 +140,7 @@ def set_model_and_data(
 def _set_model(
     recipe: dict[str, Any], args: Any, model: GenerationFile, data: GenerationData, source: str
 ) -> GenerationFamily:
-    """Set the section of the model, and return how the family reads latents and text."""
+    """Set the section `model`, and return the family's description of latents and text."""
     section: dict[str, Any] = recipe.setdefault("model", {})
     base = args.load_base_model or args.load or model.weights
     pipeline = pipeline_of(model, data, source)
@@ -138,7 +149,7 @@ def _set_model(
         base = None if pipeline is None else str(Path(pipeline) / DiffusersFolder.TRAINED)
         if base is None or not (Path(base) / CONFIG_FILE).is_file():
             raise TesseraError(
-                f"{section['weights']} holds shards, which do not name their model",
+                f"{section['weights']} contains shards, which do not name their model",
                 where="--load",
                 fix="name the transformer of the diffusers folder that they were converted from, or convert them back: "
                 "mm-convert WanConverter mm_to_hf",
@@ -165,7 +176,7 @@ def _set_model(
 
 
 def pipeline_of(model: GenerationFile, data: GenerationData | None, source: str) -> str | None:
-    """Return the diffusers folder of VAE, text encoders and tokenizers; None if there is none.
+    """Return the diffusers folder with VAE, text encoders and tokenizers; None if no key names one.
 
     An original CogVideoX checkpoint has its VAE in a separate file; the diffusers folder has the same VAE.
     """
@@ -177,17 +188,19 @@ def pipeline_of(model: GenerationFile, data: GenerationData | None, source: str)
 
 
 def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any]:
-    """Return the fields that the folder of the weights does not state; raise an error where others contradict it."""
+    """Return the fields that config.json of the weights does not have. Raise for fields that contradict it."""
     chosen = {key: model.config[key] for key in _CHOSEN if key in model.config}
     here = folder / DiffusersFolder.TRAINED if DiffusersFolder.detect(folder) else folder
     is_run = (folder / "config.yaml").is_file()
-    if not is_run and not (here / CONFIG_FILE).is_file():  # on another machine: nothing to compare
+    if (
+        not is_run and not (here / CONFIG_FILE).is_file()
+    ):  # the folder is on another machine, so fields cannot be compared
         usual = {"text_length": 512, "token_times": model.config.get("out_channels") == 48}
         return {key: value for key, value in chosen.items() if value != usual[key]}
     spec, config = resolve(ModelSection(path=folder))
     if spec.name != model.family:
         raise TesseraError(
-            f"{folder} is a {spec.name}, {source} describes a {model.family}",
+            f"{folder} contains a {spec.name}, but {source} describes a {model.family}",
             where=source,
             code="job.model-family-differs",
         )
@@ -197,9 +210,9 @@ def _compared(folder: Path, model: GenerationFile, source: str) -> dict[str, Any
         same = theirs == value or (isinstance(theirs, tuple | list) and list(theirs) == list(value))
         if not same and key not in _CHOSEN:
             raise TesseraError(
-                f"{key} is {value} in {source}, and {theirs} in {folder if is_run else here / CONFIG_FILE}",
+                f"{key} is {value} in {source}, but {theirs} in {folder if is_run else here / CONFIG_FILE}",
                 where=source,
-                fix="describe the model that the weights belong to",
+                fix="correct model.json: it must describe the model of the weights",
                 code="job.model-size-differs",
             )
     family = family_of(spec, config)
@@ -215,14 +228,14 @@ def _data_section(
     section["workers"] = args.num_workers
     strides = strides_of(str(model.family), family, pipeline_of(model, data, source))
     section["length"] = row_length(data, family, strides, source)
-    if model.pairs:  # a row holds both videos of a pair
+    if model.pairs:  # a row contains both videos of a pair
         section |= {"kind": "generation_preference", "length": 2 * section["length"]}
         section["train"] = [{**one, "columns": dict(PAIR_COLUMNS)} for one in section["train"]]
     return section
 
 
 def strides_of(name: str, family: GenerationFamily, pipeline: str | None) -> tuple[int, int]:
-    """Return the frames and pixels per latent: of the VAE in a folder, or of the family's VAE."""
+    """Return frames and pixels per latent, from the VAE in a folder or the default VAE of the family."""
     if pipeline is not None and (Path(pipeline) / "vae" / CONFIG_FILE).is_file():
         vae = family.vae_form(read_json_mapping(Path(pipeline) / "vae" / CONFIG_FILE), pipeline)
         return vae.time_stride, vae.space_stride
@@ -230,15 +243,15 @@ def strides_of(name: str, family: GenerationFamily, pipeline: str | None) -> tup
 
 
 def row_length(data: GenerationData, family: GenerationFamily, strides: tuple[int, int], source: str) -> int:
-    """Return the elements of the largest sample: its latent tokens, and those of text in joint families."""
+    """Return the number of tokens of the largest sample: latents, and in families with joint attention also text."""
     sizes = data.sizes
     pixels = sizes["height"] * sizes["width"] if "height" in sizes else sizes.get("max_pixels")
     frames = sizes.get("num_frames")
     if type(frames) is not int or frames < 1 or pixels is None:
         raise TesseraError(
-            "the size of videos is missing",
+            "data.json does not set the size of videos",
             where=f"{source}: dataset_param.preprocess_parameters",
-            fix="give num_frames, max_height and max_width; for features, the values of their extraction",
+            fix="set num_frames, max_height and max_width; for features, the values of their extraction",
             code="job.video-size",
         )
     time, space = strides
@@ -255,9 +268,9 @@ def _task_options(
     dropped = {share for share in (options.get("caption_dropout", 0.0), data.dropped) if share}
     if len(dropped) > 1:
         raise TesseraError(
-            f"ucg_rate and cfg both leave out captions: {sorted(dropped)}",
+            f"ucg_rate and cfg set different caption dropout: {sorted(dropped)}",
             where=source,
-            fix="give one of them",
+            fix="remove one of the two",
             code="job.caption-dropout",
         )
     if dropped:
@@ -289,7 +302,7 @@ def _parallel(args: Args, model: GenerationFile) -> dict[str, Any]:
 
 
 def _recompute(args: Args, model: GenerationFile, stages: Sequence[int] | None) -> list[Any]:
-    """Return the blocks that are fully recomputed, and those that save the output of attention."""
+    """Return patterns of blocks that are fully recomputed, and of blocks that store the attention output."""
     modules: list[Any] = list(model.recompute)
     if modules or args.recompute_granularity != "full":
         return modules
@@ -316,13 +329,13 @@ def _blocks(first: int, count: int) -> list[str]:
 
 
 def lora_targets(names: Sequence[str], family: str) -> list[str]:
-    """Return our patterns for the linear layers that `--lora-target-modules` names, by their ends."""
+    """Translate `--lora-target-modules` to patterns of Tessera's linear layers, by the ends of their paths."""
     layers, targets = _LINEAR[family], []
     for name in names:
         key = next((one for one in layers if name == one or name.endswith(f".{one}")), None)
         if key is None:
             raise TesseraError(
-                f"no linear layer of {family} is called {name!r} here",
+                f"no linear layer of {family} has the name {name!r}",
                 where="--lora-target-modules",
                 allowed=layers,
                 nearest=nearest(name, layers),
@@ -336,21 +349,21 @@ def lora_targets(names: Sequence[str], family: str) -> list[str]:
 
 
 def _refuse_language_flags(args: Args) -> None:
-    """Raise an error for flags of language models."""
+    """Raise for flags that only language models support."""
     words = ("lr_scale_modules", "weight_decay_exclude_modules", "dpo_beta", "dpo_label_smoothing", "ref_model")
     more = ("use_txt_dynamic_batching", "recompute_activation_function", "recompute_norm", "lora_apply_modules")
     flags = [name for name in args.typed if name in (*words, *more)]
     if flags:
         raise TesseraError(
-            f"--{flags[0].replace('_', '-')} has no meaning in a job of video generation",
+            f"--{flags[0].replace('_', '-')} is not supported in video generation jobs",
             where=COMMAND_LINE,
-            fix="leave it out; a recipe has optim.groups for single modules",
+            fix="remove it; optim.groups in a recipe has settings per module",
             code="job.no-meaning-for-video",
         )
 
 
 def _note_behaviour(report: JobReport, recipe: Mapping[str, Any]) -> None:
-    """Report how a run here differs from MindSpeed-MM by default."""
+    """Report how runs of Tessera differ from MindSpeed-MM by default."""
     notes = {
         ("loss", "mean per micro-batch"): "every trained latent of the global batch counts the same",
         ("frames of a long video", "from a random one on"): "from the first on: they are the same in every epoch",

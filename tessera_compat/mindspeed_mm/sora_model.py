@@ -26,11 +26,11 @@ from tessera_compat.mindspeed_mm.sora_model_json import read_generation_model
 
 
 class SoRAModel(GenerationModel):
-    """Build a transformer with VAE, text encoders and objective from a `model.json`.
+    """Build a video generation model from a `model.json`: transformer, VAE, text encoders and objective.
 
     It is called as in MindSpeed-MM, with videos [B, 3, F, H, W] from -1 to 1 and token ids, or (`load_video_features`,
-    `load_text_features`) with latents and embeddings; it returns a list with the loss. Weights come from
-    `predictor.from_pretrained`, otherwise they are drawn. Modules have our names.
+    `load_text_features`) with latents and embeddings. It returns a list with the loss. Weights are loaded from
+    `predictor.from_pretrained`, or initialized randomly. Modules have Tessera's names.
     """
 
     def __init__(self, config: Any, device: torch.device | str = "cpu") -> None:
@@ -38,13 +38,13 @@ class SoRAModel(GenerationModel):
         file = read_generation_model(plain(config), WHERE, report)
         report.check()
         if file.family is None:
-            raise TesseraError("there is no predictor", where=WHERE, code="job.predictor-missing")
+            raise TesseraError("model.json has no section predictor", where=WHERE, code="job.predictor-missing")
         spec, family_config = resolve(ModelSection(family=file.family, config=file.config))
         predictor = spec.main.build(family_config)
         options = dict(file.options)
         folder = None if file.features else file.pipeline_folder(WHERE)
         if not file.features:
-            file.encoders.pop("steps", None)  # a loop of the user's own gives one batch at a time
+            file.encoders.pop("steps", None)  # the user's training loop passes a single batch per call
             options["encoders"] = nested(file.encoders)
         super().__init__(predictor, spec, family_config, None if folder is None else Path(folder), device, **options)
         self.config, self.features = config, file.features
@@ -70,9 +70,9 @@ class SoRAModel(GenerationModel):
         seed: int | None = None,
         **others: Any,
     ) -> Any:
-        """Return a list with the loss of one batch. For a batch of the family's processor, return the loss itself.
+        """Return a list with the loss of a batch. For a batch of the family's processor, return the loss itself.
 
-        `seed`: of noise and levels; without it, one is drawn from torch's generator.
+        `seed`: for noise and noise levels; by default it is drawn from torch's generator.
         """
         if prompt_ids is None:
             return super().forward(video)

@@ -40,14 +40,14 @@ WAN_KEYS: dict[str, KeyRule] = {
     **_PREDICTOR,
     "num_layers": sets("num_layers"),
     "num_heads": sets("num_attention_heads"),
-    "hidden_size": sets("attention_head_dim"),  # after a division by the heads
+    "hidden_size": sets("attention_head_dim"),  # `_finish_wan` divides it by the number of heads
     "in_dim": sets("in_channels"),
     "out_dim": sets("out_channels"),
     "ffn_dim": sets("ffn_dim"),
     "freq_dim": sets("freq_dim"),
     "text_dim": sets("text_dim"),
     "text_len": sets("text_length"),
-    "img_dim": sets("image_dim"),  # of models that read embeddings of frames
+    "img_dim": sets("image_dim"),  # of models that take image embeddings of frames
     "patch_size": sets("patch_size", list),
     "cross_attn_norm": sets("cross_attn_norm"),
     "eps": sets("eps"),
@@ -122,7 +122,9 @@ TOP_KEYS: dict[str, KeyRule] = {
     **all_of(refused("models that understand and generate are not here"), "visual_gen visual_und"),
 }
 DPO_KEYS: dict[str, KeyRule] = {
-    "loss_beta": sets("beta", lambda value: 2 * float(value)),  # there, without the half of the published loss
+    "loss_beta": sets(
+        "beta", lambda value: 2 * float(value)
+    ),  # MindSpeed-MM omits the factor 1/2 of the published loss
     "weight_alpha": fixed(0, 0.0),
     **all_of(unneeded("with weight_alpha 0 every pair counts the same"), "weight_beta histogram_path histgram_path"),
 }
@@ -142,39 +144,39 @@ OWN_KEYS = {
 }
 SORA_PATCH_KEYS = {**PATCH_KEYS, "ae_float32": sets("vae.dtype", lambda value: "float32" if value else None)}
 _GIVEN = {"t2v": "none", "t2i": "none", "i2v": "first", "flf2v": "first_last"}
-_ATTENTION = {"hunyuan_video": ["blocks.{*}.attn", "single_blocks.{*}.core"]}  # others have only the first
+_ATTENTION = {"hunyuan_video": ["blocks.{*}.attn", "single_blocks.{*}.core"]}  # other families: blocks.{*}.attn
 
 
 @dataclass
 class GenerationFile:
-    """Hold the content of a generation job's `model.json` under Tessera's names."""
+    """Store the content of a generation job's `model.json` as recipe settings."""
 
-    family: str | None = None  # None: a file with only encoders, for features
-    config: dict[str, Any] = field(default_factory=dict)  # of model.config
+    family: str | None = None  # None: the file has only encoders, for feature extraction
+    config: dict[str, Any] = field(default_factory=dict)  # keys of `model.config`
     weights: str | None = None  # predictor.from_pretrained
-    options: dict[str, Any] = field(default_factory=dict)  # of train.task_options, without encoders
-    encoders: dict[str, Any] = field(default_factory=dict)  # of train.task_options.encoders, dotted
+    options: dict[str, Any] = field(default_factory=dict)  # keys of `train.task_options`, without encoders
+    encoders: dict[str, Any] = field(default_factory=dict)  # dotted keys of `train.task_options.encoders`
     folders: dict[str, str] = field(default_factory=dict)  # key -> folder of a VAE or text encoder
-    features: bool = False  # the data are latents and embeddings
-    pairs: bool = False  # of a better and a worse video
-    stages: list[int] = field(default_factory=list)  # blocks of each pipeline stage
+    features: bool = False  # the data set contains features: latents and embeddings
+    pairs: bool = False  # samples are pairs of a better and a worse video
+    stages: list[int] = field(default_factory=list)  # number of blocks on each pipeline stage
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Return the paths of our model's blocks."""
+        """Return the paths of the blocks in Tessera's model."""
         return ("blocks", "single_blocks") if self.family == "hunyuan_video" else ("blocks",)
 
     def pipeline_folder(self, source: str) -> str | None:
-        """Return the diffusers folder that holds VAE and text encoders; None where no section names one."""
+        """Return the diffusers folder of VAE and text encoders; None if no section names a folder."""
         parents = {key: str(Path(folder).parent) for key, folder in self.folders.items()}
         folders = sorted(set(parents.values()))
         wrong = [(key, folder) for key, folder in self.folders.items() if Path(folder).suffix or not Path(folder).name]
         if wrong or len(folders) > 1:
             key, folder = wrong[0] if wrong else next(iter(self.folders.items()))
             raise TesseraError(
-                f"{key} names {folder}: VAE and text encoders are read as parts of one diffusers folder",
+                f"{key} names {folder}, which is no part of a diffusers folder with VAE and text encoders",
                 where=source,
                 allowed=["FOLDER/vae", "FOLDER/text_encoder", "FOLDER/text_encoder_2"],
                 fix=f"name the parts of the model's diffusers folder, which has a {DiffusersFolder.marker}",
@@ -184,7 +186,7 @@ class GenerationFile:
 
 
 def is_generation(data: Mapping[str, Any]) -> bool:
-    """Return whether a model.json is of a generation job."""
+    """Return whether a model.json describes a generation model."""
     return "predictor" in data or "ae" in data
 
 
@@ -195,7 +197,7 @@ def read_generation_model(data: Mapping[str, Any], source: str, report: JobRepor
     predictor = part_of(data, "predictor", source)
     if predictor:
         _predictor(file, predictor, source, report)
-        # A file for inference has a sampler there, whose numbers do not apply to training.
+        # In files for inference this section describes the sampler, so it is not read.
         read_objective(file.options, part_of(data, "diffusion", source), source, report)
     _task(file, data, predictor, source, report)
     read_encoders(file, data, source, report)
@@ -207,7 +209,7 @@ def read_generation_model(data: Mapping[str, Any], source: str, report: JobRepor
 
 
 def _pairs(file: GenerationFile, data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Read how pairs of videos are compared; other jobs have no such section."""
+    """Read the section `dpo` of a preference job."""
     file.pairs = data.get("dpo") is not None
     if not file.pairs:
         return
@@ -222,7 +224,7 @@ def _pairs(file: GenerationFile, data: Mapping[str, Any], source: str, report: J
     file.options |= {**options, "beta_by_time": True}
     if file.features:
         raise TesseraError(
-            "pairs are read as videos, not as features of them",
+            "preference jobs do not support features, only videos",
             where=source,
             fix='"load_video_features": false and "load_text_features": false, with sections ae and text_encoder',
             code="job.preference-features",
@@ -233,11 +235,11 @@ def _predictor(file: GenerationFile, section: Mapping[str, Any], source: str, re
     name, at = str(section.get("model_id")), "predictor."
     if name not in PREDICTORS:
         raise TesseraError(
-            f"predictor.model_id {name!r} belongs to no family here",
+            f"predictor.model_id {name!r} is not supported",
             where=source,
             allowed=PREDICTORS,
             nearest=nearest(name, PREDICTORS),
-            fix="HunyuanVideo 1.5 and the other families are trained by a recipe that names their diffusers folder",
+            fix="train HunyuanVideo 1.5 and other families by a recipe that names their diffusers folder",
             code="job.unknown-predictor",
         )
     file.family, rules = PREDICTORS[name]
@@ -252,7 +254,7 @@ def _predictor(file: GenerationFile, section: Mapping[str, Any], source: str, re
 
 
 def _own_key(file: GenerationFile, key: str, section: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Translate a key of the predictor that is more than a field of the configuration."""
+    """Translate a key of the predictor that is not a plain field of the model configuration."""
     value, config = section[key], file.config
     note = "not set"
     if value is None:
@@ -294,13 +296,15 @@ def _finish_wan(file: GenerationFile, kind: str, source: str) -> None:
     width, heads = config.pop("attention_head_dim", None), config.get("num_attention_heads")
     if not (isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0):
         raise TesseraError(
-            f"predictor: hidden_size {width!r} does not split into num_heads {heads!r}",
+            f"predictor: hidden_size {width!r} is not a multiple of num_heads {heads!r}",
             where=source,
             code="job.width-not-multiple",
         )
     config["attention_head_dim"] = width // heads
     embeds = config.pop("image_dim", 1280)
-    if kind in ("i2v", "flf2v") and not config.get("token_times"):  # Wan 2.2 reads input frames only as channels
+    if kind in ("i2v", "flf2v") and not config.get(
+        "token_times"
+    ):  # Wan 2.2 gets input frames as channels only, not as image embeddings
         config |= {"image_dim": embeds, "added_kv_proj_dim": width}
         if kind == "flf2v":
             config["pos_embed_seq_len"] = 514
@@ -310,7 +314,9 @@ def _patch(config: dict[str, Any], patch: Sequence[int], family: str, source: st
     frames, rows, columns = patch
     if rows != columns:
         raise TesseraError(
-            f"predictor.patch_size {list(patch)}: patches are squares", where=source, code="job.patch-size"
+            f"predictor.patch_size {list(patch)}: only square patches are supported",
+            where=source,
+            code="job.patch-size",
         )
     config["patch_size"] = rows
     if family == "hunyuan_video" or frames > 1:
@@ -321,7 +327,7 @@ def _patch(config: dict[str, Any], patch: Sequence[int], family: str, source: st
 
 def _numbers(value: Any, count: int, where: str) -> list[int]:
     if not isinstance(value, list) or len(value) != count or any(type(one) is not int or one < 1 for one in value):
-        raise TesseraError(f"{value!r:.60} is no list of {count} sizes", where=where, code="job.size-list")
+        raise TesseraError(f"{value!r:.60} is not a list of {count} sizes", where=where, code="job.size-list")
     return value
 
 
@@ -332,7 +338,7 @@ def _task(
     if task not in _GIVEN:
         near = nearest(task, _GIVEN)
         raise TesseraError(
-            f"task {task!r} is not here", where=source, allowed=_GIVEN, nearest=near, code="job.generation-task"
+            f"task {task!r} is not supported", where=source, allowed=_GIVEN, nearest=near, code="job.generation-task"
         )
     frames = "first_last" if predictor.get("model_type") == "flf2v" else _GIVEN[task]
     if frames != "none":
@@ -343,7 +349,7 @@ def _task(
 
 
 def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Read the sections of VAE and text encoders: folders and types."""
+    """Read folders and dtypes of VAE and text encoders."""
     vae, text = part_of(data, "ae", source), data.get("text_encoder") or []
     listed = text if isinstance(text, list) else [text]
     _part(file, vae, "ae", {**AE_KEYS, **_architecture(vae)}, source, report)
@@ -368,7 +374,7 @@ def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, re
 
 
 def _architecture(vae: Mapping[str, Any]) -> dict[str, KeyRule]:
-    """Return rules for what describes the network of a VAE, and how it prepares given frames."""
+    """Return the rules for keys that describe the network of a VAE, or how it encodes input frames."""
     handled = {*AE_KEYS, "model_id", "from_pretrained"}
     rules = dict.fromkeys((key for key in vae if key not in handled), _ENCODER)
     if "i2v_processor" in rules:
@@ -406,7 +412,7 @@ def _part(
 
 
 def _features(file: GenerationFile, data: Mapping[str, Any], source: str, report: JobReport) -> None:
-    """Read whether latents and embeddings come from encoders or from features: from one of both."""
+    """Read whether the data contains features. Raise if only latents, or only embeddings, are features."""
     keys = ("load_video_features", "load_text_features")
     values = {key: bool(data.get(key)) for key in keys}
     if len(set(values.values())) > 1:
@@ -426,7 +432,7 @@ def _features(file: GenerationFile, data: Mapping[str, Any], source: str, report
 
 
 def _dtype(value: Any) -> str:
-    """Return the type of frozen parts: float16 becomes bfloat16, which has no overflow."""
+    """Return the dtype of frozen encoders. float16 becomes bfloat16, which does not overflow."""
     names = {"bf16": "bfloat16", "fp16": "bfloat16", "fp32": "float32"}
     names |= {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
     if value not in names:

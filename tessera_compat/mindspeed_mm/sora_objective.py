@@ -39,7 +39,7 @@ def read_objective(options: dict[str, Any], section: Mapping[str, Any], source: 
     name = str(section.get("model_id"))
     if name not in OBJECTIVES:
         raise TesseraError(
-            f"diffusion.model_id {name!r} trains nothing here",
+            f"the training objective diffusion.model_id {name!r} is not supported",
             where=source,
             allowed=OBJECTIVES,
             nearest=nearest(name, OBJECTIVES),
@@ -64,17 +64,17 @@ def _wan(options: dict[str, Any], section: Mapping[str, Any], source: str, repor
 
 
 def wan_boundaries(section: Mapping[str, Any], shift: float, source: str) -> list[float]:
-    """Return the noise levels that an expert is trained on.
+    """Return the range of noise levels that an expert is trained on.
 
-    The job counts positions in the schedule from pure noise on, before the shift: 0 to 0.417 of a schedule with shift 5
-    is noise from 1 to 0.875, which the first expert of Wan 2.2 is for.
+    The job names positions in the schedule, from pure noise and before the shift. With shift 5, positions 0 to 0.417
+    are noise levels from 1 to 0.875: the range of the first expert of Wan 2.2.
     """
     first, last = (section.get(key, plain) for key, plain in zip(_BOUNDARIES, (0.0, 1.0), strict=True))
     if any(isinstance(end, bool) or not isinstance(end, int | float) for end in (first, last)) or not (
         0 <= first < last <= 1
     ):
         raise TesseraError(
-            f"min_timestep_boundary {first!r} and max_timestep_boundary {last!r}",
+            f"min_timestep_boundary {first!r} and max_timestep_boundary {last!r} are no valid range",
             where=source,
             allowed=["0 <= min < max <= 1"],
             code="job.timestep-boundary",
@@ -124,9 +124,9 @@ def _cogvideo(options: dict[str, Any], section: Mapping[str, Any], source: str, 
         scales |= set(shift.values())
     if len(scales) > 1:
         raise TesseraError(
-            f"diffusion: two values of shift_scale: {sorted(scales)}",
+            f"the section diffusion has two values of shift_scale: {sorted(scales)}",
             where=source,
-            fix="give one",
+            fix="remove one of them",
             code="job.shift-scale",
         )
     options |= {"time": "uniform", "betas": {"snr_shift": scales.pop() if scales else 3.0, "zero_snr": True}}

@@ -44,7 +44,7 @@ def pretrain(
     extra_args_provider: Callable[..., Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train the user's model with the user's callbacks and the command line; then evaluate valid and test data."""
+    """Train the user's model with the user's functions and the command line. Then evaluate valid and test data."""
     _check_model_type(model_type)
     session = _begin(extra_args_provider, args_defaults)
     try:
@@ -67,18 +67,18 @@ def initialize_megatron(
     skip_mpu_initialization: bool = False,
     **unused: Any,
 ) -> None:
-    """Parse the command line, join the process group and begin the run. Afterwards `get_args` answers."""
+    """Parse the command line, create the process group and start the run. `get_args` works afterwards."""
     if ignore_unknown_args:
         raise TesseraError(
-            "unknown flags are refused here",
+            "ignore_unknown_args=True is not supported",
             where="initialize_megatron(ignore_unknown_args=True)",
-            fix="add them to the parser with extra_args_provider",
+            fix="add the flags to the parser with extra_args_provider",
             code="job.unknown-flags-callback",
         )
     if skip_mpu_initialization or unused:
         words = ", ".join(["skip_mpu_initialization"] * skip_mpu_initialization + list(unused))
         raise TesseraError(
-            f"initialize_megatron does not take {words} here", fix="leave it out", code="job.unsupported-option"
+            f"initialize_megatron does not support {words}", fix="leave it out", code="job.unsupported-option"
         )
     session = _begin(extra_args_provider, args_defaults)
     atexit.register(session.abandon)
@@ -87,7 +87,7 @@ def initialize_megatron(
 def _begin(extra_args_provider: Callable[..., Any] | None, args_defaults: Mapping[str, Any] | None) -> Session:
     if state.current().session is not None:
         raise TesseraError(
-            "this process has begun a run already",
+            "this process has already started a run",
             where="pretrain",
             fix="call pretrain once, or initialize_megatron and the functions after it",
             code="job.run-twice",
@@ -113,9 +113,9 @@ def _begin(extra_args_provider: Callable[..., Any] | None, args_defaults: Mappin
 
 
 def _changes(args: Any, config: RunConfig) -> list[str]:
-    """Return the settings that the flags change in the run that they continue; refuse fixed ones."""
+    """Return the settings that flags change in a resumed run. Raise for settings that cannot change."""
     report, saved = flag_report(args), resume_config(config.folder)
-    # Groups follow from the model, and rows are micro-batches here: the session compares the batch sizes.
+    # Parameter groups depend on the model, and rows are micro-batches: the session compares batch sizes itself.
     changes = [key for key in changed_settings(saved, config) if key not in ("optim.groups", "train.global_batch")]
     for key in changes:
         refuse_change(saved, key, report, Path(args.save))
@@ -127,7 +127,7 @@ def current_session() -> Session:
     session = state.current().session
     if session is None:
         raise TesseraError(
-            "no run has begun",
+            "no run is started yet",
             where="training",
             fix="call initialize_megatron(...) first, or only pretrain(...)",
             code="job.no-run",
@@ -140,14 +140,14 @@ def current_session() -> Session:
 
 
 class ParamScheduler:
-    """Return the learning rate to scripts that ask for it. The trainer sets it: it is a function of the step."""
+    """Show the learning rate to scripts. The trainer sets it as a function of the step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps are done."""
+        """Return the number of completed steps."""
         return self._trainer.step
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
@@ -156,11 +156,11 @@ class ParamScheduler:
         return float(param_group["base_lr"]) * lr_factor(schedule, self.num_steps, steps)
 
     def step(self, increment: int) -> NoReturn:
-        """Refuse: `train_step` sets the learning rate of its step."""
+        """Raise: `train_step` sets the learning rate."""
         raise TesseraError(
-            "the learning rate follows from the number of steps, which train_step counts",
+            "opt_param_scheduler.step is not supported: train_step sets the learning rate",
             where="opt_param_scheduler.step",
-            fix="leave the call out",
+            fix="remove the call",
             code="job.schedule-step",
         )
 
@@ -173,7 +173,7 @@ def setup_model_and_optimizer(
     lr_mult: float = 1.0,
     checkpointing_context: Any = None,
 ) -> tuple[list[nn.Module], Optimizer, ParamScheduler]:
-    """Build, shard and fill the model, with its optimizer; go on from `--load` where that names the run itself."""
+    """Build and shard the model and its optimizer. Resume the run if `--load` names its folder."""
     _check_model_type(model_type)
     trainer = current_session().setup(model_provider_func, no_wd_decay_cond, scale_lr_cond, lr_mult)
     return [trainer.module], trainer.optimizer, ParamScheduler(trainer)
@@ -185,9 +185,9 @@ def get_optimizer_param_scheduler(optimizer: Optimizer) -> ParamScheduler:
 
 
 def get_megatron_optimizer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse: the optimizer belongs to sharded weights, and one call makes both."""
+    """Raise: `setup_model_and_optimizer` creates model and optimizer together."""
     raise TesseraError(
-        "the optimizer is made together with the sharded model",
+        "the optimizer cannot be created without the sharded model",
         where="get_megatron_optimizer",
         fix="model, optimizer, scheduler = setup_model_and_optimizer(model_provider, model_type)",
         code="job.optimizer-alone",
@@ -197,7 +197,7 @@ def get_megatron_optimizer(*args: Any, **kwargs: Any) -> NoReturn:
 def load_checkpoint(
     model: Sequence[nn.Module], optimizer: Optimizer, opt_param_scheduler: ParamScheduler, **options: Any
 ) -> tuple[int, int]:
-    """Go back to the newest checkpoint of the run; return its iteration, and 0 for the floating-point operations."""
+    """Load the newest checkpoint of the run. Return its iteration, and 0 for the number of FLOPs."""
     if options:
         raise TesseraError(
             f"load_checkpoint does not take {', '.join(options)} here",
@@ -220,21 +220,21 @@ def save_checkpoint(
     num_floating_point_operations_so_far: float = 0,
     **options: Any,
 ) -> None:
-    """Save the run, which must be at this iteration."""
+    """Save a checkpoint. `iteration` must be the current iteration."""
     trainer = current_session().trainer
     if options or iteration != trainer.step:
         what = f"does not take {', '.join(options)} here" if options else f"is asked for iteration {iteration}"
         raise TesseraError(
-            f"save_checkpoint {what}, and the run is at iteration {trainer.step}",
+            f"save_checkpoint {what}, but the run is at iteration {trainer.step}",
             where="save_checkpoint",
             fix=f"save_checkpoint({trainer.step}, model, optimizer, opt_param_scheduler)",
             code="job.save-arguments",
         )
     if state.get_args().save is None:
         raise TesseraError(
-            "there is no folder to save to",
+            "--save does not name a folder",
             where="save_checkpoint",
-            fix="--save FOLDER",
+            fix="add --save FOLDER",
             code="job.save-folder-missing",
         )
     trainer.save()
@@ -244,7 +244,7 @@ def save_checkpoint(
 
 
 class BatchIterator(Iterator[Any]):
-    """Yield the batches of one split on this rank, one for each micro-batch."""
+    """Yield the batches of a data split on this rank, a batch for each micro-batch."""
 
     def __init__(self, session: Session, name: str) -> None:
         self.session, self.name = session, name
@@ -263,14 +263,14 @@ class BatchIterator(Iterator[Any]):
 def build_train_valid_test_datasets(
     build_train_valid_test_datasets_provider: Callable[..., Any], train_valid_test_num_samples: Sequence[int]
 ) -> tuple[Any, Any, Any]:
-    """Return the user's data for these numbers of samples."""
+    """Call the data provider with these numbers of samples."""
     return current_session().datasets(build_train_valid_test_datasets_provider, train_valid_test_num_samples)
 
 
 def build_train_valid_test_data_loaders(
     build_train_valid_test_datasets_provider: Callable[..., Any],
 ) -> tuple[Any, Any, Any]:
-    """Return the loaders of train, valid and test data, as the session reads them; None where there is no data."""
+    """Return the data loaders of train, valid and test data; None for missing data."""
     session = current_session()
     session.bind(session.datasets(build_train_valid_test_datasets_provider, session.sample_counts()))
     train, valid, test = (session.rows[name].data if session.rows[name].bound else None for name in SPLITS)
@@ -280,7 +280,7 @@ def build_train_valid_test_data_loaders(
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: Callable[..., Any],
 ) -> tuple[BatchIterator | None, BatchIterator | None, BatchIterator | None]:
-    """Return iterators over the batches of this rank; None where there is no data."""
+    """Return iterators over the batches of this rank; None for missing data."""
     session = current_session()
     build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider)
     train, valid, test = (BatchIterator(session, name) if session.rows[name].bound else None for name in SPLITS)
@@ -301,12 +301,15 @@ def train(
     config: Any = None,
     call_backs: Any = None,
 ) -> tuple[int, int]:
-    """Train until the last iteration; return it, and 0 for the floating-point operations."""
+    """Train until the last iteration. Return its number, and 0 for the number of FLOPs."""
     session = current_session()
     _check_ours(session, model, optimizer)
     if call_backs:
         raise TesseraError(
-            "train takes no call_backs here", where="train", fix="leave them out", code="job.unsupported-option"
+            "the argument call_backs of train is not supported",
+            where="train",
+            fix="remove it",
+            code="job.unsupported-option",
         )
     session.task.forward_step = forward_step_func
     session.process_non_loss_data = process_non_loss_data_func
@@ -325,7 +328,7 @@ def train_step(
     opt_param_scheduler: ParamScheduler,
     config: Any = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, None]:
-    """Run one iteration on the next micro-batches of the iterator.
+    """Run an iteration on the next micro-batches of the iterator.
 
     Return the mean losses, whether the update was skipped, whether to save, whether to stop, an exit code, the norm of
     the gradients, and None for the number of zeros, as Megatron 0.12.1 does."""
@@ -351,14 +354,14 @@ def evaluate_and_print_results(
     write_to_tensorboard: bool = True,
     non_loss_data_func: Callable[..., Any] | None = None,
 ) -> None:
-    """Evaluate `--eval-iters` global batches of the iterator and print the line with the results."""
+    """Evaluate `--eval-iters` global batches of the iterator, and print the results."""
     session = current_session()
     _check_ours(session, model, None)
     if non_loss_data_func is not None:
         raise TesseraError(
-            "non_loss_data_func is not supported: nothing here calls it",
+            "non_loss_data_func is not supported",
             where="evaluate_and_print_results",
-            fix="give process_non_loss_data_func: it is called with what loss_func(output, non_loss_data=True) returns",
+            fix="pass process_non_loss_data_func: it gets the results of loss_func(output, non_loss_data=True)",
             code="job.unsupported-option",
         )
     session.task.forward_step = forward_step_func
@@ -374,46 +377,46 @@ def evaluate_and_print_results(
 
 
 def mm_extra_args_provider(parser: Any) -> Any:
-    """Return the parser as it is: it knows the flags of MindSpeed-MM already."""
+    """Return the parser unchanged: it already has the flags of MindSpeed-MM."""
     return parser
 
 
 def extra_args_provider_decorator(extra_args_provider: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the provider of a script's own flags; those of MindSpeed-MM need none."""
+    """Return the provider of a script's flags unchanged: flags of MindSpeed-MM are built in."""
     return mm_extra_args_provider if extra_args_provider is None else extra_args_provider
 
 
 def get_mindspeed_args() -> Any:
-    """Return the arguments as far as they are known: none before `pretrain` parses them."""
+    """Return the parsed arguments; an empty namespace before `pretrain` parses them."""
     return argparse.Namespace() if state.current().args is None else state.current().args
 
 
 class PatchesManager:
-    """Patch nothing: `patch` of model.json sets keys of the recipe, or is refused."""
+    """Check the section `patch` of model.json. Tessera patches no code."""
 
     @staticmethod
     def apply_patches_from_config() -> None:
-        """Refuse patches of model.json that would change the training."""
+        """Raise for patches of model.json that would change the training."""
         patches = state.get_args().mm.model.get("patch") or {}
         refused = sorted(set(patches) - _PATCHES_WITHOUT_EFFECT)
         if refused:
             raise TesseraError(
-                f"model.json has patches of Megatron: {', '.join(refused)}",
+                f"model.json has unsupported patches: {', '.join(refused)}",
                 where="model.json: patch",
                 allowed=_PATCHES_WITHOUT_EFFECT,
-                fix="remove them; the flags and the callbacks of the run define its computation",
+                fix="remove them from the section patch",
                 code="job.model-patches",
             )
 
 
-# They make Megatron faster, or let it read other files; the results are the same.
+# These patches make Megatron faster or let it read other files. They do not change results.
 _PATCHES_WITHOUT_EFFECT = {"clip_grad_async", "get_dist_model_load_from_pt", "bridge_patch", "infer_fa", "scale_grad"}
 
 
 def _check_model_type(model_type: Any) -> None:
     if isinstance(model_type, enum.Enum) and model_type.name != "encoder_or_decoder":
         raise TesseraError(
-            f"{model_type}: pretrain does not train models with a separate pipeline for the encoder",
+            f"{model_type} is not supported: pretrain has no separate pipeline for an encoder",
             where="model_type",
             allowed=["ModelType.encoder_or_decoder"],
             code="job.model-type",
@@ -421,13 +424,13 @@ def _check_model_type(model_type: Any) -> None:
 
 
 def _check_ours(session: Session, model: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
-    """Raise an error where the caller gives another model or optimizer than the session has."""
+    """Raise if the caller passes another model or optimizer than the run has."""
     modules = list(model) if isinstance(model, (list, tuple)) else [model]
     trainer = session.trainer
     if modules != [trainer.module] or (optimizer is not None and optimizer is not trainer.optimizer):
         raise TesseraError(
-            "this is not the model and the optimizer of the run",
+            "the passed model or optimizer does not belong to the run",
             where="train",
-            fix="give what setup_model_and_optimizer returned",
+            fix="pass the results of setup_model_and_optimizer",
             code="job.foreign-model",
         )

@@ -33,21 +33,21 @@ from tessera_compat.mindspeed_mm.classes import WHERE, plain
 from tessera_compat.mindspeed_mm.model_json import read_model
 from tessera_compat.mindspeed_mm.report import JobReport
 
-GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl")  # whose batches are made here from the tensors of transformers' processors
+GRID_FAMILIES = ("qwen2_vl", "qwen2_5_vl")  # families that accept tensors of transformers' processors
 
 
 class VLModel(MultimodalModel):
-    """Build a vision-language model of one of our families, with sizes and frozen parts of a `model.json`.
+    """Build a vision-language model of a Tessera family, with the sizes and frozen parts of a `model.json`.
 
-    It is called with a batch of the family's processor, as any model here, or (Qwen2-VL and Qwen2.5-VL) with the
-    tensors of transformers' processors by name. Modules have our names; patterns of `fsdp2_config.yaml` may have
-    MindSpeed-MM's. Weights come from the folder `init_from_hf_path`, otherwise they are drawn.
+    It is called with a batch of the family's processor, or (Qwen2-VL and Qwen2.5-VL) with the tensors of transformers'
+    processors as keyword arguments. Modules have Tessera's names; patterns of `fsdp2_config.yaml` may use names of
+    MindSpeed-MM. Weights are loaded from `init_from_hf_path`, or initialized randomly.
     """
 
     def __init__(self, config: Any) -> None:
         file = read_model(plain(config), WHERE, JobReport())
         folder = None if file.folder is None else Path(file.folder)
-        if "vision_start_token_id" in file.fields:  # the file has no key for the end, which is the next token
+        if "vision_start_token_id" in file.fields:  # model.json has no vision_end_token_id: it is the next id
             file.fields.setdefault("vision_end_token_id", file.fields["vision_start_token_id"] + 1)
         fields = apply_overrides({}, file.fields, WHERE)
         spec, family_config = resolve(ModelSection(family=file.family, path=folder, config=fields))
@@ -65,7 +65,7 @@ class VLModel(MultimodalModel):
             built.initializer_range,
         )
         self.config, self.spec = config, spec
-        self.family_config: Any = family_config  # of the family's own type
+        self.family_config: Any = family_config  # configuration object of the family
         if not any(parameter.is_meta for parameter in self.parameters()):
             self._fill(folder)
         names = [name for name, _ in self.named_parameters()]
@@ -73,13 +73,13 @@ class VLModel(MultimodalModel):
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name not in frozen)
 
-    # What forward steps of MindSpeed-MM ask the model that Megatron has wrapped twice.
+    # Attributes that forward steps of MindSpeed-MM read from the wrapped model.
     add_image_encoder = True
     image_encoder = SimpleNamespace(post_process=True)
 
     @property
     def module(self) -> VLModel:
-        """Return the model itself: it is not wrapped here."""
+        """Return this model: forward steps expect wrappers, which do not exist here."""
         return self
 
     def freeze(
@@ -89,20 +89,22 @@ class VLModel(MultimodalModel):
         freeze_image_projection: bool = False,
         freeze_audio_encoder: bool = False,
     ) -> None:
-        """Freeze parts of the model, beside those that `freeze` of model.json names."""
+        """Freeze parts of the model, in addition to those with `freeze` in model.json."""
         parts = {"vision": freeze_image_encoder, "projector": freeze_image_projection, "text": freeze_text_decoder}
         for name, parameter in self.named_parameters():
             if parts.get("text" if name.startswith("head") else name.partition(".")[0]):
                 parameter.requires_grad_(False)
 
     def model_plan(self) -> ModelPlan:
-        """Return the plan of the family."""
+        """Return the parallel plan of the family."""
         return self.spec.main.plan(self.family_config)
 
     def forward(self, batch: Batch | None = None, *args: Any, **inputs: Any) -> Any:
-        """Return the outputs of the family for its own batches. For tensors by name (`input_ids`, `attention_mask`,
-        `labels`, `pixel_values`, `image_grid_thw`, and those of videos) return `loss`, `loss_mask` and `count`, or
-        without labels the logits [rows, tokens, vocabulary]."""
+        """Run the model.
+
+        For a batch of the family's processor, return the family's outputs. For keyword arguments (`input_ids`,
+        `attention_mask`, `labels`, `pixel_values`, `image_grid_thw`, and those of videos), return `loss`, `loss_mask`
+        and `count`; without labels, the logits [rows, tokens, vocabulary]."""
         if isinstance(batch, Batch) and "tokens" in batch:
             return super().forward(batch, *args, **inputs)
         tensors: Mapping[str, Any] = batch.tensors if isinstance(batch, Batch) else inputs
@@ -141,10 +143,10 @@ class VLModel(MultimodalModel):
         second_per_grid_ts: Any = None,
         **others: Any,
     ) -> tuple[Batch, Tensor]:
-        """Return a batch of the family, with rows one after another and without padding, and where its tokens were."""
+        """Convert tensors of transformers to a packed batch of the family. Also return the positions of its tokens."""
         if self.spec.name not in GRID_FAMILIES:
             raise TesseraError(
-                f"tensors by name are not translated for family {self.spec.name}",
+                f"family {self.spec.name} does not accept tensors as keyword arguments",
                 where="VLModel",
                 allowed=GRID_FAMILIES,
                 fix="call it with a batch of the family's processor, or train the family by a recipe",
@@ -152,7 +154,7 @@ class VLModel(MultimodalModel):
             )
         unknown = [name for name, value in others.items() if value is not None and name != "position_ids"]
         if unknown:
-            raise TesseraError(f"VLModel takes no {unknown[0]!r}", where="VLModel", code="job.unknown-input")
+            raise TesseraError(f"VLModel has no argument {unknown[0]!r}", where="VLModel", code="job.unknown-input")
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         images = _media("image", pixel_values, image_grid_thw, None)
         videos = _media("video", pixel_values_videos, video_grid_thw, second_per_grid_ts)
@@ -221,7 +223,7 @@ class VLModel(MultimodalModel):
         )
 
     def _patches(self, layout: MediaLayout, values: Tensor) -> dict[str, Tensor]:
-        """Return pixels and positions of the patches of an image or video, in the order of the family's encoder."""
+        """Return pixels and positions of the patches of an image or video, in the patch order of the family."""
         merge = self.family_config.vision.spatial_merge_size
         kind = next(self.get_submodule("vision.patch_embed").parameters())
         t, h, w = layout.grid
@@ -232,13 +234,13 @@ class VLModel(MultimodalModel):
         return {"pixels": values.to(kind.dtype), "patch_positions": torch.from_numpy(where)}
 
 
-VLMModel = Qwen2VLModel = InternVLModel = VLModel  # its names in other releases
+VLMModel = Qwen2VLModel = InternVLModel = VLModel  # names of the class in other releases
 
 
 def _media(
     kind: str, pixels: Tensor | None, grids: Tensor | None, seconds: Any
 ) -> Iterator[tuple[tuple[int, int, int], Tensor, float]]:
-    """Give the grid, the patches and the seconds of a step of each image or video, in order."""
+    """Yield grid, patches and seconds per temporal patch of each image or video, in order."""
     at = 0
     for number, (t, h, w) in enumerate([] if grids is None else grids.tolist()):
         assert pixels is not None, f"{kind}_grid_thw without pixels"
@@ -247,7 +249,7 @@ def _media(
 
 
 def _runs(ids: Sequence[int], wanted: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Give (token, first position, length) of each run of one of the wanted tokens."""
+    """Yield (token, first position, length) of each run of equal media tokens."""
     start = 0
     for at in range(1, len(ids) + 1):
         if at == len(ids) or ids[at] != ids[start]:
@@ -259,8 +261,8 @@ def _runs(ids: Sequence[int], wanted: Sequence[int]) -> Iterator[tuple[int, int,
 def _check_run(count: int, layout: MediaLayout) -> None:
     if count != layout.tokens[0]:
         raise TesseraError(
-            f"an image or video of {layout.grid} patches makes {layout.tokens[0]} tokens, the text has {count} for it",
+            f"an image or video of {layout.grid} patches has {layout.tokens[0]} tokens, but the text contains {count}",
             where="VLModel: input_ids and the grids",
-            fix="processor and model must agree on patch size and merge size",
+            fix="use a processor with the patch size and merge size of the model",
             code="job.media-tokens",
         )

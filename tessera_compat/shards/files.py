@@ -32,7 +32,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _VERSION = 3.0
-# Beginnings of class names in files of jobs. Their objects are beside the weights and never built.
+# Prefixes of class names in rank files. Objects of these classes are never created.
 CLASSES = ("megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm.")
 
 
@@ -41,7 +41,7 @@ CLASSES = ("megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm."
 
 @dataclass(frozen=True)
 class _Slot:
-    """Name the place of a tensor: the stage, the expert rank (None: all of them) and the name it has there."""
+    """Store the place of a tensor: pipeline stage, expert rank (None: all expert ranks), and its name in the file."""
 
     stage: int
     expert_rank: int | None
@@ -51,7 +51,9 @@ class _Slot:
 def _slot(form: MegatronForm, layout: MegatronLayout, name: str, where: str) -> _Slot:
     part = form.part_of(name)
     if part is None:
-        raise TesseraError(f"{name} belongs to no part of this model", where=where, code="weights.unknown-tensor")
+        raise TesseraError(
+            f"the tensor {name} belongs to no part of this model", where=where, code="weights.unknown-tensor"
+        )
     stages = layout.stages(part)
     used = [stage for stage, count in enumerate(stages) if count]
     if not name.startswith(part.layers):
@@ -82,7 +84,7 @@ def _rank_folder(layout: MegatronLayout, tp: int, pp: int, ep: int) -> str:
 def plan_megatron(
     form: MegatronForm, layout: MegatronLayout, tensors: Mapping[str, PlannedTensor], where: str
 ) -> FolderPlan:
-    """Plan a folder that Megatron-style jobs load. `tensors`: unsharded ones by Megatron names."""
+    """Plan the rank files of a folder for Megatron-style jobs. `tensors`: full tensors by Megatron names."""
     check_layout(form, layout, where)
     stages: list[list[tuple[str, _Slot]]] = [[] for _ in range(layout.pp * layout.virtual)]
     for name in tensors:
@@ -128,7 +130,7 @@ def _slice_plans(form: MegatronForm, layout: MegatronLayout, name: str, plan: Pl
 
 @dataclass(frozen=True)
 class MegatronTensor:
-    """Read an unsharded tensor of a Megatron-style folder from its slices, one for each tensor rank."""
+    """Read a full tensor from its slices, one slice for each tensor rank."""
 
     name: str
     slices: tuple[StoredTensor, ...]
@@ -144,7 +146,7 @@ class MegatronTensor:
         return tuple(self._join(blanks).shape)
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the unsharded tensor, or a box of it, in memory. Only the slices in the box are read."""
+        """Return the full tensor, or a box of it. Only slices that intersect the box are read."""
         split = self.form.split_of(self.name)
         if split is None or len(self.slices) == 1:
             return self.slices[0].read(offsets, sizes)
@@ -155,7 +157,7 @@ class MegatronTensor:
         return split.join_boxes([self.slices[rank].read(start, size) for rank, start, size in boxes])
 
     def read_rows(self) -> TensorRows:
-        """Return the unsharded tensor as parts: pages of the files, which are not joined."""
+        """Return the full tensor as a list of memory-mapped parts, without copying."""
         split = self.form.split_of(self.name)
         if split is None or len(self.slices) == 1 or 0 in self.shape:
             return TensorRows.of(self.read())
@@ -166,7 +168,7 @@ class MegatronTensor:
         split = self.form.split_of(self.name)
         if len({(part.dim(), part.dtype) for part in slices}) > 1:
             raise TesseraError(
-                f"{self.name} has other types or axes on other tensor ranks",
+                f"{self.name} has different dtypes or numbers of axes on the tensor ranks",
                 where=str(self.slices[0].file),
                 code="megatron.slices-differ",
             )
@@ -176,24 +178,24 @@ class MegatronTensor:
             return split.join(slices)
         except (RuntimeError, IndexError, ValueError) as error:
             raise TesseraError(
-                f"the slices of {self.name} do not fit together: {first_line(error)}",
+                f"the slices of {self.name} cannot be joined: {first_line(error)}",
                 where=str(self.slices[0].file),
                 code="megatron.slices-differ",
             ) from None
 
 
 def is_megatron_folder(folder: Path) -> bool:
-    """Return whether a folder is one of a Megatron-style job; a run of Tessera may write its file for scripts, too."""
+    """Return whether a folder contains rank files of a Megatron-style job. Runs of Tessera have the index file, too."""
     return (folder / LATEST).is_file() and not (folder / "config.yaml").is_file()
 
 
 def read_megatron(
     folder: Path, form: MegatronForm, layout: MegatronLayout | None = None, *, some_layers: bool = False
 ) -> tuple[dict[str, MegatronTensor], MegatronLayout]:
-    """Return the unsharded tensors of a folder by Megatron names, and the layout that its files have.
+    """Return the full tensors of a folder by Megatron names, and the layout of its files.
 
-    The layout is taken from the files; one that is given must agree with it. `some_layers`: the files do not hold every
-    layer (those of adapters), and the lists of the given layout state the layers of a stage.
+    The layout is read from the files. `layout`: the expected layout; raise if it differs. `some_layers`: the files
+    contain adapters of some layers only, so the number of layers per stage is taken from `layout`.
     """
     files = _rank_files(folder)
     iterations: dict[Any, Path] = {}
@@ -201,15 +203,17 @@ def read_megatron(
     if len(iterations) > 1:
         numbers = ", ".join(f"{path.parent.name} of iteration {number}" for number, path in iterations.items())
         raise TesseraError(
-            f"it has files of different iterations: {numbers}", where=str(folder), code="megatron.mixed-iterations"
+            f"the rank files belong to different iterations: {numbers}",
+            where=str(folder),
+            code="megatron.mixed-iterations",
         )
     if (
         form.experts
         and not any(third for _, _, third in contents)
         and all(form.table in models[0] for models in contents.values())
     ):
-        # A single number behind the tensor rank is the expert rank: every file has the table of embeddings, which only
-        # one pipeline rank would have (the first that holds layers of the decoder).
+        # In `mp_rank_TT_NNN`, NNN is the pipeline or the expert rank. Every file has the embedding table, which only
+        # one pipeline rank would have: NNN is the expert rank.
         contents = {(tp, 0, ep): models for (tp, ep, _), models in contents.items()}
     stored = _layout_of(form.parts, contents)
     if some_layers and layout is not None and (layout.pp, layout.virtual) == (stored.pp, stored.virtual):
@@ -238,12 +242,14 @@ def _same(form: MegatronForm, expected: MegatronLayout, stored: MegatronLayout) 
 
 def _slice(shard: list[dict[str, StoredTensor]], chunk: int, name: str, folder: Path) -> StoredTensor:
     if chunk >= len(shard) or name not in shard[chunk]:
-        raise TesseraError(f"{name} is missing on some tensor ranks", where=str(folder), code="megatron.slice-missing")
+        raise TesseraError(
+            f"the tensor {name} is missing on some tensor ranks", where=str(folder), code="megatron.slice-missing"
+        )
     return shard[chunk][name]
 
 
 def newest_iteration(folder: Path) -> Path:
-    """Return the folder of the newest iteration, or of weights that are none's (release)."""
+    """Return the folder of the newest iteration, or `release` for weights without an iteration."""
     try:
         with open(folder / LATEST, encoding="utf-8") as opened:
             newest = opened.read(100).strip()
@@ -253,14 +259,16 @@ def newest_iteration(folder: Path) -> Path:
         ) from None
     if newest != "release" and not (newest.isdecimal() and len(newest) < 20):
         raise TesseraError(
-            f"{LATEST} has {newest[:40]!r}, not release and no iteration",
+            f"{LATEST} contains {newest[:40]!r}, which is neither release nor an iteration",
             where=str(folder),
             code="megatron.latest-iteration",
         )
     inner = folder / (newest if newest == "release" else f"iter_{int(newest):07d}")
     if not inner.is_dir():
         raise TesseraError(
-            f"{inner.name} is missing, which {LATEST} names", where=str(folder), code="megatron.iteration-missing"
+            f"the folder {inner.name}, which {LATEST} names, is missing",
+            where=str(folder),
+            code="megatron.iteration-missing",
         )
     return inner
 
@@ -270,7 +278,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     inner = newest_iteration(folder)
     named = [(match, path) for path in sorted(inner.iterdir()) if (match := _RANK.fullmatch(path.name))]
     if not named:
-        raise TesseraError("it has no mp_rank folder", where=str(inner), code="megatron.no-rank-files")
+        raise TesseraError("the folder has no mp_rank_* folder", where=str(inner), code="megatron.no-rank-files")
     files = {}
     for match, path in named:
         second, third = (int(number) if number else 0 for number in match.groups()[1:])
@@ -281,16 +289,18 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     missing = [key for key in expected if key not in files]
     if missing or any(numbers != list(range(len(numbers))) for numbers in ranks):
         raise TesseraError(
-            f"files of some ranks are missing: {missing or ranks}", where=str(inner), code="megatron.rank-files-missing"
+            f"rank files are missing: {missing or ranks}", where=str(inner), code="megatron.rank-files-missing"
         )
     return files
 
 
 def _models(path: Path, iterations: dict[Any, Path]) -> list[dict[str, StoredTensor]]:
-    """Return the tensors of a rank's file for each virtual stage, and note a file of each iteration."""
+    """Read the tensors of a rank file, per virtual stage. Add its iteration to `iterations`."""
     content = read_torch_file(path, CLASSES)
     if not isinstance(content, dict):
-        raise TesseraError("it holds no model", where=str(path), code="weights.no-model-in-file")
+        raise TesseraError(
+            "the file contains no mapping with a model", where=str(path), code="weights.no-model-in-file"
+        )
     if isinstance(number := content.get("iteration"), int):
         iterations.setdefault(number, path)
     chunks = [content["model"]] if "model" in content else []
@@ -300,7 +310,7 @@ def _models(path: Path, iterations: dict[Any, Path]) -> list[dict[str, StoredTen
         raise TesseraError(
             "it holds no model",
             where=str(path),
-            fix="the key `model` or `model0` is expected",
+            fix="pass a checkpoint with the key `model` or `model0`",
             code="weights.no-model-in-file",
         )
     return [dict(_tensors(chunk, path)) for chunk in chunks]
@@ -313,11 +323,13 @@ def _tensors(chunk: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Stored
         elif value is not None and not str(name).endswith(
             "_extra_state"
         ):  # what Transformer Engine keeps beside layers
-            raise TesseraError(f"{name} in it is no tensor", where=str(path), code="weights.not-a-tensor")
+            raise TesseraError(
+                f"the entry {name} of the model is not a tensor", where=str(path), code="weights.not-a-tensor"
+            )
 
 
 def stored_layout(folder: Path, parts: Sequence[PipelinePart]) -> MegatronLayout:
-    """Return over how many ranks the files of a folder are divided, with the layers of each part on each stage."""
+    """Read the layout of a folder from its files: numbers of ranks, and layers of each part on each stage."""
     contents = {rank: _models(path, {}) for rank, path in _rank_files(folder).items()}
     return _layout_of(parts, contents, always=True)
 
@@ -328,7 +340,7 @@ def _layout_of(
     *,
     always: bool = False,
 ) -> MegatronLayout:
-    """Return the layout of files. `always`: with lists of layers, also where there is one stage."""
+    """Return the layout of rank files. `always`: include lists of layers even for a single stage."""
     tp, pp, ep = (max(key[axis] for key in contents) + 1 for axis in range(3))
     virtual = len(contents[0, 0, 0])
     layers: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -353,7 +365,9 @@ def _global_name(form: MegatronForm, layout: MegatronLayout, stage: int, ep: int
         return local
     number, _, rest = local.removeprefix(part.layers).partition(".")
     if not number.isdecimal() or len(number) > 6 or int(number) >= sum(layout.stages(part)[stage : stage + 1]):
-        raise TesseraError(f"{local[:200]} has no number of a layer on its stage", code="megatron.no-layer-number")
+        raise TesseraError(
+            f"the layer number in {local[:200]} is not valid on its stage", code="megatron.no-layer-number"
+        )
     name = f"{part.layers}{int(number) + sum(layout.stages(part)[:stage])}.{rest}"
     expert = LOCAL_EXPERT.fullmatch(name)
     if expert is None or layout.ep == 1:

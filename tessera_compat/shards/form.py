@@ -23,29 +23,29 @@ LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
 class TensorSplit(Protocol):
-    """Define how tensor parallelism divides a tensor, and how the slices are joined."""
+    """Define how tensor parallelism splits a tensor, and how slices are joined."""
 
     def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]: ...
 
     def join(self, slices: list[Tensor]) -> Tensor: ...
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
-        """Return the boxes of slices, by tensor rank, that make a box of the whole tensor."""
+        """Return the boxes of slices, with their tensor ranks, that form a box of the full tensor."""
         ...
 
     def join_boxes(self, boxes: list[Tensor]) -> Tensor: ...
 
     def join_rows(self, boxes: list[Tensor]) -> TensorRows:
-        """Do as `join_boxes` does with the boxes of a whole tensor, and copy nothing."""
+        """Join the boxes of the full tensor like `join_boxes`, but without copying."""
         ...
 
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Divide along `dim`; `blocks` > 1: each of so many equal blocks of rows (gate and up, or q, k and v) by itself.
+    """Split evenly along `dim`. With `blocks` > 1, split each of the equal blocks of rows (gate and up, or q, k and v).
 
-    `units`: what is never divided, such as heads; the first ranks get one more where they do not divide evenly. Without
-    it, elements of `dim` are the units.
+    `units`: number of indivisible units along `dim`, such as heads. If they do not divide evenly, the first ranks get
+    one unit more. By default every element is a unit.
     """
 
     dim: int = 0
@@ -68,11 +68,11 @@ class EvenSplit:
         return self._cat([part for parts in blocks for part in parts])
 
     def _cat(self, parts: list[Tensor]) -> Tensor:
-        """Join tensors; a single one is not copied."""
+        """Concatenate tensors. A single tensor is not copied."""
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
-        # In the whole tensor each block of all ranks comes before the next block.
+        # The full tensor contains the first block of all ranks, then the second block of all ranks, and so on.
         order = [(rank, block) for block in range(self.blocks) for rank in range(len(slices))]
         lengths = [slices[rank][self.dim] // self.blocks for rank, _ in order]
         pieces = [tuple(length if dim == self.dim else 0 for dim in range(len(offsets))) for length in lengths]
@@ -95,7 +95,7 @@ class EvenSplit:
 
     def _block_length(self, shape: Sequence[int]) -> int:
         if shape[self.dim] % self.blocks:
-            raise ValueError(f"{shape[self.dim]} rows are not {self.blocks} equal blocks")
+            raise ValueError(f"{shape[self.dim]} rows cannot be divided into {self.blocks} equal blocks")
         return shape[self.dim] // self.blocks
 
     def _sizes(self, length: int, ranks: int) -> list[int]:
@@ -105,8 +105,9 @@ class EvenSplit:
 
 @dataclass(frozen=True)
 class JoinedColumns:
-    """Divide the columns of a layer that reads two inputs side by side, each by itself. The first input is as wide as
-    the output, so that a slice tells where it ends."""
+    """Split the columns of a layer with two concatenated inputs: the columns of each input are split evenly.
+
+    The first input has the width of the output, so the boundary is known from the shape of a slice."""
 
     def divide(self, tensor: TensorRows, ranks: int) -> list[TensorRows]:
         first, rest = self._widths(tensor.shape, 1, ranks)
@@ -139,11 +140,11 @@ class JoinedColumns:
 
     @staticmethod
     def _widths(shape: Sequence[int], of: int, ranks: int) -> tuple[int, int]:
-        """Return the columns of both inputs for each of `ranks`, of a tensor that is one of `of` slices."""
+        """Return the columns of both inputs per rank. `of`: the number of slices, of which the tensor is one."""
         first = shape[0] // of
         rest = shape[1] - first
         if shape[0] % (of * ranks) or rest < 0 or rest % ranks:
-            raise ValueError(f"{shape[0]} and {shape[1] - first} columns are not divided by {of * ranks} ranks")
+            raise ValueError(f"{shape[0]} and {shape[1] - first} columns cannot be divided by {of * ranks} ranks")
         return first // ranks, rest // ranks
 
 
@@ -153,34 +154,36 @@ QUERIES_KEYS_VALUES = EvenSplit(blocks=3)
 
 @dataclass(frozen=True)
 class PipelinePart:
-    """Describe how a pipeline divides an encoder or the decoder."""
+    """Describe how pipeline stages divide an encoder or the decoder."""
 
-    option: Literal["vit", "llm", "audio", "dit", "dit_single"]  # as the layer lists of converters call it
-    layers: str  # the names of its layers begin so
-    first: tuple[str, ...]  # what lies on the stage of its first layer
-    last: tuple[str, ...]  # what lies on the stage of its last layer
-    count: int  # layers
+    option: Literal["vit", "llm", "audio", "dit", "dit_single"]  # name in layouts and converter options
+    layers: str  # prefix of the names of its layers
+    first: tuple[str, ...]  # prefixes of tensors on the stage of the first layer
+    last: tuple[str, ...]  # prefixes of tensors on the stage of the last layer
+    count: int  # number of layers
 
 
 @dataclass(frozen=True)
 class MegatronForm:
-    """Describe the weights of one configuration of a family in Megatron's form."""
+    """Describe the weights of a configured model in Megatron-style rank files."""
 
     weights: WeightMap  # native names <-> Megatron names
-    splits: tuple[tuple[str, TensorSplit], ...]  # regular expressions of names; others are whole on every rank
+    splits: tuple[
+        tuple[str, TensorSplit], ...
+    ]  # (regular expression of names, split); other tensors are replicated on all tensor ranks
     parts: tuple[PipelinePart, ...]
     kv_heads: int
     experts: int = 0
-    tied: bool = False  # the head is the table of embeddings; in a pipeline the last stage has a copy
+    tied: bool = False  # the output layer is the embedding table; in a pipeline the last stage stores a copy
     table: str = "text_decoder.embedding.word_embeddings.weight"
     head: str = "text_decoder.output_layer.weight"
 
     def split_of(self, name: str) -> TensorSplit | None:
-        """Return how tensor parallelism divides a tensor; None where every rank has all of it."""
+        """Return how tensor parallelism splits a tensor; None if it is replicated."""
         return next((split for pattern, split in self.splits if _compiled(pattern).fullmatch(name)), None)
 
     def part_of(self, name: str) -> PipelinePart | None:
-        """Return the part of a pipeline that a tensor belongs to."""
+        """Return the part of the model (encoder or decoder) that a tensor belongs to."""
         return next((part for part in self.parts if name.startswith((part.layers, *part.first, *part.last))), None)
 
 

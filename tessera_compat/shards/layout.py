@@ -16,16 +16,16 @@ from tessera_compat.shards.form import MegatronForm, PipelinePart
 
 Recipe = str | Path | Mapping[str, Any]
 _PARTS = ("vit", "llm", "audio", "dit", "dit_single")
-_MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # as many as the names of folders have digits for
-_MOST_FILES = 10_000  # all are open at a time
+_MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # limits: folder names have 2 or 3 digits for a rank
+_MOST_FILES = 10_000  # all files are open at the same time
 
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Over how many ranks a model is divided.
+    """Store the numbers of ranks that split a model.
 
-    `layers`: for each part of a pipeline ("vit", "llm", "audio", "dit") a list for each virtual stage, of the layers on
-    each pipeline rank. A part without a list is on one stage.
+    `layers`: part of the model ("vit", "llm", "audio", "dit") -> a list for each virtual stage, with the number of
+    layers on each pipeline rank. A part without a list is on a single stage.
     """
 
     tp: int = 1
@@ -41,14 +41,13 @@ class MegatronLayout:
         return max((len(chunks) for chunks in self.layers.values()), default=1)
 
     def stages(self, part: PipelinePart) -> list[int]:
-        """Return the layers of a part on each stage, in order of execution: all ranks of the first virtual stage, and
-        so on."""
+        """Return the number of layers of a part on each stage, in order of execution."""
         chunks = self.layers.get(part.option)
         return [count for chunk in chunks for count in chunk] if chunks else [part.count]
 
 
 def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None:
-    """Refuse a layout that does not fit the model."""
+    """Raise if a layout does not fit the model."""
     options = {part.option for part in form.parts}
     for option in layout.layers:
         if option not in options:
@@ -66,22 +65,22 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
             raise TesseraError(
                 f"layers of {part.option!r} must have {layout.virtual} lists of {layout.pp} numbers, like the others",
                 where=where,
-                fix="give every part a list of the same length; 0 where it has no layer",
+                fix="write lists of the same length for all parts; 0 for a stage without layers of the part",
                 code="layout.layer-counts",
             )
         total = sum(layout.stages(part))
         if total != part.count or min(layout.stages(part)) < 0:
             raise TesseraError(
-                f"layers of {part.option!r} sum to {total}; the model has {part.count}",
+                f"layers of {part.option!r} sum to {total}, but the model has {part.count}",
                 where=where,
                 code="layout.layer-counts",
             )
     if form.kv_heads % layout.tp and not form.splits:
         raise TesseraError(
-            f"tp {layout.tp}: this family's shards are divided over pipeline stages alone, not over tensor ranks",
+            f"tp {layout.tp} is not supported: shards of this family can only be split over pipeline stages",
             where=where,
             allowed=["tp=1"],
-            fix="leave out tp, or divide the layers over pp stages instead",
+            fix="remove tp, or split the layers over pipeline stages",
             code="layout.tensor-ranks-refused",
         )
     if form.kv_heads % layout.tp:
@@ -98,11 +97,11 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
 
 
 def parse_layout(layout_mapping: Mapping[str, Any]) -> MegatronLayout:
-    """Return the layout in a mapping: tp, ep, and a list of layers, or a list of lists, for each part."""
+    """Parse a layout: tp, ep, and for each part a list of layer counts, or a list of such lists."""
     keys = ("tp", "ep", *_PARTS)
     if not isinstance(layout_mapping, Mapping):
         raise TesseraError(
-            f"a layout is a mapping, not {_short(layout_mapping)}",
+            f"a layout must be a mapping, not {_short(layout_mapping)}",
             where="layout",
             fix="{tp: 2, llm: [10, 18]}",
             code="layout.not-a-mapping",
@@ -111,7 +110,7 @@ def parse_layout(layout_mapping: Mapping[str, Any]) -> MegatronLayout:
         if key not in keys:
             near = nearest(str(key), keys)
             raise TesseraError(
-                f"a layout has no {key!r}", where="layout", allowed=keys, nearest=near, code="layout.unknown-key"
+                f"a layout has no key {key!r}", where="layout", allowed=keys, nearest=near, code="layout.unknown-key"
             )
     sizes = {key: layout_mapping.get(key, 1) for key in ("tp", "ep")}
     for key, size in sizes.items():
@@ -127,7 +126,7 @@ def parse_layout(layout_mapping: Mapping[str, Any]) -> MegatronLayout:
     files = layout.tp * layout.pp * layout.ep
     if files > _MOST_FILES:
         raise TesseraError(
-            f"{files:,} ranks have a file each; at most {_MOST_FILES:,} are written",
+            f"the layout has {files:,} rank files; at most {_MOST_FILES:,} are supported",
             where="layout",
             code="layout.too-many-ranks",
         )
@@ -146,14 +145,14 @@ def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
     )
     if not sound or isinstance(value, str):
         raise TesseraError(
-            f"{part} must be a list of numbers of layers, or a list of such lists, not {_short(value)}",
+            f"{part} must be a list of layer counts, or a list of such lists, not {_short(value)}",
             where="layout",
             code="layout.stages-not-lists",
         )
     stages = sum(map(len, lists))
     if stages > _MOST["pp"]:
         raise TesseraError(
-            f"{part} has {stages:,} stages; at most {_MOST['pp']:,} are possible",
+            f"{part} has {stages:,} stages; at most {_MOST['pp']:,} are supported",
             where="layout",
             code="layout.too-many-stages",
         )
@@ -161,12 +160,12 @@ def _lists(part: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) -> MegatronLayout:
-    """Return how the plan of a recipe divides `model`, which is the one to convert, and not the recipe's own.
+    """Return the layout in which the plan of a recipe splits `model`, the model to convert.
 
-    What the recipe freezes or adapts stays: the cost of a stage depends on it.
+    The model of the recipe is replaced. Its frozen and adapted modules stay: the balance of stages depends on them.
     """
     config = load_config(recipe)
-    # As few ranks as the layout has: copies of the model, and how copies are shared, are no part of it.
+    # A single replica: data parallelism is not part of a layout.
     shared = config.parallel.model_copy(update={"shard": "auto", "reshard_after_forward": None})
     same = {key: getattr(model, key) for key in ("path", "family", "preset", "config", "weights")}
     config = config.model_copy(update={"parallel": shared, "model": config.model.model_copy(update=same)})
@@ -176,10 +175,10 @@ def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) ->
     for path, views in plan.axes.encoders.items():
         if plan.axes.size(views.tensor) != tp:
             raise TesseraError(
-                f"{path} is computed by {plan.axes.size(views.tensor)} ranks together, the decoder by {tp}: shards "
-                "divide both alike",
+                f"{path} has {plan.axes.size(views.tensor)} tensor ranks, the decoder {tp}: shards "
+                "split both in the same way",
                 where=str(where),
-                fix="give a layout instead: --layout",
+                fix="use --layout instead",
                 code="layout.tensor-sizes-differ",
             )
     names = [name for name, _ in setup.module.named_parameters()]
@@ -190,16 +189,16 @@ def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) ->
 def _stages_of(
     part: PipelinePart, form: MegatronForm, plan: Plan, names: list[str], where: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of a part on each pipeline rank, for each virtual stage."""
+    """Return the number of layers of a part on each pipeline rank, for each virtual stage."""
     pipeline = plan.pipeline
     if pipeline is None:
         return ((part.count,),)
     ranks = max(pipeline.owner) + 1
     if any(owner != stage % ranks for stage, owner in enumerate(pipeline.owner)):
         raise TesseraError(
-            f"the stages of schedule {pipeline.schedule} go forth and back over the ranks; shards go round",
+            f"shards do not support the stage order of schedule {pipeline.schedule}",
             where=where,
-            fix="another parallel.schedule, such as interleaved, or a layout: --layout",
+            fix="set another parallel.schedule, such as interleaved, or use --layout",
             code="layout.schedule-not-for-shards",
         )
     stages: list[set[int]] = [set() for _ in pipeline.stages]

@@ -1,4 +1,4 @@
-"""Divide Megatron-style shards anew, without a Hugging Face folder beside them."""
+"""Write Megatron-style shards with another layout, without the Hugging Face folder of the model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def resplit(
     *,
     like: Path | None = None,
 ) -> Path:
-    """Divide Megatron-style shards of a family anew, by the layout `after`, and return the folder.
+    """Write the shards of a family with the layout `after`, and return the folder.
 
-    No configuration is needed where names and lists of layers determine how tensors are divided. `like` gives one where
-    they do not.
+    Tensor names and layer lists are usually enough. `like`: a Hugging Face folder whose configuration is needed for
+    some families.
     """
     check_apart(Path(target), Path(source), like)
     old, new = parse_layout(before), parse_layout(after)
@@ -44,15 +44,15 @@ def resplit(
         form = FORMS[family](resolve(ModelSection(path=like))[1])
     elif family == "internvl":
         raise TesseraError(
-            "how the heads of this encoder are divided is said by config.json alone",
+            "the number of heads of this encoder is only in config.json",
             where=family,
-            fix="name the Hugging Face folder: --cfg.hf_config.hf_dir FOLDER",
+            fix="add --cfg.hf_config.hf_dir FOLDER",
             code="job.config-folder-missing",
         )
     else:
         quickstart = resolve(ModelSection(family=family, preset="quickstart"))[1]
         form = _form_by_lists(FORMS[family](quickstart), old, new)
-    whole = replace(form, weights=WeightMap((), same_names=True))  # tensors are taken by their Megatron names
+    whole = replace(form, weights=WeightMap((), same_names=True))  # native names are the Megatron names
 
     def reopen(folder: Path, layout: MegatronLayout = new) -> NativeTensors:
         stored = MegatronFolder(folder, whole, layout)
@@ -72,7 +72,7 @@ def resplit(
 
 
 def _is_tied(stored: MegatronFolder, form: MegatronForm) -> bool:
-    """Return whether the head is the table of embeddings: not stored, or the copy that the last stage has of it."""
+    """Return whether the output layer is tied to the embedding: it is not stored, or equal to the embedding."""
     shapes = {name: planned.shape for name, planned in stored.tensors().items()}
     if form.table not in shapes:
         return False
@@ -80,6 +80,6 @@ def _is_tied(stored: MegatronFolder, form: MegatronForm) -> bool:
 
 
 def _form_by_lists(form: MegatronForm, old: MegatronLayout, new: MegatronLayout) -> MegatronForm:
-    """Return a form with as many layers as the lists have. A head is taken as a tensor of its own, tied or not."""
+    """Return the description with the numbers of layers in the lists, and with a separate output layer."""
     parts = tuple(replace(part, count=sum(old.stages(part))) for part in form.parts)
     return replace(form, parts=parts, kv_heads=math.lcm(old.tp, new.tp), experts=0, tied=False)

@@ -13,7 +13,7 @@ from tessera.weights.map import Rule, WeightMap
 from tessera.weights.operations import ColumnsByHead, GroupedRows, Reshape, SwappedHalves, TensorChunk
 from tessera_compat.shards.form import COLUMNS, QUERIES_KEYS_VALUES, ROWS, JoinedColumns, MegatronForm, PipelinePart
 
-# Names of the original checkpoints, and what MindSpeed-MM writes in their place.
+# (part of a name in the original checkpoint, the same part in MindSpeed-MM).
 _WAN_NAMES = (
     *((f"text_embedding.{number}.", f"text_embedding.linear_{number // 2 + 1}.") for number in (0, 2)),
     *((f"_attn.{kind}.", f"_attn.proj_{kind}.") for kind in "qkv"),
@@ -25,7 +25,7 @@ _WAN_FIRST = ("patch_embedding.", "text_embedding.", "time_embedding.", "time_pr
 
 
 def wan(config: WanConfig) -> MegatronForm:
-    """Return the form of Wan: each pipeline stage has a file, and tensor ranks do not split it."""
+    """Describe the shards of Wan. Tensor parallelism does not split them."""
     rules = []
     for rule in wan_original(config).rules:
         (name,) = rule.foreign_names()
@@ -67,8 +67,8 @@ _COG_LAST = ("norm_final.", "norm_out.", "proj_out_linear.", "adaLN_modulation."
 
 
 def cogvideox(config: CogVideoXConfig) -> MegatronForm:
-    """Return the form of CogVideoX."""
-    # A convolution over patches and a table of positions are stored as in folders.
+    """Describe the shards of CogVideoX."""
+    # Patch convolution and position table have the shapes of the diffusers folder.
     stored = [rule for rule in cogvideox_weights(config).rules if isinstance(rule.op, Reshape)]
     renamed = {"patch_embed.pos_embedding": "pos_embed.pos_embedding"}
     rules = [Rule(rule.native, renamed.get(str(rule.foreign), str(rule.foreign)), rule.op) for rule in stored]
@@ -76,7 +76,7 @@ def cogvideox(config: CogVideoXConfig) -> MegatronForm:
     fused, table = _COG_BLOCK + "self_atten.proj_qkv.{kind}", _COG_BLOCK + "scale_shift_table.1.{kind}"
     for number, kind in enumerate("qkv"):
         rules.append(Rule(f"blocks.{{i}}.attn.qkv.{kind}.{{kind}}", fused, TensorChunk(number, 3)))
-    # Shift, scale and gate of both modulations for latents, then those for text.
+    # Rows: shift, scale and gate of both modulations for latents, then the same for text.
     three = 3 * config.hidden_size
     for number, name in enumerate(("attn", "mlp")):
         rules.append(
@@ -144,7 +144,7 @@ _HUNYUAN_FIRST = ("img_in.", "txt_in.", "time_in.", "vector_in.", "guidance_in."
 
 
 def hunyuan_video(config: HunyuanVideoConfig) -> MegatronForm:
-    """Return the form of HunyuanVideo: tensor ranks split it."""
+    """Describe the shards of HunyuanVideo."""
     block = config.shape.block
     joined = ColumnsByHead(block.heads, (block.hidden, block.intermediate))
     (patches,) = [rule for rule in hunyuan_original(config).rules if rule.native == "embed.latents.weight"]

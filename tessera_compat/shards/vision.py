@@ -39,7 +39,7 @@ _GRID_PAIRS = (
     ("vision.patch_embed.bias", "image_encoder.encoder.patch_embed.proj.bias"),
     ("vision.table.weight", "image_encoder.encoder.pos_embed.weight"),
     ("vision.blocks.{i}.attn_norm.{kind}", _BLOCK + "input_layernorm.{kind}"),
-    # Native modules group the rows of this projection by head, and so do Megatron's.
+    # Native modules and Megatron both order the rows of this projection by head.
     ("vision.blocks.{i}.attn.qkv.{kind}", _BLOCK + "self_attention.linear_qkv.{kind}"),
     ("vision.blocks.{i}.attn.proj.{kind}", _BLOCK + "self_attention.linear_proj.{kind}"),
     ("vision.blocks.{i}.mlp_norm.{kind}", _BLOCK + "pre_mlp_layernorm.{kind}"),
@@ -56,7 +56,7 @@ _TEXT_SPLITS: tuple[tuple[str, TensorSplit], ...] = (
 
 
 def _text_part(text: TextConfig) -> PipelinePart:
-    """Return the text decoder as a pipeline divides it."""
+    """Describe how pipeline stages divide the text decoder."""
     last = ("text_decoder.decoder.final_layernorm.", "text_decoder.output_layer.")
     return PipelinePart(
         "llm", "text_decoder.decoder.layers.", ("text_decoder.embedding.",), last, text.num_hidden_layers
@@ -64,7 +64,7 @@ def _text_part(text: TextConfig) -> PipelinePart:
 
 
 def _text_rules(text: TextConfig, tied: bool) -> list[Rule]:
-    """Return the rules of a text decoder and its head."""
+    """Return the name rules of a text decoder and its output layer."""
     rules = [Rule(native, foreign) for native, foreign in _TEXT_PAIRS]
     head = text.head_size
     rows = (head * text.num_attention_heads // text.num_key_value_heads, head, head)
@@ -102,10 +102,10 @@ def _grid_form(
     more: Iterable[tuple[str, str]] = (),
     extra_splits: Iterable[tuple[str, TensorSplit]] = (),
 ) -> MegatronForm:
-    """Return the form of a family with a grid vision encoder of `width` and `depth`.
+    """Describe the shards of a family with a grid vision encoder of `width` and `depth`.
 
-    `gated`: its MLPs have a gate. `projector`: native names of the projector's norm, up and down, and theirs. `more`:
-    further pairs of names.
+    `gated`: its MLPs have a gate. `projector`: pairs (native name, Megatron name) of the projector. `more`: further
+    pairs of names.
     """
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     as_convolution = Reshape((width, vision.patch_values), (width, *patch))
@@ -147,7 +147,7 @@ _MERGER = (
 
 
 def qwen2_vl(config: Qwen2VLConfig) -> MegatronForm:
-    """Return the form of Qwen2-VL."""
+    """Describe the shards of Qwen2-VL."""
     vision = config.vision
     return _grid_form(
         config.text,
@@ -161,7 +161,7 @@ def qwen2_vl(config: Qwen2VLConfig) -> MegatronForm:
 
 
 def qwen2_5_vl(config: Qwen25VLConfig) -> MegatronForm:
-    """Return the form of Qwen2.5-VL."""
+    """Describe the shards of Qwen2.5-VL."""
     vision = config.vision
     return _grid_form(
         config.text,
@@ -175,7 +175,7 @@ def qwen2_5_vl(config: Qwen25VLConfig) -> MegatronForm:
 
 
 def qwen3_vl(config: Qwen3VLConfig) -> MegatronForm:
-    """Return the form of Qwen3-VL. A merger of features is stored with the block whose output it reads."""
+    """Describe the shards of Qwen3-VL. A deepstack merger is stored in the block whose output it reads."""
     vision, deep = config.vision, "image_encoder.encoder.blocks.layers.{block}.deepstack_layer."
     more = [
         (f"projector.taps.{tap}.{native}.{{kind}}", deep.replace("{block}", str(block)) + f"{theirs}.{{kind}}")
@@ -218,10 +218,10 @@ _INTERN_PAIRS = (
 
 
 def internvl(config: InternVLConfig) -> MegatronForm:
-    """Return the form of InternVL.
+    """Describe the shards of InternVL.
 
-    The encoder has the names of the original repository, with queries, keys and values one after another. Where heads
-    do not divide evenly, the first ranks have one head more.
+    The encoder has the names of the original repository; its fused projection contains queries, then keys, then values.
+    If heads do not divide evenly, the first ranks have one head more.
     """
     vision = config.vision
     hidden, patch, heads = vision.hidden_size, vision.patch_size, vision.num_attention_heads

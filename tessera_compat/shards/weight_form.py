@@ -41,13 +41,13 @@ FAMILIES: Mapping[str, Callable[[Any], MegatronForm]] = {
 
 
 class MegatronFolder(StoredForm):
-    """Read the rank files of a Megatron-style job as unsharded tensors."""
+    """Read full tensors from the rank files of a Megatron-style job."""
 
     def __init__(self, folder: Path, form: MegatronForm, layout: MegatronLayout | None = None) -> None:
         self.where = str(folder)
         self.weight_map = form.weights
         self._tensors, self.layout = read_megatron(folder, form, layout)
-        self._tables: dict[str, MegatronTensor] = {}  # of a tied model in a pipeline: the last stage has a copy
+        self._tables: dict[str, MegatronTensor] = {}  # embedding and its copy on the last stage of a tied model
         if form.tied and form.table in self._tensors and form.head in self._tensors:
             self._tables = {form.head: self._tensors.pop(form.head), form.table: self._tensors[form.table]}
 
@@ -69,7 +69,7 @@ class MegatronFolder(StoredForm):
 
 @dataclass(frozen=True)
 class _ModelShards(ModelForm):
-    """Read and write the shards of one configured model."""
+    """Read and write the shards of a configured model."""
 
     form: MegatronForm
     weights: WeightMap
@@ -102,7 +102,7 @@ class _Shards(WeightForm):
         return _ModelShards(form, form.weights)
 
     def weights_folder(self, folder: Path) -> Path:
-        """Return the newest iteration if it is a DCP folder: jobs with FSDP2 write these."""
+        """Return the folder of the newest iteration if it is a DCP folder, which jobs with FSDP2 write."""
         inner = newest_iteration(folder)
         return inner if (inner / METADATA).is_file() and not inner.is_symlink() else folder
 

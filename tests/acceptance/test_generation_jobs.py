@@ -179,13 +179,13 @@ def test_keys_that_cannot_be_honoured_are_refused_by_name(here: Path) -> None:
     ("change", "said"),
     [
         (lambda d: d["dataset_param"].update(dataset_type="t2vv"), "did you mean: t2v"),
-        (lambda d: d["dataset_param"]["basic_parameters"].update(data_path=""), "data_path names no file"),
+        (lambda d: d["dataset_param"]["basic_parameters"].update(data_path=""), "job.data-file-missing"),
         (lambda d: d["dataset_param"]["basic_parameters"].update(data_path="none.txt"), "none.txt"),
         (lambda d: d["dataset_param"]["basic_parameters"].update(data_path="wrong.txt"), "wrong.txt:1"),
         (lambda d: d["dataset_param"]["basic_parameters"].update(data_storage_mode="standart"), "standard"),
-        (lambda d: d["dataset_param"]["preprocess_parameters"].pop("num_frames"), "the size of videos is missing"),
-        (lambda d: d["dataset_param"]["preprocess_parameters"].update(max_height="tall"), "no number of pixels"),
-        (lambda d: d.pop("dataset_param"), "there is no dataset_param"),
+        (lambda d: d["dataset_param"]["preprocess_parameters"].pop("num_frames"), "job.video-size"),
+        (lambda d: d["dataset_param"]["preprocess_parameters"].update(max_height="tall"), "job.video-size"),
+        (lambda d: d.pop("dataset_param"), "job.data-section-missing"),
     ],
 )
 def test_wrong_values_of_data_json_are_named(here: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:

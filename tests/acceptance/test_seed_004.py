@@ -500,6 +500,8 @@ def test_28_dropout_is_shared_where_ranks_hold_the_same_and_apart_where_they_do_
 def test_22_ranks_share_the_batch_that_one_of_them_reads() -> None:
     first, second = run_ranks(shared_batch, 2)
     assert (
-        first[:3] == second[:3] == [[[0, 1, 2, 3, 4, 5]], [[1.0] * 6], "the batch does not hold labels as torch.int64"]
+        first[:3]
+        == second[:3]
+        == [[[0, 1, 2, 3, 4, 5]], [[1.0] * 6], "these keys of the batch are missing or not torch.int64: labels"]
     )
     assert (first[3], second[3]) == ([[0, 1, 6, 7]], [[2, 3, 4, 5]])

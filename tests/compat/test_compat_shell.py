@@ -78,7 +78,8 @@ FOLLOWED = {
     "defaults": "X=${Q:-1}${A:-2}${E-3}${E:-4}; Y=${Q:=7}$Q; Z=${A:+set}${Q2+not}",
     "arithmetic": "X=$((-7/2))$((7%3))$(( (1+2) * N )); Y=$((N == 5 && 1)); Z=$((N>9))",
     "groups": "( X=9; cd / ); { Y=1; }; echo x | read X; false || { Z=2; }",
-    "beside the job": "f() { local Q=$1; if true; then return; fi; }\nfor one in 1 2; do Q=$one; done; f a; case $A in b*) Q=1;; esac",
+    "beside the job": "f() { local Q=$1; if true; then return; fi; }\nfor one in 1 2; do Q=$one; done; f a\n"
+    "case $A in b*) Q=1;; esac",
     "or": '[ -n "$A" ] || exit 1; false || X=1; true && Y=2; [ -n "$Q" ] && Z=3',
     "names": 'X=$(basename $(dirname /a/b/c.sh)); Y=$(cd "$(dirname /usr/lib)" && pwd); Z=`basename /a/x.sh .sh`',
     "eval": 'CMD="X=1 Y=$A"; eval $CMD; eval "Z=\'q r\'"',

@@ -299,20 +299,20 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["WanConverter", "layerzero_to_mm"], "LayerZeRO writes pickled pieces"),
         (["HunyuanVideoConverter", "t2v_text_encoder"], "has its language model as text_encoder"),
         (["HunyuanVideoConverter", "--version", "t2", "source_to_mm"], "no version 't2'"),
-        (["HunyuanVideoConverter", "--version", "t2v-lora", "hf_to_mm", "TWO"], "are not converted"),
+        (["HunyuanVideoConverter", "--version", "t2v-lora", "hf_to_mm", "TWO"], "adapter.original-format"),
         (
             ["HunyuanVideoConverter", "hf_to_mm", "TWO", *PAIR],
-            "no pipeline",
+            "layout.pipeline-refused",
         ),
         (
             ["WanConverter", "hf_to_mm", "TWO", *ranks(2)],
-            "over tensor ranks",
+            "layout.tensor-ranks-refused",
         ),
         (["WanConverter", "hf_to_mm", "TWO", *PAIR], "sum to 2"),
         (["WanConverter", "--version", "t2v", "hf_to_mm", "TWO"], "no option"),
         (["WanConverter", "mm_to_hf", "TWO", "--cfg.hf_path", "x"], "hf_dir"),
         (["CogVideoConverter", "source_to_mm", "TWO"], "no such file"),
-        (["VACEConverter", "hf_to_mm", "TWO"], "has no family here"),
+        (["VACEConverter", "hf_to_mm", "TWO"], "job.converter-refused"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], said: str, wan: Path, tmp_path: Path) -> None:

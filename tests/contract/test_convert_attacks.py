@@ -45,14 +45,14 @@ def nothing() -> None: ...
 CASES |= {
     "tp beyond the key-value heads": (nothing, [*TO_MM, "--layout", "{tp: 3}"], "tp 3 does not divide 2 key-value"),
     "layers that do not fit": (nothing, [*TO_MM, "--layout", "{llm: [[1, 1]], vit: [[1, 1]]}"], "sum to"),
-    "the target is the source": (nothing, ["convert", "hf", "hf", "--overwrite"], "output.replaces-source"),
-    "the target is --like": (nothing, ["convert", "mm", "hf", "--like", "hf"], "output.replaces-source"),
-    "the target holds the source": (nothing, ["convert", "hf", ".", "--overwrite"], "output.replaces-source"),
+    "the target is the source": (nothing, ["convert", "hf", "hf", "--overwrite"], "hf is read, and would be replaced"),
+    "the target is --like": (nothing, ["convert", "mm", "hf", "--like", "hf"], "hf is read, and would be replaced"),
+    "the target holds the source": (nothing, ["convert", "hf", ".", "--overwrite"], "would be replaced"),
     "no source": (nothing, ["convert", "hff", "out"], "did you mean: hf"),
     "tensor ranks without end": (nothing, [*TO_MM, "--layout", "{tp: 5000}"], "a number of ranks from 1 to 100"),
     "stages without end": (nothing, [*TO_MM, "--layout", f"{{llm: {[0] * 2000}}}"], "llm has 2,000 stages"),
-    "ranks without end": (nothing, [*TO_MM, "--layout", f"{{tp: 100, llm: {[0] * 200}}}"], "20,000 ranks have a file"),
-    "no folder for --like": (nothing, [*FROM_MM[:4], "nowhere"], "weights.no-config-file"),
+    "ranks without end": (nothing, [*TO_MM, "--layout", f"{{tp: 100, llm: {[0] * 200}}}"], "20,000 rank files"),
+    "no folder for --like": (nothing, [*FROM_MM[:4], "nowhere"], "no config.json in nowhere"),
 }
 
 
@@ -179,7 +179,7 @@ def a_tensor_in_two_files() -> None:
     save_file(two | {name: first[name] for name in list(first)[:1]}, f"hf/{HALVES[1]}")
 
 
-@case("files of some ranks are missing", *FROM_MM)
+@case("megatron.rank-files-missing", *FROM_MM)
 def a_missing_rank() -> None:
     shutil.rmtree("mm/release/mp_rank_00")
 
@@ -190,13 +190,13 @@ def ranks_of_different_iterations() -> None:
         edit_rank(number, lambda content, number=number: content.update(iteration=100 * (number + 1)))  # type: ignore[misc]
 
 
-@case("has other types or axes on other tensor ranks", *FROM_MM)
+@case("megatron.slices-differ", *FROM_MM)
 def ranks_of_different_types() -> None:
     halved = lambda content: content.update(model={name: t.half() for name, t in content["model"].items()})  # noqa: E731
     edit_rank(1, halved)
 
 
-@case("not release and no iteration", *FROM_MM)
+@case("megatron.latest-iteration", *FROM_MM)
 def an_iteration_that_leads_out() -> None:
     Path("mm/latest_checkpointed_iteration.txt").write_text("../release")
 

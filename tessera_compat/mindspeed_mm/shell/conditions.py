@@ -14,7 +14,7 @@ from pathlib import Path
 from tessera_compat.mindspeed_mm.shell.syntax import unreadable
 from tessera_compat.mindspeed_mm.shell.values import Values, is_unknown
 
-_MOST_WORDS = 100  # of one test
+_MOST_WORDS = 100  # in one test
 _FILE_TESTS: Mapping[str, Callable[[Path], bool]] = {
     "-f": Path.is_file,
     "-d": Path.is_dir,
@@ -37,7 +37,7 @@ def matches(word: str, pattern: str) -> bool:
 
 
 def status_of_test(values: Values, words: list[str], line: int, folder: Path, *, double: bool = False) -> bool | None:
-    """Return the status of `[ ... ]` for words, or, with `double`, of `[[ ... ]]` for words before expansion."""
+    """Return the status of `[ ... ]`, or with `double` of `[[ ... ]]`, whose words are not expanded yet."""
     if len(words) > _MOST_WORDS:
         raise unreadable("a condition is too long", f"{values.path}:{line}")
     for sign, either in (("||", True), ("-o", True), ("&&", False), ("-a", False)):

@@ -10,19 +10,19 @@ from pathlib import Path
 from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.shell.values import is_unknown, refuse_unknown
 
-_SHARED = ("tensor_model", "pipeline_model", "context")  # axes whose ranks share one copy of the model
+_SHARED = ("tensor_model", "pipeline_model", "context")  # parallel axes that split a replica of the model
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Hold one command that starts a Python file, with all variables replaced."""
+    """Store a command that starts a Python file, with all variables expanded."""
 
-    path: Path  # of the script
+    path: Path  # path of the launch script
     line: int
     launcher: list[str]  # torchrun and its options
-    entry: str  # pretrain_vlm.py
+    entry: str  # the started file: pretrain_vlm.py
     argv: list[str]
-    exports: dict[str, str]  # variables that it sees
+    exports: dict[str, str]  # environment variables of the command
 
     @property
     def where(self) -> str:
@@ -38,18 +38,18 @@ class Launch:
 
     @property
     def world_size(self) -> int:
-        """Return how many ranks it starts on all machines."""
+        """Return the number of ranks on all machines."""
         return self.ranks_per_machine * self.machines
 
     @property
     def port(self) -> int:
-        """Return the rendezvous port of its machines; a common one if it depends on running a program."""
+        """Return the rendezvous port; 29500 if the script computes it with a program."""
         usual, word = 29500, self._word_of(self.launcher, "master_port")
         return usual if word is None or is_unknown(word) else self._number_of("master_port", usual)
 
     @property
     def model_ranks(self) -> int:
-        """Return how many ranks share one copy of the model, by the sizes on the command line."""
+        """Return the number of ranks of a model replica, from the parallel sizes on the command line."""
         sizes = [self._word_of(self.argv, f"{axis}_parallel_size") for axis in _SHARED]
         return math.prod(int(size) for size in sizes if size is not None and size.isdecimal())
 
@@ -60,13 +60,13 @@ class Launch:
         refuse_unknown(value, f"--{name}", str(self.path))
         if not value.isdecimal() or len(value) > 6 or not int(value):
             raise TesseraError(
-                f"--{name} {value or '(nothing)'} is no number above 0", where=self.where, code="job.launch-number"
+                f"--{name} {value or '(nothing)'} is not a number above 0", where=self.where, code="job.launch-number"
             )
         return int(value)
 
     @staticmethod
     def _word_of(words: Sequence[str], name: str) -> str | None:
-        """Return what follows an option, which may be written with dashes and with a sign; None: it is not given."""
+        """Return the value of an option, written as `--a-b value` or `--a_b=value`; None if it is missing."""
         for word, following in zip(words, [*words, ""][1:], strict=True):
             key, sign, value = word.lstrip("-").replace("-", "_").partition("=")
             if key == name and word.startswith("--"):
@@ -76,12 +76,14 @@ class Launch:
 
 @dataclass
 class ShellJob:
-    """Hold the commands of a script that start Python files, and what of the script was not read."""
+    """Store the commands of a script that start Python files, and everything that could not be evaluated."""
 
     launches: list[Launch] = field(default_factory=list)
-    unread: list[tuple[int, str, str]] = field(default_factory=list)  # line, command, unknown effect
-    unset: dict[str, int] = field(default_factory=dict)  # variables without a value that a launch uses
-    # Variables that the environment sets in place of a command's output, with their lines.
+    unread: list[tuple[int, str, str]] = field(default_factory=list)  # (line, command, why its effect is unknown)
+    unset: dict[str, int] = field(default_factory=dict)  # unset variables in launch commands, with their lines
+    # Variables whose value is taken from the environment instead of a command's output, with their lines.
     from_environment: dict[str, int] = field(default_factory=dict)
-    hosts: list[tuple[int, str]] = field(default_factory=list)  # line, file of machines that is not here
-    absent: list[tuple[int, str]] = field(default_factory=list)  # line that ends the script, file that is not here
+    hosts: list[tuple[int, str]] = field(default_factory=list)  # (line, host file that is not on this machine)
+    absent: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (line of an `exit` that was ignored, the missing file that caused it)

@@ -10,25 +10,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.shell.conditions import status_of_test
 from tessera_compat.mindspeed_mm.shell.launch import Launch, ShellJob
-from tessera_compat.mindspeed_mm.shell.syntax import ASSIGNMENT, MAX_DEPTH, Token, tokens_of, unreadable
+from tessera_compat.mindspeed_mm.shell.syntax import ASSIGNMENT, MAX_DEPTH, Token, end_of_command, tokens_of, unreadable
 from tessera_compat.mindspeed_mm.shell.values import Values, is_unknown, refuse_unknown, unknown
 
 MAX_BYTES = 1 << 18
-MAX_CALLS = 20  # of commands in commands
+MAX_CALLS = 20  # nesting depth of eval and $(...)
 LAUNCHERS = ("torchrun", "msrun", "accelerate", "python", "python3")
 _WRAPPERS = {"exec", "nohup", "time", "env", "command", "sudo", "numactl", "taskset", "stdbuf", "timeout", "nice"}
 _DECLARE = ("export", "local", "readonly", "declare", "typeset")
 _ENVIRONMENT_FILES = re.compile(
     r"set_env\.sh|env_npu\.sh|setvars\.sh|activate|\.bashrc|\.bash_profile|\.profile|profile"
 )
-_COUNTED = re.compile(r"(?:cat (?=.*wc)|wc -l *<? *)(?P<file>[^\s|<>;&]+)( *\| *wc -l)?")  # lines of a file
+_COUNTED = re.compile(
+    r"(?:cat (?=.*wc)|wc -l *<? *)(?P<file>[^\s|<>;&]+)( *\| *wc -l)?"
+)  # commands that count the lines of a file
 # Commands that are skipped, with the words that end them.
 _SKIPPED = {
     **dict.fromkeys(("for", "while", "until", "select"), "done"),
@@ -39,7 +41,7 @@ _PARTS_OF_IF = ("then", "elif", "else", "fi", "}")
 
 
 class _End(Exception):
-    """Raised where the script ends."""
+    """Raised by `exit`: the script ends."""
 
     def __init__(self, line: int) -> None:
         self.line = line
@@ -64,19 +66,23 @@ class _Branch:
 
 
 def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, machines: int = 1) -> ShellJob:
-    """Return the launch of a script.
+    """Read a launch script, and return its launches.
 
     `environment`: variables that are set before the script begins; they also replace values that the script takes from
     the output of a command. `machines`: number of lines of a host file that is not on this machine.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise TesseraError("too large to be a launch script", where=str(path), code="job.script-too-large")
+            raise TesseraError(
+                "the file is too large for a launch script", where=str(path), code="job.script-too-large"
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TesseraError(f"cannot be read: {error}", where=str(path), code="job.file-unreadable") from None
+        raise TesseraError(
+            f"the launch script cannot be read: {error}", where=str(path), code="job.file-unreadable"
+        ) from None
     if "\x00" in text:
-        raise TesseraError("not a text file", where=str(path), code="job.file-unreadable")
+        raise TesseraError("the launch script is not a text file", where=str(path), code="job.file-unreadable")
     reader = _Reader(path, environment or {}, machines)
     ended: int | None = None
     try:
@@ -114,14 +120,14 @@ class _Reader:
         self.folder = Path.cwd()
         self.calls = 0
         self.branches: list[_Branch] = []
-        self.printed: list[str] | None = None  # inside of a command substitution
+        self.printed: list[str] | None = None  # output inside of a command substitution, else None
 
     def where(self, line: int) -> str:
         return f"{self.path}:{line}"
 
     @property
     def doubt(self) -> int | None:
-        """The line of the innermost condition around this command that cannot be decided."""
+        """Line of the innermost unknown condition around this command; None if there is none."""
         return next((branch.line for branch in reversed(self.branches) if branch.runs is None), None)
 
     # ------------------------------------------------------------------------------------------ lists of commands
@@ -152,11 +158,13 @@ class _Reader:
                 self._forget(tokens[at:end])
                 status, at = None, end
             else:
-                end = _end_of_command(tokens, at)
+                end = end_of_command(tokens, at)
                 piped = join in ("|", "|&") or (end < len(tokens) and tokens[end].text in ("|", "|&"))
                 self.branches.append(_Branch(line, runs := self._runs(tokens, at, join, status), runs))
                 if all(branch.runs is not False for branch in self.branches):
-                    status = self._piped(tokens[at:end]) if piped else self._simple(tokens[at:end])
+                    with self._own_shell() if piped else nullcontext():
+                        status = self._simple(tokens[at:end])
+                    status = None if piped else status
                     status = not status if negated and status is not None else status
                 self.branches.pop()
                 at, negated = end, False
@@ -203,7 +211,7 @@ class _Reader:
         for position in range(at, len(tokens)):
             text, before = tokens[position].text, tokens[position - 1]
             if position > at and before.is_word and before.text not in _BEFORE_COMMANDS and text not in "(){":
-                continue  # an argument
+                continue  # an argument, not a command
             inside += (_SKIPPED.get(text) == closes) if closes in ("done", "esac") else text == opens
             inside -= text == closes
             if not inside and text == closes:
@@ -223,14 +231,9 @@ class _Reader:
             if name.isidentifier():
                 self.values.set(name, unknown("i", line), line)
 
-    def _piped(self, tokens: Sequence[Token]) -> bool | None:
-        with self._own_shell():
-            self._simple(tokens)
-        return None
-
     @contextmanager
     def _own_shell(self) -> Iterator[None]:
-        """Forget assignments and the folder at the end: a shell of its own runs the commands."""
+        """Restore variables and the folder after the block: a subshell runs the commands."""
         variables, exports, folder = dict(self.values.variables), dict(self.exports), self.folder
         with suppress(_End):
             yield
@@ -239,7 +242,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------------ simple commands
 
     def _assign(self, word: str, line: int, *, exported: bool = False) -> None:
-        """Follow `NAME=value`, `NAME+=value` or `NAME=(words)`."""
+        """Evaluate `NAME=value`, `NAME+=value` or `NAME=(words)`."""
         match = ASSIGNMENT.match(word)
         assert match is not None
         name, adds, raw = match[1], bool(match[2]), word[match.end() :]
@@ -316,7 +319,7 @@ class _Reader:
         if name == "false":
             return False
         if name in ("exit", "return"):
-            if name == "exit" and self.values.absent:  # where the job runs, the file is there
+            if name == "exit" and self.values.absent:  # the file exists where the job runs, so the exit is ignored
                 self.job.absent.append((line, self.values.absent))
             elif self.doubt is None:
                 raise _End(line)
@@ -330,7 +333,7 @@ class _Reader:
             return self._nested(text, line)
         elif name in ("source", ".", "eval", "bash", "sh"):
             is_environment = name in ("source", ".") and words and _ENVIRONMENT_FILES.fullmatch(Path(words[0]).name)
-            if not is_environment and (words or name in ("bash", "sh")):  # without a word it reads a pipe
+            if not is_environment and (words or name in ("bash", "sh")):  # `source` without a file name reads a pipe
                 command_text = re.sub("\x00[^\x00]*\x00", "(output of a command)", f"{name} {text}".strip())[:200]
                 self.job.unread.append((line, command_text, "its effects are unknown"))
         elif name == "cd":
@@ -351,7 +354,7 @@ class _Reader:
         return True
 
     def _print(self, name: str, words: list[str]) -> None:
-        """Store the output of a few programs that only transform names; other output is unknown."""
+        """Store the output of pwd, dirname, basename, readlink and realpath. Output of other programs is unknown."""
         assert self.printed is not None
         words = words[1:] if words[:1] == ["--"] else words
         last = words[-1] if words else ""
@@ -367,7 +370,7 @@ class _Reader:
             self.printed.append("\x00")
 
     def _output(self, text: str, line: int) -> str:
-        """Return the output of a command substitution that needs no program."""
+        """Return the output of a command substitution; a marker if it is unknown."""
         if counted := _COUNTED.fullmatch(text.strip()):
             return self._lines(counted["file"], line)
         outer, self.printed, self.branches = (self.printed, self.branches, self.calls), [], []
@@ -382,7 +385,7 @@ class _Reader:
         return unknown("c", line) if is_unknown(printed) or not printed else printed
 
     def _lines(self, word: str, line: int) -> str:
-        """Return the number of lines of a file; for a host file on another machine, the number of the caller."""
+        """Return the number of lines of a file. For a missing host file, return the assumed number of machines."""
         name = self.values.text(word, line)
         if is_unknown(name):
             return unknown("c", line)
@@ -419,7 +422,7 @@ class _Reader:
                 raise TesseraError(
                     "torchrun starts no Python file",
                     where=self.where(line),
-                    fix="torchrun ... pretrain_vlm.py ...",
+                    fix="write torchrun ... pretrain_vlm.py ...",
                     code="job.script-starts-nothing",
                 )
             return False
@@ -429,7 +432,7 @@ class _Reader:
             raise TesseraError(
                 f"the script changes to {self.folder} before it starts the job",
                 where=self.where(line),
-                fix=f"cd {self.folder}, and begin there",
+                fix=f"remove the cd from the script, and run tessera migrate in {self.folder}",
                 code="job.script-folder",
             )
         for word in words[at:]:
@@ -439,13 +442,3 @@ class _Reader:
         self.job.launches.append(Launch(self.path, line, words[:at], words[at], words[at + 1 :], exports))
         self.job.unset |= unset
         return True
-
-
-def _end_of_command(tokens: Sequence[Token], at: int) -> int:
-    """Return the position behind the last word of a simple command."""
-    if tokens[at].text == "[[":
-        ends = (position + 1 for position in range(at, len(tokens)) if tokens[position].text in ("]]", "\n"))
-        return next(ends, len(tokens))
-    while at < len(tokens) and (tokens[at].is_word or tokens[at].redirects):
-        at += 2 if tokens[at].redirects else 1
-    return at

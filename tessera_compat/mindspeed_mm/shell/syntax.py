@@ -6,11 +6,12 @@ Words keep their quotes and variables. `values` expands them when a shell would.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tessera.errors import TesseraError
 
-MAX_DEPTH = 40  # of quotes in commands in quotes
+MAX_DEPTH = 40  # nesting depth of quotes, commands and `if`
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.DOTALL)
 _OPERATOR = re.compile(r"&&|\|\||;;|\|&|&>>?|<<<|<<-?|<>|>>|[<>]&|>\||[;&|()<>\n]")
 _PLAIN = re.compile(r"[^\s'\"`$\\;&|()<>]+")
@@ -19,7 +20,7 @@ _HEREDOC = re.compile(r"<<(-?)[ \t]*([\"']?)([A-Za-z_]\w*)\2")
 
 @dataclass(frozen=True)
 class Token:
-    """Store a word as it is written, or an operator, with its line."""
+    """Store a word with its quotes, or an operator, and its line."""
 
     text: str
     line: int
@@ -27,7 +28,7 @@ class Token:
 
     @property
     def redirects(self) -> bool:
-        """Whether it is an operator such as `>` or `2>&1`, which a file or a number follows."""
+        """Return whether it is a redirection operator such as `>` or `>&`. A file or number follows it."""
         return not self.is_word and self.text.startswith(("<", ">", "&>"))
 
 
@@ -35,13 +36,13 @@ def unreadable(what: str, where: str) -> TesseraError:
     return TesseraError(
         f"not readable as a launch script: {what}",
         where=where,
-        fix="write it out in plain commands",
+        fix="write the launch with plain commands",
         code="job.script-unreadable",
     )
 
 
 def end_of(text: str, start: int, where: str, depth: int = 0) -> int:
-    """Return where the quote, variable, command or escaped letter that begins at `start` ends."""
+    """Return the end of the quote, variable, command or escaped character that begins at `start`."""
     if depth > MAX_DEPTH:
         raise unreadable("quotes and commands are nested too deeply", where)
     letter = text[start]
@@ -73,7 +74,7 @@ def end_of(text: str, start: int, where: str, depth: int = 0) -> int:
 
 def _closed(end: int, opened: str, where: str) -> int:
     if not end:
-        raise TesseraError(f"{opened} is opened and never closed", where=where, code="job.script-unreadable")
+        raise TesseraError(f"{opened} is not closed", where=where, code="job.script-unreadable")
     return end
 
 
@@ -128,4 +129,14 @@ def _end_of_word(text: str, at: int, where: str) -> int:
             at = end_of(text, at, where)
         else:
             break
+    return at
+
+
+def end_of_command(tokens: Sequence[Token], at: int) -> int:
+    """Return the position behind the last word of a simple command."""
+    if tokens[at].text == "[[":
+        ends = (position + 1 for position in range(at, len(tokens)) if tokens[position].text in ("]]", "\n"))
+        return next(ends, len(tokens))
+    while at < len(tokens) and (tokens[at].is_word or tokens[at].redirects):
+        at += 2 if tokens[at].redirects else 1
     return at

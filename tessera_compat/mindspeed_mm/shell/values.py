@@ -16,7 +16,7 @@ from tessera_compat.mindspeed_mm.shell.syntax import end_of
 
 MAX_VALUE = 1 << 20
 MAX_ARITHMETIC = 2000
-MAX_EXPANDED = 16 << 20  # letters of all values together
+MAX_EXPANDED = 16 << 20  # total length of all values
 _MARKER = re.compile("\x00([a-z])(\\d+)\x00")
 _REASONS = {
     "c": "the output of a command, which is not run",
@@ -46,7 +46,7 @@ _COMPARISONS: Mapping[type, Callable[[int, int], bool]] = {
 
 
 def unknown(reason: str, line: int) -> str:
-    """Return the marker of a value that is not known; `reason` is a key of `_REASONS`."""
+    """Return the marker of an unknown value. `reason` is a key of `_REASONS`."""
     return f"\x00{reason}{line}\x00"
 
 
@@ -55,38 +55,40 @@ def is_unknown(text: str) -> bool:
 
 
 def refuse_unknown(text: str, what: str, path: str) -> None:
-    """Raise an error if the text depends on something that is not known."""
+    """Raise if the text contains an unknown value."""
     marker = _MARKER.search(text)
     if marker:
         raise TesseraError(
             f"{what} depends on {_REASONS[marker[1]]}",
             where=f"{path}:{marker[2]}",
-            fix="write the value into the script, or set it: NAME=VALUE tessera migrate JOB",
+            fix="write the value in the script, or set the variable: NAME=VALUE tessera migrate JOB",
             code="job.script-unknown-value",
         )
 
 
 class Values:
-    """Store variables and expand words. `output` returns the output of a command substitution, or a marker."""
+    """Store the variables of a script, and expand words. `output` evaluates command substitutions."""
 
     def __init__(self, variables: Mapping[str, str], path: str, output: Callable[[str, int], str]) -> None:
         self.variables: dict[str, str | list[str]] = dict(variables)
         self.path, self.output = path, output
-        self.unset: dict[str, int] = {}  # variables that were read without having a value -> line
+        self.unset: dict[str, int] = {}  # unset variables that were read -> line
         self.letters = 0
-        self.absent = ""  # file that the last test looked for and that is not here
+        self.absent = ""  # missing file that made the last test fail
 
     def set(self, name: str, value: str | list[str], line: int) -> None:
-        """Set a variable; the values of a script may not grow without bound."""
+        """Set a variable. Raise if the values of a script become too long."""
         self.letters += len(value) if isinstance(value, str) else sum(map(len, value))
         if self.letters > MAX_EXPANDED:
             raise TesseraError(
-                "the values of its variables are too long", where=f"{self.path}:{line}", code="job.script-too-large"
+                "the values of the script's variables are too long",
+                where=f"{self.path}:{line}",
+                code="job.script-too-large",
             )
         self.variables[name] = value
 
     def get(self, name: str, line: int) -> str | list[str] | None:
-        """Return a variable, a list for an array; None where it is not set."""
+        """Return the value of a variable, a list for an array; None if it is not set."""
         if name in "@*":
             return []  # a script is read as if it had no arguments
         if name == "#":
@@ -100,11 +102,11 @@ class Values:
     # ------------------------------------------------------------------------------------------ words
 
     def text(self, raw: str, line: int) -> str:
-        """Return a word as one text, as in an assignment."""
+        """Expand a word to one string, as in an assignment."""
         return " ".join(self._fields(raw, line, split=False))
 
     def words(self, raws: Sequence[str], line: int) -> list[str]:
-        """Return words after expansion; unquoted values are split at blanks."""
+        """Expand words. Unquoted values are split at blanks."""
         fields = [field for raw in raws for field in self._fields(raw, line, split=True)]
         if sum(map(len, fields)) > MAX_VALUE:
             raise TesseraError(
@@ -113,7 +115,7 @@ class Values:
         return fields
 
     def _fields(self, raw: str, line: int, *, split: bool) -> list[str]:
-        fields: list[list[str]] = []  # each in parts
+        fields: list[list[str]] = []  # each field as a list of parts
         open_field, size = False, 0
         for piece, divides in self._pieces(raw, line):
             text = piece if isinstance(piece, str) and divides and split else ""
@@ -128,12 +130,12 @@ class Values:
             open_field = open_field and not text[-1:].isspace()
             if size > MAX_VALUE:
                 raise TesseraError(
-                    "its expanded variables are too long", where=f"{self.path}:{line}", code="job.script-too-large"
+                    "an expanded word is too long", where=f"{self.path}:{line}", code="job.script-too-large"
                 )
         return ["".join(parts) for parts in fields]
 
     def _pieces(self, raw: str, line: int) -> Iterator[tuple[str | list[str], bool]]:
-        """Yield the parts of a word, and whether their blanks divide it."""
+        """Yield the expanded parts of a word, and whether blanks in a part split the word."""
         where, at = f"{self.path}:{line}", 0
         if raw.startswith("~") and raw[1:2] in ("", "/"):
             raw = "${HOME}" + raw[1:]
@@ -228,9 +230,9 @@ class Values:
             return value if value is not None else ""
         if form[-1] == "?":
             raise TesseraError(
-                f"the script ends here: {name} is not set",
+                f"the script exits in this line: the variable {name} is not set",
                 where=f"{self.path}:{line}",
-                fix=f"export {name}=... first",
+                fix=f"set it: {name}=VALUE tessera migrate JOB",
                 code="job.variable-missing",
             )
         default = self._quoted_default(rest, line)
@@ -251,7 +253,7 @@ class Values:
             value = self.get(match[0], line)
             return (value[:MAX_ARITHMETIC] if isinstance(value, str) else "0") or "0"
 
-        for _ in range(3):  # a variable may hold the name of another one
+        for _ in range(3):  # the value of a variable may be the name of another variable
             if len(plain) < MAX_ARITHMETIC:
                 plain = re.sub(r"(?<![\w\x00])[A-Za-z_]\w*", number, plain)
         if marker := _MARKER.search(plain):
@@ -263,15 +265,15 @@ class Values:
             return str(int(_number(ast.parse(plain, mode="eval").body)))
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError, MemoryError, RecursionError):
             raise TesseraError(
-                f"$(({text.strip()[:200]})) cannot be computed",
+                f"$(({text.strip()[:200]})) is not a valid arithmetic expression",
                 where=f"{self.path}:{line}",
-                fix="write the number",
+                fix="write the result as a number",
                 code="job.script-arithmetic",
             ) from None
 
 
 def _quotient(a: int, b: int) -> int:
-    """Divide as the shell does: towards zero."""
+    """Divide and round towards zero, as the shell does."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
