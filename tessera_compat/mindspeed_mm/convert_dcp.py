@@ -424,10 +424,7 @@ def _write_job(target: Path, native: NativeTensors) -> None:
 
     inner = plan_dcp(native.plans, JOB)
     files = {f"release/{name}": file for name, file in inner.files.items()}
-    places = {
-        name: [replace(place, file=f"release/{place.file}") for place in places]
-        for name, places in inner.places.items()
-    }
+    places = {name: [replace(s, file=f"release/{s.file}") for s in slices] for name, slices in inner.places.items()}
     plan = replace(inner, files={**files, LATEST: FilePlan.of_bytes(b"release")}, places=places)
     write_weights(target, WriteJob(native, _SAME, plan, reopen, origin=made_from("dcp", native.where)))
 

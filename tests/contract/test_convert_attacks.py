@@ -45,14 +45,14 @@ def nothing() -> None: ...
 CASES |= {
     "tp beyond the key-value heads": (nothing, [*TO_MM, "--layout", "{tp: 3}"], "tp 3 does not divide 2 key-value"),
     "layers that do not fit": (nothing, [*TO_MM, "--layout", "{llm: [[1, 1]], vit: [[1, 1]]}"], "sum to"),
-    "the target is the source": (nothing, ["convert", "hf", "hf", "--overwrite"], "hf is read, and would be replaced"),
-    "the target is --like": (nothing, ["convert", "mm", "hf", "--like", "hf"], "hf is read, and would be replaced"),
-    "the target holds the source": (nothing, ["convert", "hf", ".", "--overwrite"], "would be replaced"),
+    "the target is the source": (nothing, ["convert", "hf", "hf", "--overwrite"], "output.replaces-source"),
+    "the target is --like": (nothing, ["convert", "mm", "hf", "--like", "hf"], "output.replaces-source"),
+    "the target holds the source": (nothing, ["convert", "hf", ".", "--overwrite"], "output.replaces-source"),
     "no source": (nothing, ["convert", "hff", "out"], "did you mean: hf"),
     "tensor ranks without end": (nothing, [*TO_MM, "--layout", "{tp: 5000}"], "a number of ranks from 1 to 100"),
     "stages without end": (nothing, [*TO_MM, "--layout", f"{{llm: {[0] * 2000}}}"], "llm has 2,000 stages"),
     "ranks without end": (nothing, [*TO_MM, "--layout", f"{{tp: 100, llm: {[0] * 200}}}"], "20,000 rank files"),
-    "no folder for --like": (nothing, [*FROM_MM[:4], "nowhere"], "no config.json in nowhere"),
+    "no folder for --like": (nothing, [*FROM_MM[:4], "nowhere"], "weights.no-config-file"),
 }
 
 
