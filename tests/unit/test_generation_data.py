@@ -295,7 +295,7 @@ def test_an_image_beyond_the_table_of_positions_is_left_out(tmp_path: Path, pipe
     rows = [{"path": f"{name}.png", "cap": "red", "id": name} for name in ("small", "large")]
     family = SD3Family(channels=4, patch=(1, 2, 2), joint=True, table=3)
     packed = rows_of(processor_of(pipeline, family), str(write_jsonl(tmp_path / "s.jsonl", rows)))
-    assert packed.bad_samples == (("large", "an image of 2 x 4 tokens: the model has positions for 3 x 3"),)
+    assert packed.bad_samples == (("large", "an image has 2 x 4 tokens, and the model has positions for 3 x 3"),)
 
 
 def test_every_row_has_one_length_and_every_sample_is_in_one(tmp_path: Path, pipeline: Path) -> None:
@@ -327,7 +327,7 @@ def test_captions_are_cut_or_left_out(tmp_path: Path, pipeline: Path, caplog: py
     assert sorted(batch.segments["text_ids"].lengths) == [0, 2, 8]
     assert batch["text_ids"].tolist().count(1) == 2  # the end that the tokenizer writes is kept
     packed = rows_of(processor_of(pipeline, long_captions="leave_out"), path, length=16)
-    assert packed.bad_samples == (("long", "a caption of 21 tokens; the model reads 8"),)
+    assert packed.bad_samples == (("long", "the caption has 21 tokens; the model reads at most 8"),)
 
 
 def test_several_text_encoders(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
         "empty caption": ({"path": "good.png", "cap": "  "}, "the caption is empty"),
         "no caption": ({"path": "good.png"}, "no caption under 'cap' or 'caption'"),
         "number": ({"path": "good.png", "cap": 3}, "the caption under 'cap' must be a text, not a int (3)"),
-        "huge caption": ({"path": "good.png", "cap": "red " * 50_000}, "a caption of 199,999 characters"),
+        "huge caption": ({"path": "good.png", "cap": "red " * 50_000}, "the caption has 199,999 characters"),
         "control word": ({"path": "good.png", "cap": "red </s> blue"}, "contains </s>"),
         "no media": ({"cap": "red"}, "no image or video to learn: add its file under 'path' or 'images'"),
         "two": ({"images": ["good.png", "good.png"], "cap": "red"}, "has 2 parts"),
@@ -392,9 +392,9 @@ def test_bad_samples_are_named_with_the_reason(tmp_path: Path, pipeline: Path) -
         "audio": ({"path": "sound.wav", "cap": "red"}, "must be an image or a video"),
         "zero": ({"path": "empty.mp4", "cap": "red"}, "empty.mp4"),
         "cut": ({"path": "head.mp4", "cap": "red"}, "head.mp4"),
-        "short": ({"path": "short.mp4", "cap": "red"}, "a video of 3 frames gives 1, fewer than min_frames 5"),
+        "short": ({"path": "short.mp4", "cap": "red"}, "1 frames are taken from a video of 3, fewer than min_frames 5"),
         "large": ({"path": "large.png", "cap": "red"}, "64 tokens do not fit into data.length 16"),
-        "thin": ({"path": "thin.png", "cap": "red"}, "less than one patch of 16x16"),
+        "thin": ({"path": "thin.png", "cap": "red"}, "smaller than one patch of 16x16"),
         "surrogate": ({"path": "\ud800.png", "cap": "red"}, "not valid Unicode"),
         "outside": ({"path": "../good.png", "cap": "red"}, "'..'"),
         "turns": ({"messages": [{"role": "user", "content": "red"}]}, "the assistant, not user"),
@@ -483,7 +483,7 @@ def test_a_family_of_images_leaves_videos_out(tmp_path: Path, pipeline: Path) ->
     write_video(tmp_path / "v.mp4", 5)
     rows = [{"path": name, "cap": "red", "id": name} for name in ("a.png", "v.mp4")]
     packed = rows_of(processor_of(pipeline, JOINT), str(write_jsonl(tmp_path / "s.jsonl", rows)), length=32)
-    assert packed.bad_samples == (("v.mp4", "a video: this model makes images, and its VAE encodes no videos"),)
+    assert packed.bad_samples == (("v.mp4", "the sample is a video, and the VAE of this model encodes only images"),)
 
 
 def test_every_generation_family_has_this_processor() -> None:
