@@ -37,59 +37,59 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "set-refused": Kind("loss", "Rows that end a run", "keep one form of rows per file, and list several files"),
+    "set-refused": Kind("loss", "Data sets that a run refuses", "keep one format per file, and list several files"),
     "bad-row": Kind("loss", "Rows that cannot be read", "correct or remove these rows"),
     "missing-file": Kind(
-        "loss", "Missing files", "mend the paths, or set `root` of the set to the folder they start at"
+        "loss",
+        "Missing files",
+        "correct the paths, or set `root` of the data set to the folder that they are relative to",
     ),
     "outside-root": Kind(
         "loss",
         "Paths outside the root",
-        "set `root` of the set to a folder above the files, and write paths relative to it",
+        "set `root` of the data set to a parent folder of the files, and write relative paths",
     ),
     "by-url": Kind(
-        "loss", "Media named by URL", "let images be fetched with data.urls={}, or download them and name the files"
+        "loss", "Media named by URL", "allow downloads of images with data.urls={}, or download them and name the files"
     ),
-    "unreadable-media": Kind("loss", "Unreadable or corrupt media", "fetch or encode these files again"),
-    "damaged-media": Kind("loss", "Media whose header is sound and whose pixels are not", "fetch these files again"),
-    "too-large": Kind(
-        "loss", "Media whose header claims too much", "make them smaller, or raise data.max_image_pixels"
-    ),
-    "stuck": Kind("loss", "Samples that crash or hold up their reader", "remove these files or encode them again"),
+    "unreadable-media": Kind("loss", "Unreadable or corrupt media", "download or encode these files again"),
+    "damaged-media": Kind("loss", "Media with a readable header and damaged content", "download these files again"),
+    "too-large": Kind("loss", "Media beyond the size limits", "make them smaller, or raise data.max_image_pixels"),
+    "stuck": Kind("loss", "Samples that crash or block their reader", "remove these files or encode them again"),
     "placeholders": Kind(
         "loss",
         "Placeholders that do not match the media",
         "write one <image>, <video> or <audio> for each file that the row lists",
     ),
     "unknown-role": Kind(
-        "loss", "Unknown roles", "use system, user, assistant and tool, or name yours under `columns` of the set"
+        "loss",
+        "Unknown roles",
+        "use system, user, assistant and tool, or name your roles under `columns` of the data set",
     ),
-    "unfit": Kind(
-        "loss", "Samples the model cannot take", "remove these samples, or make their media of another shape"
-    ),
+    "unfit": Kind("loss", "Samples that the model does not support", "remove these samples, or resize their media"),
     "nothing-trained": Kind(
-        "loss", "Nothing to train on", "add an answer, or say whose words are trained on with data.train_on"
+        "loss", "Nothing to train on", "add an answer, or choose the trained roles with data.train_on"
     ),
-    "unlisted": Kind("loss", "Further unusable rows", "mend the rows above, and run the doctor again"),
+    "unlisted": Kind("loss", "Further unusable rows", "correct the rows above, and run the doctor again"),
     "too-long": Kind(
         "loss", "Longer than a row", "raise data.length, lower max_pixels of data.processor, or set data.truncate=turns"
     ),
     "empty-caption": Kind("loss", "Empty captions", "write captions, or remove these rows"),
-    "huge-caption": Kind("loss", "Captions too long to be any", "shorten them; check that the right column is read"),
+    "huge-caption": Kind("loss", "Captions beyond the limit", "shorten them, or check that the right column is read"),
     "long-caption": Kind(
         "warning",
         "Captions longer than the model reads",
-        "shorten them: what is beyond is cut; data.processor.long_captions=leave_out leaves such samples out",
+        "shorten them, or set data.processor.long_captions=leave_out to skip these samples; by default they are cut",
     ),
-    "empty-answer": Kind("warning", "Empty answers", "remove these turns: a model learns from them to say nothing"),
-    "turn-order": Kind(
-        "warning", "Turns out of order", "let user and assistant take turns, a system message come first"
+    "empty-answer": Kind("warning", "Empty answers", "remove these messages: a model learns to answer with nothing"),
+    "turn-order": Kind("warning", "Roles out of order", "alternate user and assistant, with a system message first"),
+    "all-trained": Kind(
+        "warning", "Every message is trained on", "check the roles: questions should have the role user"
     ),
-    "all-trained": Kind("warning", "All of it trained on", "check the roles: questions should not be the assistant's"),
     "special-word": Kind(
         "warning",
-        "Special words written out in a text",
-        "remove them: they are read as plain text, and the model learns to write them",
+        "Special tokens written in a text",
+        "remove them: they are tokenized as plain text, and the model learns to write them",
     ),
     "loose-placeholder": Kind(
         "warning", "Placeholders in texts without media", "list the media of these rows, or remove the placeholders"
@@ -97,15 +97,15 @@ KINDS: dict[str, Kind] = {
     "mojibake": Kind(
         "warning", "Text decoded with the wrong encoding", "read the original as UTF-8 and export it again"
     ),
-    "control-character": Kind("warning", "Control characters in texts", "strip them when the data is exported"),
+    "control-character": Kind("warning", "Control characters in texts", "remove them when you export the data"),
     "repeated-content": Kind(
-        "warning", "Same conversation more than once", "remove the copies, or weigh the set instead"
+        "warning", "Same conversation more than once", "remove the copies, or set a weight of the data set instead"
     ),
-    "one-answer": Kind("warning", "One answer for many questions", "check that the answers were exported as meant"),
+    "one-answer": Kind("warning", "One answer for many questions", "check the export of the answers"),
     "enlarged": Kind(
-        "note", "Images enlarged to the least size", "lower min_pixels: enlarged images cost tokens and add nothing"
+        "note", "Images enlarged to min_pixels", "lower min_pixels: enlarged images cost tokens and add nothing"
     ),
-    "shrunk": Kind("note", "Images shrunk below half their side", "raise max_pixels where small print matters"),
+    "shrunk": Kind("note", "Images shrunk below half of each side", "raise max_pixels if small details matter"),
     "cut": Kind(
         "note", "Longer than a row and cut by turns", "raise data.length to keep all turns (data.truncate=turns cuts)"
     ),
@@ -129,7 +129,7 @@ _REASONS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     for words, kind in (
         (f"^{DECODING}", "damaged-media"),
         (r"caption is empty", "empty-caption"),
-        (r"a caption of [\d,]+ (?:characters|tokens)", "huge-caption"),
+        (r"caption (?:of|has|with) [\d,]+ (?:characters|tokens)", "huge-caption"),
         (r"placeholder", "placeholders"),
         (r"unknown (?:role|speaker)", "unknown-role"),
         (r"no such file|not a file|does not exist", "missing-file"),
