@@ -210,7 +210,7 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     first, second = meet_in_threads([tmp_path / "a", tmp_path / "b"])
     assert first == second
-    assert "rank 1 (on beta): does not see what rank 0 wrote" in first
+    assert "rank 1 (on beta): does not see the folder that rank 0 made" in first
     assert list((tmp_path / "a").iterdir()) == []
     (tmp_path / "file").touch()
     first, second = meet_in_threads([tmp_path / "file", tmp_path / "file"])
