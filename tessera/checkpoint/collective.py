@@ -21,7 +21,7 @@ from tessera.runtime.progress import human_bytes
 
 T = TypeVar("T")
 U = TypeVar("U")
-_THREAD_TIMEOUT = datetime.timedelta(hours=2)  # the fastest rank waits so long for the slowest
+_THREAD_TIMEOUT = datetime.timedelta(hours=2)  # how long a rank waits for the slowest rank
 
 
 def space_report(folder: Path, needed: int) -> str:

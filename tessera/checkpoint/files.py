@@ -432,7 +432,7 @@ def data_positions(path: Path) -> dict[str, int]:
 
 
 def read_box(file: Any, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return a box of a stored tensor. Only the bytes of the box are read."""
+    """Return a box (offsets and sizes) of a stored tensor. Only the bytes of the box are read."""
     complete = stored_shape(file, key) == tuple(sizes)
     tensor: Tensor = file.get_tensor(key) if complete else file.get_slice(key)[box_slices(offsets, sizes)]
     return tensor

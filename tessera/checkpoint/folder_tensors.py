@@ -69,7 +69,7 @@ class FolderTensors:
         self._stack.close()
 
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor, or a box of it. Only the bytes of the box are read, unless the tensor is quantized."""
+        """Return a tensor, or a box (offsets and sizes) of it. Quantized tensors are always read in full."""
         shape, all_soon = self.shapes[name], sizes is None
         offsets, sizes = offsets or [0] * len(shape), shape if sizes is None else sizes
         weight, last = self._quantized.get(name), self._last

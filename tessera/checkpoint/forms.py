@@ -53,7 +53,7 @@ class StoredForm(ABC):
 
     @abstractmethod
     def read(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return a tensor, or a box of it. It may be a view of a memory map of its file.
+        """Return a tensor, or a box (offsets and sizes) of it. It may be a view of a memory map of its file.
 
         Several threads may read at the same time.
         """

@@ -22,7 +22,7 @@ from tessera.weights.rows import TensorRows
 
 Quantization = Literal["fp8", "fp8-block"]
 BLOCK = 128
-_UNITS = {"fp8": 16, "fp8-block": BLOCK}  # rows and columns of a projection must be multiples
+_UNITS = {"fp8": 16, "fp8-block": BLOCK}  # rows and columns of a projection must be multiples of it
 _LARGEST = 448.0  # largest value of float8_e4m3fn
 _HEAD = "lm_head"  # always listed as unquantized: readers would convert a tied head, which no file stores
 _log = logging.getLogger("tessera")

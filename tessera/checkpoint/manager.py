@@ -40,10 +40,6 @@ class SaveReport:
     seconds: float  # from the call to the rename that publishes it
     paused_seconds: float  # during which training waited
 
-    @property
-    def bytes_per_second(self) -> float:
-        return self.bytes / self.seconds if self.seconds else 0.0
-
 
 @dataclass(frozen=True)
 class _Request:
@@ -212,7 +208,7 @@ class CheckpointManager:
         report = SaveReport(path, size, seconds, seconds if paused is None else paused)
         if ranks.rank == 0:
             waited = "" if paused is None else f"; training waited {paused:.2f} s"
-            speed = human_bytes(report.bytes_per_second)
+            speed = human_bytes(size / max(seconds, 1e-9))
             _log.info("saved %s: %s in %.2f s (%s/s%s)", path.name, human_bytes(size), seconds, speed, waited)
         return report
 

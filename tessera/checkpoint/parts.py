@@ -16,7 +16,7 @@ from torch import Tensor
 from tessera.checkpoint.files import CODES, open_safetensors, read_box, stored_shape
 from tessera.errors import TesseraError
 
-MOST_PARTS = 10_000  # of a tensor, which has at most one part per rank
+MOST_PARTS = 10_000  # limit per tensor; a tensor has at most one part per rank
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TensorInParts(ABC, Generic[P]):
         """Check that the file contains this part; return a function that reads a box of the part."""
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the tensor, or a box of it. Parts outside the box are not read."""
+        """Return the tensor, or a box (offsets and sizes) of it. Parts outside the box are not read."""
         first = tuple(offsets or (0,) * len(self.shape))
         wanted = self.shape if sizes is None else tuple(sizes)
         boxes = []

@@ -43,7 +43,7 @@ from tessera.runtime.progress import WorkProgress
 
 STATE = "state.json"
 CONFIG = "config.yaml"
-_SHOWN = 10  # names in a message
+_SHOWN = 10  # problems that a message lists
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,7 @@ from tessera.weights.map import WeightMap
 from tessera.weights.operations import ByBox, Operation, can_read_boxes, shape_of
 
 Shape = tuple[int, ...]
-ReadBox = Callable[
-    [str, Sequence[int], Sequence[int]], Tensor
-]  # (foreign name, offsets, sizes) -> this box of the tensor
+ReadBox = Callable[[str, Sequence[int], Sequence[int]], Tensor]  # (foreign name, offsets, sizes) -> box of the tensor
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,7 @@ def write_weights(target: Path, job: WriteJob) -> None:
     """Write a folder on rank 0 and publish it by one rename. Every rank calls this."""
     ranks, failures = Ranks.current(), list[Failure]()
     groups = job.native.groups(job.weight_map)
-    with job.native.gathering(
-        [name for group in groups for name in group.names]
-    ):  # the other ranks only send their shards
+    with job.native.gathering([name for group in groups for name in group.names]):  # other ranks only send shards
         if ranks.rank == 0:
             try:
                 _write(target, job, groups)
@@ -101,9 +99,7 @@ def _write(target: Path, job: WriteJob, groups: Sequence[TensorGroup]) -> None:
         raise Interrupted("stopped: nothing was published", where=str(target), code="output.interrupted") from None
     except OSError as error:
         failed = Path(str(error.filename))
-        of_target = any(
-            part.startswith(".staging-") for part in failed.parts
-        )  # the target may be inside the source folder
+        of_target = any(part.startswith(".staging-") for part in failed.parts)  # it may be inside the source folder
         if failed.is_relative_to(job.native.where) and not of_target:
             raise TesseraError(
                 f"the source could not be read: {error.strerror}", where=str(failed), code="weights.unreadable-file"

@@ -207,7 +207,9 @@ def open_adapters(path: Path, part: str = FIRST) -> StoredAdapters:
     if not layers:
         raise TesseraError("no adapters in this file", where=str(file), code="adapter.none-in-file")
     config_where = str(path / CONFIG) if peft else f"{file}, {HEADER_KEY} of its header"
-    config = stated if peft else _header_config(file, config_where, prefix)
+    with open_safetensors(file) as opened:
+        header = (opened.metadata() or {}).get(HEADER_KEY, "{}")
+    config = stated if peft else parse_config(header, config_where, prefix) or None
     if config is not None and config.get("use_dora") and not norms:
         raise damaged(config_where, f"use_dora is set, and the file has no {MAGNITUDE_KEY[1:]}")
     if config is not None and layer_alphas:
@@ -287,7 +289,7 @@ def _stripped(names: Sequence[str], part: str, where: str) -> tuple[str, dict[st
 def _alpha(key: str, tensor: Tensor, where: str) -> float:
     if tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise damaged(where, f"{key}, {kind} {list(tensor.shape)}, is not one number")
+        raise damaged(where, f"{key} must be a single number, not {kind} {list(tensor.shape)}")
     return float(tensor)
 
 
@@ -297,12 +299,6 @@ def _check_alphas(layers: Collection[str], alphas: Collection[str], where: str) 
         missing = [name for name in names if name not in others]
         if missing and alphas:
             raise damaged(where, f"{few_names(missing, 3)}: {what}, unlike other layers")
-
-
-def _header_config(file: Path, where: str, prefix: str) -> dict[str, Any] | None:
-    with open_safetensors(file) as opened:
-        text = (opened.metadata() or {}).get(HEADER_KEY)
-    return None if text is None else parse_config(text, where, prefix) or None
 
 
 def match_names(

@@ -78,10 +78,12 @@ def _from_wrappers(
 ) -> dict[str, Factors]:
     """Return the adapters of one module of experts. `layers`: layer names in the file by nesting depth."""
     there = experts_in_memory(home, weight_map, stored.where)
-    named = [name for name in EXPERT_WEIGHTS if _is_target(f"{there}.{name}", stored)]
+    targets = target_parameters(stored.config or {}, stored.config_where)
+    # PEFT compares the end of a parameter's name, after a dot, with each target.
+    named = [name for name in EXPERT_WEIGHTS if any(f".{there}.{name}".endswith(f".{end}") for end in targets)]
     if sorted(layers) != list(range(len(named))):
-        targets = few_names(named, 2) if named else "none of its parameters"
-        what = f"the file has {len(layers)} adapters for {there}, and target_parameters names {targets}"
+        matched = few_names(named, 2) if named else "none of its parameters"
+        what = f"the file has {len(layers)} adapters for {there}, and target_parameters names {matched}"
         raise damaged(stored.config_where, what)
     adapters: dict[str, Factors] = {}
     for depth, name in enumerate(reversed(named)):
@@ -99,9 +101,3 @@ def _from_wrappers(
         by_weight = of_experts.reshape(count, len(weights), -1, rank)
         adapters[f"{home}.{name}"] = Factors(adapter, a.view(count, rank, -1), by_weight)
     return adapters
-
-
-def _is_target(parameter: str, stored: StoredAdapters) -> bool:
-    """Return whether `target_parameters` names a parameter, by its full name or the end of its name."""
-    targets = target_parameters(stored.config or {}, stored.config_where)
-    return any(parameter == target or parameter.endswith(f".{target}") for target in targets)

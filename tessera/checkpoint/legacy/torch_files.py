@@ -92,7 +92,7 @@ class StoredTensor:
             raise _damaged(self.file, "a tensor has more elements than its storage")
 
     def read(self, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the tensor, or a box of it: over a memory map if it is contiguous, otherwise a copy."""
+        """Return the tensor, or a box (offsets and sizes) of it. A contiguous tensor is memory-mapped, not copied."""
         self.check_size()
         all_soon = sizes is None
         offsets, sizes = offsets or (0,) * len(self.shape), self.shape if sizes is None else sizes
