@@ -17,7 +17,7 @@ from torch import Tensor
 from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.files import FileRecord, hash_file, problems_in
 from tessera.checkpoint.state import MODEL
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, few_names
 from tessera.weights.layouts import folder_layout
 
 STATE_KEY = "frozen"  # key in `state.json`
@@ -91,10 +91,9 @@ class FrozenWeights:
         by_rank = ranks.on_all(lambda: problems_in(folder, self.files[ranks.rank :: ranks.world]))
         problems = [problem for of_rank in by_rank for problem in of_rank]
         if problems:
-            what = f"{folder} does not exist" if not folder.is_dir() else f"in {folder} " + "; ".join(problems[:5])
-            more = f" and {len(problems) - 5} more" if folder.is_dir() and len(problems) > 5 else ""
+            what = f"in {folder} {few_names(problems, 5)}" if folder.is_dir() else f"{folder} does not exist"
             raise TesseraError(
-                f"the checkpoint does not store frozen weights, and their folder has changed: {what}{more}",
+                f"the checkpoint does not store frozen weights, and their folder has changed: {what}",
                 where=str(checkpoint),
                 fix=f"restore {self.folder}, or name the new folder: `tessera resume RUN model.path=FOLDER`, or "
                 "model.path in RUN/config.yaml for other commands",

@@ -162,12 +162,7 @@ class CheckpointManager:
         return outcome.path
 
     def _request(
-        self,
-        ranks: Ranks,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        config_text: str,
+        self, ranks: Ranks, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config_text: str
     ) -> _Request:
         started = time.perf_counter()
         tensors = self._stored(tensors)
@@ -306,10 +301,7 @@ class CheckpointManager:
         return stored.manifest.step, stored.state
 
     def _fill_newest(
-        self,
-        ranks: Ranks,
-        choose: Callable[[StoredCheckpoint], Mapping[str, Tensor]],
-        before: int | None = None,
+        self, ranks: Ranks, choose: Callable[[StoredCheckpoint], Mapping[str, Tensor]], before: int | None = None
     ) -> StoredCheckpoint | None:
         """Fill tensors from the newest undamaged checkpoint and return it; None if there is no checkpoint.
 

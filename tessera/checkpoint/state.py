@@ -145,19 +145,15 @@ def parse_state(data: bytes, where: str) -> dict[str, Any]:
 
 def _check(value: Any, where: str) -> None:
     """Raise unless a value is plain JSON. A reload turns tuples into lists; nan and infinity are preserved."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, inner in value.items():
-            if not isinstance(key, str):
-                raise TesseraError(
-                    f"a key of the state is not a string: {key!r}", where=where, code="checkpoint.state-not-json"
-                )
             _check(inner, f"{where}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             _check(inner, f"{where}.{index}")
     elif not (value is None or isinstance(value, (str, int, float))):
         raise TesseraError(
-            f"the state contains a {type(value).__name__}, which is not JSON",
+            f"the state contains a {type(value).__name__} that is not JSON, or has keys that are not strings",
             where=where,
             fix="convert the value to plain JSON, or save it as a tensor",
             code="checkpoint.state-not-json",

@@ -233,11 +233,7 @@ def check_config_numbers(data: Mapping[str, Any], folder: Path) -> None:
 
 
 def check_folder_fit(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    weight_map: WeightMap,
-    *,
-    tied: Mapping[str, str],
+    folder: Path, tensors: Mapping[str, Tensor], weight_map: WeightMap, *, tied: Mapping[str, str]
 ) -> None:
     """Raise unless names, shapes and dtypes in a folder's headers fit a model on the meta device."""
     headers = dict(_headers(folder))

@@ -111,11 +111,7 @@ def check_forms(forms: Sequence[AdapterForm], weight_map: WeightMap | None, lang
 
 
 def _write_peft(
-    staging: Path,
-    form: str,
-    modules: Mapping[str, Factors],
-    config: Mapping[str, object],
-    saved: Mapping[str, Tensor],
+    staging: Path, form: str, modules: Mapping[str, Factors], config: Mapping[str, object], saved: Mapping[str, Tensor]
 ) -> None:
     """Write the matrices with PEFT's names and configuration, as a PEFT folder or a diffusers file."""
     if form == "peft":

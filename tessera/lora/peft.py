@@ -145,13 +145,11 @@ def _by_pattern(
     """
     patterns = config.get(key) or {}
     numbers = list(patterns.values()) if isinstance(patterns, dict) else [None]
-    if not all(_is_size(number) for number in numbers):
-        raise TesseraError(f"{key} must map patterns to numbers above 0", where=where, code="adapter.bad-config-value")
-    if not _is_size(default):
-        name = "r" if key == "rank_pattern" else "lora_alpha"
-        raise TesseraError(
-            f"{name} = {str(default)[:40]!r} is not a number above 0", where=where, code="adapter.bad-config-value"
-        )
+    name = "r" if key == "rank_pattern" else "lora_alpha"
+    for stated, value, values in ((key, patterns, numbers), (name, default, [default])):
+        if not all(map(_is_size, values)):
+            what = f"{stated} = {str(value)[:40]!r} contains a value that is not a number above 0"
+            raise TesseraError(what, where=where, code="adapter.bad-config-value")
     matched = first_matches(list(patterns), modules, within=r"(.*\.)?({})$", where=f"{where}, {key}")
     return {module: default if number is None else numbers[number] for module, number in matched.items()}
 

@@ -53,7 +53,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(
         losses(recipe, tmp_path / "a", weights=str(other), config={"text.intermediate_size": 200})
     with raises("checkpoint.not-dcp-folder"):
         losses(recipe, tmp_path / "b", weights=str(folder))
-    with raises("checkpoint.folder-missing"):
+    with raises("weights.folder-missing"):
         losses(recipe, tmp_path / "c", weights=str(tmp_path / "nowhere"))
     without = {key: value for key, value in recipe.items() if key != "model"}
     with raises("recipe.wrong-value"):

@@ -22,10 +22,11 @@ from tessera.checkpoint.forms import NativeTensors, StoredForm
 from tessera.checkpoint.legacy.dcp import METADATA, read_dcp
 from tessera.checkpoint.weight_forms import described_forms, detect_form, weight_form, weights_folder
 from tessera.config.reader import Section
-from tessera.errors import TesseraError, nearest
+from tessera.errors import TesseraError
 from tessera.runtime.modules import local_shard
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.file_plan import PlannedTensor
+from tessera.weights.layouts import no_such_folder
 from tessera.weights.map import WeightMap
 from tessera.weights.rows import TensorRows
 
@@ -172,11 +173,7 @@ class JobFolder(StoredForm):
 def check_dcp(folder: Path, other: Sequence[str] = ()) -> None:
     """Raise unless a folder is a DCP folder. `other`: descriptions of formats that are accepted as well."""
     if not folder.is_dir():
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-        near, fix = nearest(folder.name, beside), "check model.weights" if other else None
-        raise TesseraError(
-            f"no such folder: {folder}", where=str(folder), nearest=near, fix=fix, code="checkpoint.folder-missing"
-        )
+        raise no_such_folder(folder, "model.weights" if other else None)
     if not (folder / METADATA).is_file():
         raise TesseraError(
             f"the folder is no torch DCP folder: it has no {METADATA}",
