@@ -1,4 +1,4 @@
-"""Report mistakes of users: what, where, the allowed values, the nearest match and a fix."""
+"""Define `TesseraError`, which reports mistakes of users with a place, allowed values and a fix."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error: those of other libraries may hold pages of stack, or nothing."""
+    """Return the first line of an error message, or the name of its class. Other libraries raise pages of text."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class TesseraError(Exception):
-    """Report a mistake that the user can mend. The command line prints it without a traceback and exits with code 2.
+    """Report a mistake that the user can correct. The command line prints it without a traceback and exits with code 2.
 
-    Programmer errors are plain asserts.
+    Mistakes of programmers are asserts.
     """
 
     exit_code = 2
@@ -60,7 +60,7 @@ class TesseraError(Exception):
             lines.append(f"  code:    {self.code}")
         return "\n".join(lines)
 
-    # Exceptions cross process borders (loader workers, ranks); the default protocol would lose the keywords.
+    # Loader workers and ranks send errors to other processes: the default pickling would lose the keywords.
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.where, self.allowed, self.nearest, self.fix, self.code))
 
@@ -78,7 +78,7 @@ def _rebuild(
 
 
 def few_names(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names as text, and the number of further names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -98,9 +98,9 @@ def reported() -> Iterator[None]:
 
 @contextmanager
 def foreign_values(where: str) -> Iterator[None]:
-    """Raise a `TesseraError` for a value of somebody else's file that is not of the kind that its reader expects."""
+    """Turn errors of the block into a `TesseraError`: a value in a file has an unexpected type."""
     try:
         yield
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-        message = f"a value in it is not of the kind that belongs there: {first_line(error)[:300]}"
+        message = f"a value in this file has an unexpected type: {first_line(error)[:300]}"
         raise TesseraError(message, where=where, code="environment.wrong-value-in-file") from error

@@ -19,13 +19,12 @@ class Segments:
 
     bounds: Tensor  # [S + 1] int32
     longest: int
-    lengths: tuple[int, ...] = ()  # of the segments; empty where the host does not know them
-    # If not 0: the sequence is this many rows of one length, each with one segment and then padding, whose outputs are
-    # not used. Causal attention over full rows then gives the same outputs, and has the same shape in every step.
+    lengths: tuple[int, ...] = ()  # of the segments; empty if they are not known on the host
+    # If not 0: the sequence has this many rows of equal length, each one segment followed by padding. Causal attention
+    # over full rows then gives the same outputs for the segments, with the same shapes in every step.
     rows: int = 0
-    # [3] int64, on the host: `longest`, `rows` and the first length (0: unknown) for operations that are compiled once
-    # for all batches; a compiler takes plain numbers for constants. It is always computed; it is a field because torch
-    # copies dataclasses field by field when it casts the inputs of a module.
+    # [3] int64, on the host: `longest`, `rows` and the first length (0: unknown). As a tensor they do not cause a
+    # recompilation for every batch. It is a field because torch copies dataclasses by fields when it casts inputs.
     extent: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +47,7 @@ class Segments:
 
 @dataclass
 class Batch:
-    """Hold one micro-batch: named tensors, bounds of segments, and what the trainer may read (ids, counts, seeds).
+    """Hold one micro-batch: named tensors, bounds of segments, and facts for the trainer (ids, counts, seeds).
 
     Language batches have `tokens`, `labels` (already shifted), `positions` and segments "text". Training batches also
     have `trained`, the positions that have a label: their number is a shape, which the host has to know. Batches with
@@ -57,16 +56,16 @@ class Batch:
 
     tensors: dict[str, Tensor]
     segments: dict[str, Segments] = field(default_factory=dict)
-    # By name of a packed tensor: the shape of each sample in it, as (frames, rows, columns). It stays on the host, and
-    # is that of full samples also where a rank has a part of their tokens.
+    # Name of a packed tensor -> shape (frames, rows, columns) of each sample in it, on the host. Also on a rank that
+    # has a part of the tokens, these are shapes of full samples.
     shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     sample_ids: tuple[str, ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()  # (row number, how many of `sample_ids` it holds): a ledger's order
+    rows: tuple[tuple[int, int], ...] = ()  # (row number, number of its samples), in the order of `sample_ids`
     counts: dict[str, int] = field(default_factory=dict)
-    seeds: tuple[int, ...] = ()  # one per global row: randomness in a task depends on the row, never on the layout
-    problems: tuple[tuple[str, str], ...] = ()  # (sample id, why) of samples that are masked; goes to quarantine.jsonl
+    seeds: tuple[int, ...] = ()  # one per row, so that random numbers of a task do not depend on the layout
+    problems: tuple[tuple[str, str], ...] = ()  # (id, reason) of masked samples, for quarantine.jsonl
     outputs: tuple[str, ...] = ()  # hidden states that the model should return: names of `core.outputs`
-    flops: float = 0.0  # of one forward and backward pass over what this rank reports
+    flops: float = 0.0  # of one forward and backward pass over the rows that this rank reports
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())

@@ -1,12 +1,11 @@
-"""Define what one call of a model does with a KV cache. The caller decides it; a model never inspects its cache.
+"""Define how one call of a model uses a KV cache. The caller decides it; the model does not inspect its cache.
 
-The memory of a cache is a pool of blocks, each with room for `block_size` tokens (`nn.cache.KVCache`). A row, one
-sequence that is being generated, has a list of blocks. With one large block for each row the cache is slotted; with
-small blocks it is paged. Both are the same to a model and to `ops.cached_attention`. Between two calls rows may join,
-leave, or get more blocks.
+The memory of a cache is a pool of blocks for `block_size` tokens each (`nn.cache.KVCache`). A row, one sequence that is
+being generated, has a list of blocks. With one large block per row the cache is slotted; with small blocks it is paged.
+Models and `ops.cached_attention` do not distinguish them. Between two calls rows may join, leave, or get more blocks.
 
-All tensors have shapes that follow from the numbers of rows, tokens and blocks of a row, so a caller that pads these to
-fixed numbers can capture a call in a graph. A padding token needs a block that no row has.
+Shapes depend only on the numbers of rows, tokens and blocks of a row, so a caller that pads these to fixed numbers can
+capture a call in a graph. A padding token needs a block that belongs to no row.
 """
 
 from __future__ import annotations
@@ -25,32 +24,31 @@ from tessera.runtime import device as devices
 
 @dataclass(frozen=True)
 class CacheRow:
-    """Describe one row's part in a call: where its tokens are stored, and how many are cached and added."""
+    """Describe a row in a call: its blocks, and the numbers of cached and new tokens."""
 
     blocks: Sequence[int]  # in the order of its tokens
     cached: int  # tokens that the cache holds before the call
     new: int  # tokens that the call adds: one while decoding, a chunk of the prompt before
-    sampled: bool = True  # whether the logits of its last token are needed: not before its prompt ends
+    sampled: bool = True  # whether the logits of its last token are needed; False inside of a prompt
 
 
 @dataclass(frozen=True)
 class CacheStep:
-    """Hold what one call does with the cache. The batch has the new tokens of the first row, then of the second row,
-    and so on.
+    """Describe how a call reads and writes the cache. The batch has the new tokens of one row after another.
 
     Rows with one new token should come first: their attention is computed together, without padding.
     """
 
     segments: Segments  # of the new tokens, one for each row
     lengths: Tensor  # [rows] int64: tokens of each row, with the new ones
-    table: Tensor  # [rows, blocks of a row] int64: the blocks of each row; any block behind the last one
+    table: Tensor  # [rows, blocks of a row] int64: the blocks of each row; unused entries are any block
     slots: Tensor  # [tokens] int64: where new keys and values are stored: block x block size + offset
     last: Tensor  # [sampled rows] int64: the tokens whose logits are needed
     block_size: int
     # On the host, so that reading them needs no synchronisation. `longest` may be larger than the maximum.
     longest: int  # the maximum of `lengths`
     single: int  # how many rows at the beginning have one new token
-    prefill: bool  # no row has cached tokens: new tokens attend to one another alone
+    prefill: bool  # no row has cached tokens, so new tokens attend to one another only
 
     @staticmethod
     def of(rows: Sequence[CacheRow], block_size: int, device: torch.device | str, width: int = 0) -> CacheStep:

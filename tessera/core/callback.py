@@ -104,7 +104,7 @@ class TrainerHandle(Protocol):
 
 
 class RewindHandle(TrainerHandle, Protocol):
-    """Declare what `OptimizerStep.update` may use besides: it can take the run back to an earlier state."""
+    """Declare the further members that `OptimizerStep.update` may use, to return to an earlier state."""
 
     def begin(self) -> None:
         """Fill the initial weights."""
@@ -121,18 +121,17 @@ class RewindHandle(TrainerHandle, Protocol):
 
 
 class AsyncScalars:
-    """Copy named numbers to the host while the device goes on computing.
+    """Copy named numbers to the host while the device continues to compute.
 
-    A call waits for the copy alone, and not for kernels that were queued after it. So if the copy begins before an
-    update is queued, reading the loss leaves no device idle."""
+    A call waits for the copy alone, not for kernels that were queued after it.
+    """
 
     def __init__(self, names: Sequence[str], conditions: Sequence[str], copy: devices.HostCopy) -> None:
         self._names, self._conditions, self._copy = names, conditions, copy
 
     @staticmethod
     def of(numbers: Mapping[str, Tensor], counted: Mapping[str, Tensor] | None = None) -> AsyncScalars:
-        """Begin to copy scalars to the host. `counted`: for some of them, zero if the number does not exist in this
-        step. Such numbers are left out."""
+        """Begin to copy scalars to the host. `counted`: counts of some of them; those with count 0 are left out."""
         conditions = counted or {}
         wide = devices.sum_dtype(next(iter(numbers.values())).device)
         stacked = torch.stack([number.detach().to(wide) for number in (*numbers.values(), *conditions.values())])
@@ -156,13 +155,12 @@ class StepResult:
     numbers: AsyncScalars  # `loss`, `grad_norm` and metrics of the task
     lr: float
     microbatches: Sequence[Batch]  # of this rank, without their tensors
-    applied: bool = True  # off: the guard dropped the update
+    applied: bool = True  # False: the guard skipped the update
     epoch: float | None = None  # passes over the data, this step included; None: the data has no length
 
 
 class Callback:
-    """Base class of callbacks. No method does anything; override what you need. `name` keys the callback's state in
-    the checkpoint."""
+    """Base class of callbacks, whose methods do nothing. `name` is the key of the callback's state in checkpoints."""
 
     @property
     def name(self) -> str:
@@ -173,7 +171,7 @@ class Callback:
     def on_step_begin(self, trainer: TrainerHandle) -> None: ...
 
     def on_before_optim(self, trainer: TrainerHandle) -> None:
-        """Look at gradients: they are those of the loss, unclipped; clipping is part of the update that follows."""
+        """Read gradients before they are clipped."""
 
     def on_step_end(self, trainer: TrainerHandle, result: StepResult) -> None: ...
 
@@ -198,7 +196,7 @@ class Callback:
         return {}
 
 
-# Whether the update of a step was applied; "rewound": the run went back to an earlier step.
+# Result of a step: its update was applied or skipped, or the run returned to an earlier step.
 StepOutcome = Literal["applied", "dropped", "rewound"]
 
 

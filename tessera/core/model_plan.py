@@ -10,23 +10,23 @@ import torch
 
 from tessera.core.batch import Batch
 
-# How a parameter is split over the ranks that compute a layer together.
+# How a parameter is split over the ranks of tensor parallelism.
 # column, row: by the output or input features of a linear layer (of stacked experts: of each expert)
 # vocab: by the entries of a table of tokens
-# sequence: not split; applied to a part of the tokens where `parallel.sequence_parallel` is on
+# sequence: not split; with `parallel.sequence_parallel` applied to the tokens of the rank
 # heads: not split; applied to the heads or features of a rank
-# features: a vector, split like the columns that it is applied to, in a norm over all of these
-# replicate: not split; applied to all
+# features: the vector of a norm over features that are split by columns, split alike
+# replicate: not split; applied to all tokens
 TensorStyle = Literal["column", "row", "vocab", "sequence", "heads", "features", "replicate"]
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Describe a sequence-like input of a model: the batch tensors that hold it and the modules that compute it.
+    """Describe a sequence-like input of a model: its batch tensors and the modules that compute it.
 
-    The main sequence is the stream without `slots`; what computes it is the model itself. Every other stream belongs to
-    an encoder, whose outputs replace elements of the main sequence. A batch may lack the input of an encoder; the model
-    then runs the encoder on `blank`, because ranks that do have such inputs wait for it in collectives.
+    The main sequence is the stream without `slots`. Every other stream is the input of an encoder, whose outputs
+    replace elements of the main sequence. If a batch has no input for an encoder, the model runs it on `blank`, because
+    other ranks wait for it in collectives.
     """
 
     tensors: tuple[str, ...]  # have one entry per element; the length of the first is the number of elements
@@ -37,15 +37,15 @@ class Stream:
     slots: str = ""  # tensor with the positions in the main sequence that the outputs replace
     windows: str = ""  # key of finer bounds, which never cross those of `segments`
     positions: tuple[str, ...] = ()  # tensors with positions in this sequence, in ascending order
-    index: str = ""  # tensor that tells a rank with a part of the sequence which elements it has
-    own_segments: str = ""  # key under which such a rank finds the bounds of the sequences among its own elements
-    per_slot: int = 1  # neighbouring elements that make one output, at most
-    width: int = 0  # of the encoder's output for an element; 0: unknown, then its all-gather is not estimated
+    index: str = ""  # tensor with the indices of this rank's elements, if the sequence is sharded
+    own_segments: str = ""  # key of the bounds of sequences among this rank's elements, if the sequence is sharded
+    per_slot: int = 1  # maximum number of neighbouring elements that become one output
+    width: int = 0  # features of an output of the encoder; 0: unknown
     blank: Callable[[torch.device], Batch] | None = None  # the smallest input that the encoder takes
 
     @staticmethod
     def sources(positions: str) -> str:
-        """Name the tensor with the slots, or the positions of this name, of a rank that has a part of the sequence."""
+        """Name the tensor with the source index of each slot or position on a rank, if the sequence is sharded."""
         return f"{positions}.sources"
 
     def selection(self, name: str) -> str:
@@ -81,33 +81,33 @@ class PipelineUnit:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Describe how a model may be split over devices: plain data in module paths (grammar: `core.pattern`)."""
+    """Describe how a model may be split over devices, by patterns of module paths (see `config.pattern`)."""
 
     blocks: tuple[str, ...]  # modules that are the unit of sharding, recompute and compile
     tensor: Mapping[str, TensorStyle]  # parameter pattern -> style; every parameter is matched exactly once
     units: tuple[PipelineUnit, ...] = ()  # in order of execution
-    streams: Mapping[str, Stream] = field(default_factory=dict)  # by name, as `parallel.encoders` and units spell it
+    streams: Mapping[str, Stream] = field(default_factory=dict)  # by the name that `parallel.encoders` and units use
     experts: tuple[str, ...] = ()  # modules that hold the stacked weights of experts, [experts, ...] each
-    # Modules that compute attention and nothing else, forward(q, k, v, segments): what context parallelism wraps.
+    # Modules that compute attention alone, forward(q, k, v, segments): context parallelism wraps them.
     attention: tuple[str, ...] = ()
-    heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> heads that its columns hold
-    decoder: str = ""  # path of the decoder of text, where `streams` do not tell it from encoders
-    # Modules whose weights stay in float32, whatever type the rest is computed in. They cast their
-    # inputs and outputs themselves. Those inside of blocks are small: they are unsharded on every rank.
+    heads: Mapping[str, int] = field(default_factory=dict)  # module pattern -> number of heads in its output features
+    decoder: str = ""  # path of the text decoder, if `streams` do not declare encoders
+    # Modules that keep float32 weights and cast their inputs and outputs themselves. Inside of blocks they are small,
+    # and every rank has them unsharded.
     float32: tuple[str, ...] = ()
-    # Modules whose weights are read outside of their own forward (a head that the loss multiplies by): these must be
-    # gathered with the root and cannot be a shard group of their own.
+    # Modules whose weights are read outside of their forward pass, such as the head, which the loss reads. They belong
+    # to the FSDP group of the root.
     fsdp_root: tuple[str, ...] = ()
-    # Modules that read the weights of another one: a head that is the table of embeddings. In a pipeline the last
-    # stage, which has the reader, gets a copy of it.
+    # Modules that read the weights of another module: a head that uses the embedding. In a pipeline the last stage,
+    # which has the head, gets a copy of the embedding.
     tied: Mapping[str, str] = field(default_factory=dict)  # path of the reader -> path of the module that it reads
 
     @property
     def encoders(self) -> dict[str, Stream]:
-        """Return the streams that an encoder computes, by name."""
+        """Return the streams of encoders, by name."""
         return {name: stream for name, stream in self.streams.items() if stream.slots}
 
     @property
     def main(self) -> Stream | None:
-        """Return the main sequence; None where the family does not describe its batches."""
+        """Return the stream of the main sequence; None if the family declares no streams."""
         return next((stream for stream in self.streams.values() if not stream.slots), None)

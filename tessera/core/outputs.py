@@ -1,4 +1,4 @@
-"""Define what a model returns: outputs by name.
+"""Define the outputs of models, by name.
 
 A model family declares the outputs it gives (`ModelSpec.outputs`), a task those it reads (`Task.reads`). Heads are
 always given. Hidden states of layers cost memory: a model returns them only if the batch asks for them
@@ -15,19 +15,21 @@ from torch import Tensor
 from tessera.errors import TesseraError
 
 LOGITS = "logits"  # of the next token, by the main head
-REWARDS = "rewards"  # one number for each token: how good the sequence up to here is
+REWARDS = "rewards"  # one number for each token: the reward of the sequence up to it
 LATENTS = "latents"  # the raw prediction of a generation model (a velocity, the noise or v), [N, channels x patch]
 HIDDEN = "hidden"  # the final hidden states; `hidden_of(path)`: those behind a layer
-# What families of `nn.causal_lm` and `nn.multimodal` give.
+# Outputs of families that use `nn.causal_lm` or `nn.multimodal`.
 LANGUAGE_OUTPUTS = (LOGITS, HIDDEN, f"{HIDDEN}.text.layers.{{*}}")
 
 
 class Projection(NamedTuple):
-    """Hold the output of a head before the head is applied: hidden states, and the head *module*. A loss multiplies by
-    the head's weight in chunks, so that the logits of a long row never exist at once."""
+    """Hold the input of a head, hidden states, and the head module.
+
+    A loss multiplies by the head's weight in chunks, so that the logits of a long row never exist at once.
+    """
 
     hidden: Tensor  # [T, D]
-    head: Any  # nn.Module with .weight [V, D]; a module, because functions over trees of tensors leave it alone
+    head: Any  # nn.Module with .weight [V, D]; `tree_map` over tensors skips a module
 
 
 class AuxiliaryLoss(NamedTuple):

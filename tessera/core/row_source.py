@@ -12,11 +12,11 @@ ENDLESS = 1 << 40  # rows of one epoch of data without a known length
 
 
 class RowSource(ABC):
-    """Give a data set to the loader: rows by number, each a pure function of its number.
+    """Base class of data sets for the loader: rows by number, each a pure function of its number.
 
     Row numbers count draws since the start of training, so that number // len(source) is the epoch. A source is pickled
     to worker processes and called there: it holds no open file and no device tensor. Only `__len__` and `batch` must be
-    written; the other members are abilities; by default a source does not have them.
+    written; the other members are optional.
     """
 
     @property
@@ -31,15 +31,15 @@ class RowSource(ABC):
 
     @property
     def identity(self) -> str:
-        """Return a hash that changes whenever a row would hold other samples; empty: the source does not know.
+        """Return a hash that changes whenever a row would contain other samples; "": unknown.
 
-        There may be several, with a slash between them: where one of them is as before, rows hold the same samples.
+        Several hashes may be joined by slashes: rows are the same if one of them is unchanged.
         """
         return ""
 
     @property
     def rows_per_step(self) -> int | None:
-        """Return the rows of a step where the source decides it (train.samples_per_step); None: the recipe does."""
+        """Return the rows of a step if the source decides it (train.samples_per_step); None: as in the recipe."""
         return None
 
     @property
@@ -49,7 +49,7 @@ class RowSource(ABC):
 
     @property
     def decodes_media(self) -> bool:
-        """Return whether making a batch runs media decoders, which may crash and so belong into a worker process."""
+        """Return whether a batch needs media decoders, which may crash and so run in worker processes."""
         return False
 
     @abstractmethod
@@ -61,10 +61,10 @@ class RowSource(ABC):
         """Return one micro-batch of these rows, with `sample_ids`, `rows`, `counts`, `seeds` and `problems` filled."""
 
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch:
-        """Return `batch(rows)`, made by a process that a sample may crash.
+        """Return `batch(rows)` in a worker process, which a sample may crash.
 
         `note(n)` is called before sample n is read, so that a crash can be attributed; samples in `lost` (with the
-        reason) crashed a process before and leave holes. A source that notes no samples cannot leave any out.
+        reason) crashed a process before and are left out. A source that does not call `note` cannot leave samples out.
         """
         if lost:
             raise TesseraError(
@@ -76,12 +76,12 @@ class RowSource(ABC):
         return self.batch(rows)
 
     def work(self, rows: Sequence[int]) -> Sequence[float] | None:
-        """Return the cost of each row, by which ranks get equal work; None: unknown, all rows count alike."""
+        """Return the cost of each row, to balance ranks; None: unknown, and all rows count alike."""
         return None
 
     def without(self, samples: Mapping[str, str]) -> RowSource | None:
         """Return the same rows with these samples (with the reason) masked; None: the source cannot leave any out."""
         return None
 
-    def check_ranks(self, position: int, count: int) -> None:  # noqa: B027  # most sources split nothing
+    def check_ranks(self, position: int, count: int) -> None:  # noqa: B027
         """Raise if the source splits its rows over other ranks than rank `position` of `count` data-parallel ones."""

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 PartKind = Literal["text", "image", "video", "audio", "features"]  # features: outputs of encoders for a full sample
-PLAIN = "text"  # the role of text that nobody says: no header, no end of turn, all of it trained on
+PLAIN = "text"  # the role of plain text: no header, no end of turn, and all tokens are trained on
 
 
 class StoredTensors(ABC):
-    """Locate the tensors that encoders made of one sample, and read them: the value of a part of kind `features`."""
+    """Base class of values of parts of kind `features`: stored encoder outputs of one sample."""
 
     @property
     @abstractmethod
@@ -27,8 +27,8 @@ class StoredTensors(ABC):
 
 @dataclass(frozen=True)
 class Part:
-    """Hold one part of a message. `value` is text, or media: a path inside the data root, the position of its bytes in
-    another file, the bytes themselves, or a decoded object."""
+    """Hold one part of a message. `value`: text, or media as a path inside the data root, the location of its bytes in
+    another file, bytes, or a decoded object."""
 
     kind: PartKind
     value: Any
@@ -42,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold one conversation. `id` is unique in its data set and is what ledgers, quarantine lists and errors name."""
+    """Hold one conversation. Ledgers, quarantine lists and errors use `id`, which is unique in its data set."""
 
     id: str
     messages: tuple[Message, ...]
@@ -53,24 +53,24 @@ class Sample:
 
 @dataclass(frozen=True)
 class MediaSize:
-    """Hold what a header tells: enough to know the cost of an image, a video or a recording without decoding it."""
+    """Hold the size of an image, a video or a recording, as read from its header."""
 
     width: int
     height: int
     frames: int = 1
     samples: int = 0  # of audio, at the rate it is decoded to
     total: int = 0  # frames of the full video, from which `frames` are taken evenly
-    rate: float | None = None  # how many of those make a second; None: unknown
+    rate: float | None = None  # frames per second of the full video; None: unknown
 
     @property
     def fps(self) -> float | None:
-        """Return the rate of the frames that are taken."""
+        """Return the frames per second of the selected frames."""
         return None if self.rate is None or not self.total else self.frames / self.total * self.rate
 
 
 @dataclass
 class EncodedStream:
-    """Hold the input of one encoder in one sample, not yet packed: what the `Stream` of the model's plan declares."""
+    """Hold the input of one encoder for one sample, before packing. The fields follow `Stream` in the model's plan."""
 
     tensors: dict[str, Tensor]  # by their names in a batch; they have one entry per element
     lengths: tuple[int, ...]  # elements of each sequence: a frame, a tile, a recording

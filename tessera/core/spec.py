@@ -21,16 +21,15 @@ from tessera.weights.map import WeightMap
 
 @dataclass(frozen=True)
 class Passes:
-    """Count how often a training step computes a product of the forward pass: once forward, once more for the gradient
-    of its input, where something before it is trained, and once more for the gradient of a weight that is trained."""
+    """Count how often a training step computes the products of a module: once in forward, once for the gradient of the
+    input if an earlier module is trained, and once for the gradient of a trained weight."""
 
     weights: float = 3.0  # products with weights
-    attention: float = 3.0  # of queries with keys, and of their weights with values
-    first: float = 2.0  # the product that an encoder begins with: its input has no gradient
+    attention: float = 3.0  # products of queries with keys, and of attention weights with values
+    first: float = 2.0  # the first product of an encoder, whose input has no gradient
 
 
-# By part of a model, as its module is called ("text", "head", "vision", "projector"); parts that are left out are
-# fully trained.
+# By the name of a part of the model ("text", "head", "vision", "projector"). Missing parts are fully trained.
 Training = Mapping[str, Passes]
 FULL = Passes()
 
@@ -102,13 +101,13 @@ class InitializesItself(Protocol):
 
 @runtime_checkable
 class AdjustsAfterInit(Protocol):
-    """Mark a module that completes what its initial weights or its constructor left open."""
+    """Mark a module that adjusts weights or buffers after initialization."""
 
     def post_meta_init(self) -> None:
         """Adjust parameters or buffers in place.
 
-        It is called on the unsharded module after initial weights were drawn, and on every rank after the memory of its
-        part was allocated, when buffers hold the values of the constructor.
+        Called on the unsharded module after its initial weights were drawn, and on every rank after its shards were
+        allocated. Buffers have the values of the constructor.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Define where the trainer gets the micro-batches of its steps from."""
+"""Define the source of the trainer's micro-batches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tessera.runtime.distributed import World
 
 
 class StepSource(ABC):
-    """Give this rank's micro-batches, one step after another.
+    """Base class of sources of this rank's micro-batches, step by step.
 
     The loader of a data set is a step source (`tessera.training.steps.LoaderSteps`). So is a rollout that generates its
     batches with the weights being trained, and so is a list of batches in a test. `start` and `next_step` must be
-    written. The other members are abilities; by default a source does not have them.
+    written. The other members are optional.
 
     The trainer calls `setup` once. It then calls `load_state_dict` where it resumes, `start`, and `next_step` for every
     step. After training went back to an earlier step, `load_state_dict` and `start` are called again.
@@ -32,7 +32,7 @@ class StepSource(ABC):
 
     @abstractmethod
     def start(self, step: int, row: int) -> None:
-        """Begin behind the first `step` steps. `row`: the number of rows that these steps have used."""
+        """Begin after the first `step` steps, which have used `row` rows."""
 
     @abstractmethod
     def next_step(self) -> Sequence[Batch]:
@@ -42,11 +42,11 @@ class StepSource(ABC):
         """End processes and close files. `start` may be called again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the steps that were given, as JSON can hold it. Each rank restores rank 0's."""
+        """Return the state after the last returned step, as JSON. Each rank restores the state of rank 0."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Restore the state of a checkpoint. An empty one is the state before the first step."""
+        """Restore the state of a checkpoint. An empty mapping is the state before the first step."""
 
     # ------------------------------------------------------------------------------------------ for the guard
 

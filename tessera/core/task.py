@@ -1,11 +1,10 @@
-"""Define the contract of an objective: its counts, its computation and its loss terms.
+"""Define the interface of objectives: counts, model inputs and loss terms.
 
 A loss term is a *sum* with the name of its count. Counts are summed over all ranks and micro-batches before backward:
 
     loss = sum(term.weight * term.sum / global_counts[term.count] for term in terms)
 
-So gradients are final when backward ends, and any split of a global batch gives the same gradient, with one term or
-with five.
+So gradients need no division after backward, and any split of a global batch gives the same gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tessera.errors import TesseraError
 from tessera.runtime import device as devices
 from tessera.runtime.distributed import World
 
-# By name. An int where the host knows the count (a shape); a tensor where only the device does: nothing waits for it.
+# Counts by name: an int if the host knows it, as from a shape; otherwise a tensor, for which the host does not wait.
 Counts = Mapping[str, "int | Tensor"]
 
 
@@ -55,24 +54,26 @@ class Losses:
 
     terms: Sequence[LossTerm]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    counts: Counts | None = None  # only from a task whose `counts` returned None
+    counts: Counts | None = None  # set only if `Task.counts` returned None
 
 
 class Reference(Protocol):
-    """Compute the trained model in a second way, to compare it with: without its adapters, for example. The engine runs
-    every micro-batch through it first, without gradient."""
+    """Compute a reference with the trained model, for example without its adapters.
+
+    The engine runs every micro-batch through it first, without gradient.
+    """
 
     def active(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which `module` computes as the reference does."""
+        """Return a context in which `module` computes the reference."""
         ...
 
     def tensors(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return tensors of the reference's outputs for the loss; they join the batch."""
+        """Return tensors from the reference's outputs; they are added to the batch for the loss."""
         ...
 
 
 class FrozenModule:
-    """Hold a frozen component on this rank. An offloaded one takes device memory only inside of `use`."""
+    """Hold a frozen component on this rank. An offloaded component is on the device only inside of `use`."""
 
     def __init__(self, module: nn.Module, device: torch.device, residence: Residence) -> None:
         self._module = module.requires_grad_(False).eval()
@@ -94,7 +95,9 @@ class FrozenModule:
                 yield self._module
         finally:
             for part in self._module.modules():
-                if isinstance(part, FSDPModule):  # without a backward pass the root keeps its gathered weights
+                if isinstance(
+                    part, FSDPModule
+                ):  # FSDP frees the root's gathered weights in backward, which does not run here
                     part.reshard()
             for parameter, on_host in self._host.items():  # weights do not change: nothing is copied back
                 parameter.data = on_host
@@ -113,7 +116,7 @@ class Task(ABC):
         """Keep facts of the model family and the model's configuration."""
 
     def check(self, config: RunConfig, module: nn.Module) -> None:  # noqa: B027, not every task has something to check
-        """Raise a `TesseraError` where this objective cannot train the model, given unsharded on the meta device."""
+        """Raise a `TesseraError` if this objective cannot train the model. `module`: unsharded, on the meta device."""
 
     def components(self, config: RunConfig, spec: ModelSpec) -> Mapping[str, Component]:
         """Return the frozen models that the task uses, by name. No checkpoint stores them.
@@ -207,16 +210,16 @@ class LossTotals:
         return {self.specs[at].name: self._mean(at) for at in reported}
 
     def counted(self) -> dict[str, Tensor]:
-        """Return, by the name of a metric, whether anything was counted for it: one of nothing is no number."""
+        """Return for each metric whether its count is above zero; otherwise it has no value."""
         return {spec.name: self.counts[spec.count] > 0 for spec in self.specs if spec.weight is None}
 
     def held_out_loss(self) -> Tensor:
-        """Return the loss. Raise if nothing was counted for any term of it: all held-out samples were masked."""
+        """Return the loss of an evaluation; raise if all counts are zero, since all samples were masked."""
         if not any(bool(self.counts[spec.count] > 0) for spec in self.specs if spec.weight is not None):
             raise TesseraError(
-                "no held-out sample could be used: there is nothing to compute a loss of",
+                "no held-out sample can be used, so there is no loss",
                 where="data.eval",
-                fix="mend the data: `tessera data doctor --decode --recipe RECIPE` lists the faults",
+                fix="correct the data: `tessera data doctor --decode --recipe RECIPE` lists the faults",
                 code="evaluation.no-usable-sample",
             )
         return self.loss()

@@ -1,9 +1,7 @@
-"""Activation memory: recompute activations in backward (all of a module's, or all but the expensive ones), or let them
-wait in host memory.
+"""Save activation memory: recompute activations in backward, or offload them to host memory.
 
-Activation offload: what autograd would keep of an offloaded module is copied to the host as soon as it is made, on a
-stream of its own, and comes back one offloaded module ahead of its use. Weights stay: fully_shard frees and gathers
-them itself.
+An offloaded module's saved tensors are copied to the host on a separate stream in forward, and copied back in backward
+while the module after it computes. Weights are not copied: FSDP frees and gathers them.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from tessera.runtime.torch_internals import (
 )
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"})
-_ATTENTION_WORD = "attention"  # every fused kernel has it in its name
-WORTH_MOVING = 64 << 10  # bytes; below this, the copy to the host costs more than the memory is worth
+_ATTENTION_WORD = "attention"  # part of the names of all fused attention kernels
+WORTH_MOVING = 64 << 10  # bytes; smaller tensors are not copied to the host
 
 
 def apply_recompute(module: nn.Module, parts: Sequence[Recompute], use_reentrant: bool = False) -> None:
-    """Wrap modules so that backward computes their activations again."""
+    """Wrap modules so that backward recomputes their activations."""
     for part in parts:
         wrap_submodule(module, part.path, partial(_wrapped, keep=part.keep, use_reentrant=use_reentrant))
 
@@ -54,8 +52,11 @@ def _policy(keep: Keep, context: Any, op: Any, *args: Any, **kwargs: Any) -> Che
 
 
 class ReentrantRecompute(ActivationWrapper):
-    """Recompute with torch's reentrant form. Its result has a gradient only if one of its input tensors has, so an
-    empty input with a gradient is added: otherwise a trained block behind a frozen one would not be trained."""
+    """Recompute with torch's reentrant checkpointing.
+
+    Its output has a gradient only if an input has. So an empty input with a gradient is added: otherwise a trained
+    block after a frozen one would not be trained.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inner = wrapped_module(self)
@@ -71,14 +72,14 @@ class ReentrantRecompute(ActivationWrapper):
 
 
 def apply_activation_offload(module: nn.Module, paths: Sequence[str], device: torch.device) -> None:
-    """Wrap modules so that their activations wait in host memory."""
+    """Wrap modules so that their activations are offloaded to host memory."""
     copies = CopyStream(device)
     for path in paths:
         wrap_submodule(module, path, partial(OffloadedModule, copies=copies))
 
 
 class OffloadedModule(ActivationWrapper):
-    """Run a module with its saved tensors on the host."""
+    """Run a module and keep its saved tensors in host memory."""
 
     def __init__(self, module: nn.Module, copies: CopyStream) -> None:
         super().__init__(module)
@@ -95,7 +96,7 @@ class OffloadedModule(ActivationWrapper):
 
 
 class CopyStream:
-    """Copy tensors between the device and the host, on one stream for all offloaded modules of a model."""
+    """Copy tensors between device and host on one stream, which all offloaded modules share."""
 
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = devices.supports(device, "pinned_memory")
@@ -111,7 +112,7 @@ class CopyStream:
     def to_host(self, tensor: Tensor) -> Tensor:
         if self.stream is None:
             return tensor.clone()
-        # The copy starts when what computes the tensor is done; its memory is reused only when the copy is done.
+        # The copy waits for the computation of the tensor, and its memory is not reused before the copy ends.
         self.stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with self.stream:
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -122,15 +123,14 @@ class CopyStream:
     def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, torch.Event | None]:
         if self.stream is None:
             return host, None
-        with self.stream:  # in order behind the copy to the host, so that needs no waiting of its own
+        with self.stream:  # the same stream as the copy to the host, so it runs after it
             tensor = torch.empty_like(host, device=device, pin_memory=False)
             tensor.copy_(host, non_blocking=True)
         return tensor, self.stream.record_event()
 
 
 class OffloadScope:
-    """Hold the saved tensors of one pass through one offloaded module. It lives as long as autograd holds one of
-    them."""
+    """Hold the saved tensors of one forward pass of an offloaded module, until autograd has freed all of them."""
 
     def __init__(self, copies: CopyStream, before: OffloadScope | None) -> None:
         self.copies = copies
@@ -146,7 +146,10 @@ class OffloadScope:
             return self._seen[key][1]
         offloaded = OffloadedTensor(self, tensor)
         self.tensors.append(weakref.ref(offloaded))
-        self._seen[key] = (StorageWeakRef(tensor.untyped_storage()), offloaded)  # keeps the storage's number from reuse
+        self._seen[key] = (
+            StorageWeakRef(tensor.untyped_storage()),
+            offloaded,
+        )  # the storage is not freed, so its id stays unique
         return offloaded
 
     def close(self) -> None:
@@ -164,7 +167,7 @@ class OffloadScope:
 
 
 class OffloadedTensor:
-    """Hold one saved tensor on the host, and bring it back."""
+    """Hold one saved tensor in host memory, and copy it back to the device."""
 
     def __init__(self, scope: OffloadScope, tensor: Tensor) -> None:
         self.scope = scope

@@ -40,7 +40,7 @@ from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
 
 def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
-    """Return this rank's part of a module on the meta device: allocated, not yet filled."""
+    """Apply the plan to a module on the meta device, and allocate this rank's shards without values."""
     buffers = computed_buffers(module)
     module = parallelize_on_meta(module, plan, mesh, device)
     materialize(module, plan, device)
@@ -51,7 +51,7 @@ def parallelize(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device)
 
 
 def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> nn.Module:
-    """Apply everything but memory allocation. The result is still on the meta device."""
+    """Apply the plan without allocating memory: the result is on the meta device."""
     frozen = set(plan.frozen)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -68,8 +68,8 @@ def parallelize_on_meta(module: nn.Module, plan: Plan, mesh: Mesh, device: torch
 
 
 def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """Apply the plan to a model or a stage. `module` has the plan's names, not always all; `root` is it, or wraps
-    it."""
+    """Apply the plan to a model or a pipeline stage, which lacks modules of other stages. `root`: the module around a
+    stage's model."""
     if plan.tensor is not None:
         apply_tensor(module, plan.tensor, mesh)
     if plan.experts is not None:
@@ -79,7 +79,7 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
     apply_activation_offload(module, present(module, plan.roles.activation_offload), device)
     apply_block_offload(module, present(module, plan.roles.block_offload), device, parameters=not plan.sharding.active)
     if plan.sharding.active and isinstance(module, ShardsItself):
-        # Before the class recomputes or shards anything: both wrap a block in hooks, and only its code is compiled.
+        # Compile before the class recomputes or shards: both add hooks to a block, which are not compiled.
         apply_compile(module, present(module, plan.roles.compiled))
         _let_it_shard_itself(module, plan, mesh, device)
         return
@@ -91,13 +91,13 @@ def _apply_to_stage(module: nn.Module, root: nn.Module, plan: Plan, mesh: Mesh, 
 
 
 def _set_types(module: nn.Module, plan: Plan) -> None:
-    """Set the types of parameters. Buffers keep the type that their author chose."""
+    """Set the dtypes of parameters. Buffers keep theirs."""
     ignored = {p for path in plan.roles.ignored for p in module.get_submodule(path).parameters()}
     for name, parameter in module.named_parameters():
         if home(name, plan.precision.float32) is not None:
             parameter.data = parameter.data.float()
         elif parameter.is_floating_point():
-            # An ignored module is not cast for computing, and being frozen it needs no master weights.
+            # FSDP does not cast an ignored module, which is frozen: it gets the dtype of computation.
             parameter.data = parameter.data.to(
                 plan.precision.compute if parameter in ignored else plan.precision.weights
             )
@@ -109,9 +109,9 @@ def _let_it_shard_itself(module: ShardsItself, plan: Plan, mesh: Mesh, device: t
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dim() and not isinstance(parameter, DTensor):
             raise TesseraError(
-                f"{type(module).__name__} shards itself and leaves {clean_name(name)} out: every rank would train "
-                "its own",
-                fix="end its sharding with torch's fully_shard of the module itself, with the keywords that it gets",
+                f"{type(module).__name__} shards itself and leaves {clean_name(name)} unsharded: ranks would train "
+                "different values",
+                fix="call torch's fully_shard for the module itself last, with the keywords of `shard_itself`",
                 code="layout.parameter-not-sharded",
             )
 
@@ -122,12 +122,11 @@ def initialize(
     device: torch.device,
     load: Callable[[], nn.Module | None] | None = None,
 ) -> None:
-    """Fill every parameter as a function of the seed alone, so that any layout starts from the same numbers.
+    """Initialize every parameter from the seed, with the same values in any layout and without communication.
 
-    `load` returns the unsharded module with weights, in the memory of each rank's host; each rank keeps its shards.
-    Otherwise `initialize(name, tensor, generator)` of the module fills one full tensor after another, on the device,
-    and each rank keeps its shard. It is drawn there even where weights are stored on the host, because the generator of
-    another device gives other numbers. Nothing is communicated either way.
+    `load` returns the unsharded module with weights, in host memory; each rank copies its shards. Without it,
+    `initialize(name, tensor, generator)` of the module fills one full tensor after another on the device, and each rank
+    copies its shard. Tensors are drawn on the device also with CPU offload: generators of devices differ.
     """
     with seeded(seed, "init"), torch.device("cpu"):
         loaded = None if load is None else load()
@@ -161,7 +160,7 @@ def start_parameters(
 
 @torch.no_grad()
 def start_tensors(module: nn.Module, tensors: Mapping[str, Tensor], seed: int, device: torch.device) -> None:
-    """Fill full tensors that are not parameters of the module, under the names that they would have there."""
+    """Initialize full tensors that are not parameters of the module, by the names of the missing parameters."""
     if not tensors:
         return
     assert isinstance(module, InitializesByName), "a module without `initialize` draws no tensor by name"
@@ -175,7 +174,7 @@ def keep_shard(parameter: Tensor, full: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
         return
-    # Torch's checkpoint protocol knows which boxes of the full tensor a rank holds, however it was split.
+    # Torch's checkpoint protocol returns the boxes of the full tensor that a rank has.
     for box in local_chunks(parameter):
         shard = full[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         tensor_of_chunk(parameter, box.offsets).copy_(shard)
@@ -195,14 +194,14 @@ def build_engine(
     if plan.pipeline is not None:
         assert isinstance(module, LocalStages)
         return pipeline(module, plan, mesh, device, shared, loss_scale)
-    losses = mesh.view(LOSS).get_group()  # of one rank where all ranks compute one loss together
+    losses = mesh.view(LOSS).get_group()  # one rank, if all ranks compute one loss together
     return SimpleEngine(
         module, plan.sharding.accumulate, device=device, group=losses, shared=shared, loss_scale=loss_scale
     )
 
 
 def counted_elsewhere(module: nn.Module, plan: Plan, mesh: Mesh) -> list[Tensor]:
-    """Return the copied parameters of the last stage: their owner counts for the gradient norm, the copies do not."""
+    """Return the copies of tied parameters on the last stage, which the gradient norm must not count twice."""
     if plan.pipeline is None:
         return []
     assert isinstance(module, LocalStages)
@@ -228,12 +227,12 @@ def allocate(module: nn.Module, device: torch.device) -> nn.Module:
     module.to_empty(device=device)
     if ties:
         _tie_again(ties)
-        module.to(device)  # moves nothing: fully_shard looks up here which parameters it has now
+        module.to(device)  # moves nothing, but lets FSDP update its list of parameters
     return module
 
 
 def _move_what_computes(module: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Move buffers, ignored modules and unsharded parameters to the device; torch's offloading moves the others."""
+    """Move buffers, ignored modules and unsharded parameters to the device. FSDP's CPU offload moves sharded ones."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
@@ -252,7 +251,7 @@ def _ties(module: nn.Module) -> list[list[Owner]]:
 
 
 def _tie_again(ties: list[list[Owner]]) -> None:
-    """Tie weights again: leaving the meta device replaces parameters one by one, so shared ones become separate."""
+    """Tie weights again: `to_empty` replaces parameters one by one, which unties them."""
     for (owner, name), *others in ties:
         weight = getattr(owner, name)
         for other, other_name in others:

@@ -1,9 +1,8 @@
-"""Block offload: frozen weights of a block wait in host memory, and come to the device one block ahead of their use.
+"""Keep frozen weights of blocks in host memory, and copy them to the device one block ahead of their use.
 
-A block is wrapped inside of its recompute wrapper. Before it computes, in forward and again when backward recomputes
-it, its weights are copied to the device on a stream of their own, while the block before computes; afterwards the
-module lets go of the copy, which then lives as long as what backward saved of it. So the device holds the weights of
-two blocks at once. Nothing is copied back, since frozen weights do not change.
+A block is wrapped inside of its recompute wrapper. Its weights are copied on a separate stream while the block before
+it computes, in forward and in the recomputation of backward. After the block they are freed when autograd no longer
+needs them. So the device has the weights of two blocks at a time. Nothing is copied back: frozen weights do not change.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Owner = tuple[nn.Module, str]  # a module and the name of its parameter or buffe
 
 
 def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
-    """Return the frozen weights of a block that are unsharded on a rank. `parameters`: include parameters, not buffers
-    alone; fully_shard moves its parameters itself."""
+    """Return the unsharded frozen weights of a block: buffers, and with `parameters` also parameters, if FSDP does not
+    shard them."""
     weights: list[Owner] = []
     for part in block.modules():
         if isinstance(part, KeepsFrozenBuffers):
@@ -41,9 +40,9 @@ def frozen_weights(block: nn.Module, parameters: bool) -> list[Owner]:
 def block_bytes(
     module: nn.Module, paths: Sequence[str], stored: torch.dtype, float32: Sequence[str], *, parameters: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return the bytes of parameters and of buffers of each block that will wait in host memory.
+    """Return the bytes of parameters and of buffers in host memory, by block.
 
-    `kept`: the type that parameters will have; `float32`: modules that keep this one.
+    `stored`: dtype of parameters; `float32`: modules with float32 parameters.
     """
     sizes_of_blocks: dict[str, tuple[int, int]] = {}
     for path in paths:
@@ -62,7 +61,7 @@ def block_bytes(
 
 
 def apply_block_offload(module: nn.Module, paths: Sequence[str], device: torch.device, *, parameters: bool) -> None:
-    """Wrap blocks, in order of execution, so that their frozen weights wait in host memory."""
+    """Wrap blocks, in order of execution, so that their frozen weights stay in host memory."""
     order = BlockOrder(CopyStream(device), device)
     for path in paths:
         wrap_submodule(module, path, partial(HostBlock, order=order, parameters=parameters))
@@ -70,8 +69,8 @@ def apply_block_offload(module: nn.Module, paths: Sequence[str], device: torch.d
 
 @contextmanager
 def waiting_on_host(module: nn.Module, pin: bool) -> Iterator[None]:
-    """Take the weights that wait in host memory out of a model on the meta device, while the rest of it is allocated,
-    and allocate them there. `pin`: in page-locked memory, from which copies need not be waited for."""
+    """Remove the offloaded weights from a model on the meta device during the block, in which the rest is allocated;
+    then allocate them in host memory. `pin`: page-locked, so that copies are asynchronous."""
     blocks = [part for part in module.modules() if isinstance(part, HostBlock)]
     shapes = {(owner, name): getattr(owner, name) for block in blocks for owner, name in block.owners}
     for owner, name in shapes:
@@ -83,7 +82,7 @@ def waiting_on_host(module: nn.Module, pin: bool) -> Iterator[None]:
 
 
 class BlockOrder:
-    """Know the blocks of a model in order of execution, and which one ran last."""
+    """Hold the offloaded blocks of a model in order of execution, and the index of the last block that ran."""
 
     def __init__(self, copies: CopyStream, device: torch.device) -> None:
         self.copies = copies
@@ -92,15 +91,14 @@ class BlockOrder:
         self._last = -1
 
     def next_after(self, number: int) -> HostBlock | None:
-        """Return the block that will be needed after block `number`, which is about to run: in backward, the one before
-        it."""
+        """Return the block that runs after block `number`: in backward, the block before it."""
         backward, self._last = self._last >= number, number
         after = number - 1 if backward else number + 1
         return self.blocks[after] if 0 <= after < len(self.blocks) else None
 
 
 class HostBlock(ActivationWrapper):
-    """Run a block with copies of its frozen weights, which are in host memory."""
+    """Run a block with device copies of its frozen weights."""
 
     def __init__(self, module: nn.Module, order: BlockOrder, parameters: bool) -> None:
         super().__init__(module)
@@ -117,11 +115,11 @@ class HostBlock(ActivationWrapper):
         weights = self._arrived(copies)
         if following is not None:
             following.fetch()
-        # Copies take the place of the weights, not of their data: what backward saves of a weight would go with it.
+        # Replace the weights, not their data: autograd keeps the copies that backward needs.
         return functional_call(wrapped_module(self), weights, args, kwargs)
 
     def fetch(self) -> None:
-        """Begin to copy the weights to the device, unless that has begun."""
+        """Start to copy the weights to the device, once."""
         if self._copies:
             return
         for owner, name in self.owners:
@@ -129,7 +127,7 @@ class HostBlock(ActivationWrapper):
             self._copies[owner, name] = self.order.copies.to_device(tensor, self.order.device)
 
     def _arrived(self, copies: Mapping[Owner, tuple[Tensor, torch.Event | None]]) -> dict[str, Tensor]:
-        """Return copies by the names of their weights inside the block, once they are there."""
+        """Wait for the copies on the current stream, and return them by parameter name inside of the block."""
         names = {part: f"{path}." if path else "" for path, part in wrapped_module(self).named_modules()}
         weights: dict[str, Tensor] = {}
         for (owner, name), (copy, ready) in copies.items():

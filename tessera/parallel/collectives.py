@@ -1,4 +1,4 @@
-"""Define collectives that gradients pass through, and the exchanges at the end of all backward passes of a step."""
+"""Define collectives with gradients, and gradient reductions at the end of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def with_backward(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    """Return `forward(x)`; its gradient is passed through `backward`."""
+    """Return `forward(x)`, with `backward` applied to its gradient."""
     out: Tensor = _Exchanged.apply(x, forward, backward)
     return out
 
@@ -61,7 +61,7 @@ def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of `x` over the ranks of a group (all-reduce); `x` stays as it is."""
+    """Return the sum of `x` over the ranks of a group (all-reduce), without changing `x`."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -73,22 +73,24 @@ def as_it_is(x: Tensor) -> Tensor:
 
 
 class PostBackward(Protocol):
-    """Run something on all ranks when the backward passes of a step are done."""
+    """Declare an operation that all ranks run after the backward passes of a step."""
 
     def run(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class GradientSync:
+    """Sum the gradients of unsharded parameters over a group."""
+
     group: dist.ProcessGroup
     parameters: Sequence[Tensor]
 
     def run(self) -> None:
-        """Sum gradients in one all-reduce per type: each gradient is too small for its own."""
+        """Sum all gradients of a dtype in one all-reduce, since each is small."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self.parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)  # every rank must take part
+                parameter.grad = torch.zeros_like(parameter)  # a parameter without gradient takes part with zeros
             by_dtype.setdefault(parameter.grad.dtype, []).append(local_shard(parameter.grad))
         for grads in by_dtype.values():
             flat = torch.cat([grad.reshape(-1) for grad in grads])

@@ -1,14 +1,13 @@
-"""Attention over tokens of several ranks: exchange heads for tokens (Ulysses), or pass keys around a ring.
+"""Compute attention over tokens of several ranks: exchange heads for tokens (Ulysses), or pass keys around a ring.
 
-Ulysses: ranks that each have some tokens of all heads get all tokens of some heads, and back. Neither tokens nor heads
-need divide by the ranks. Keys and values go where the queries that read them go; heads that several ranks read are sent
-to each of them.
+Ulysses: ranks with some tokens of all heads exchange them for all tokens of some heads, and back. The number of ranks
+need not divide tokens or heads. Key and value heads are sent to all ranks whose query heads read them.
 
 Ring: keys and values travel around the ranks, queries stay.
 
-Two chunks of a packed row that lie apart share one segment at most: the one that reaches from the one into the other.
-All of its tokens here see all of its tokens there, or none does. So what a rank computes with the keys of another are
-rectangles without a mask, and their extents are known on the host; only a rank's own tokens need packed attention.
+Two separate chunks of a packed row have at most one common segment. Under a causal or full mask either all of its
+queries in one chunk attend to all of its keys in the other, or none do. So attention to keys of another rank consists
+of rectangles without a mask, whose sizes are known on the host; only attention to a rank's own keys needs segments.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tessera.parallel.collectives import all_to_all
 from tessera.parallel.sequence_sharding import Range, lengths_inside
 from tessera.runtime.distributed import wait_for
 
-_KEYS, _GRADIENTS = 0, 1  # tags: two kinds of tensors are sent at once in backward
+_KEYS, _GRADIENTS = 0, 1  # message tags: backward sends keys and gradients at the same time
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class Ring:
     at: int
 
     def owner(self, step: int) -> int:
-        """Return the rank whose keys are here after so many steps."""
+        """Return the ring position of the keys that this rank has after `step` steps."""
         return (self.at - step) % self.ranks
 
     def pass_on(self, sent: Tensor, shape: Sequence[int], tag: int) -> P2PExchange:
-        """Send a tensor to the next rank while one of `shape` comes from the rank before."""
+        """Send a tensor to the next rank and receive a tensor of `shape` from the rank before."""
         after, before = (dist.get_global_rank(self.group, self.owner(step)) for step in (-1, 1))
         received = sent.new_empty(shape)
         works = dist.batch_isend_irecv(
@@ -59,7 +58,7 @@ class Ring:
 @dataclass(frozen=True)
 class P2PExchange:
     received: Tensor
-    sent: Tensor  # kept alive until it is sent
+    sent: Tensor  # referenced until it is sent
     works: list[Any]
 
     def wait(self) -> Tensor:
@@ -69,7 +68,7 @@ class P2PExchange:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Hold the constants of a pass around the ring: which rank has which tokens, and the kind of attention."""
+    """Hold the constants of a pass around the ring: the tokens of each rank, and the attention parameters."""
 
     ring: Ring
     ranges: Sequence[Sequence[Range]]  # of each rank of the ring
@@ -94,7 +93,7 @@ class RingSchedule:
         )
 
     def rectangles(self, owner: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (own queries, keys of `owner`) that attend to each other, as slices of the tokens of each."""
+        """Yield rectangles of attention: a slice of this rank's queries and a slice of the keys of `owner`."""
         bounds = [0, *accumulate(self.lengths)]
         for (q_start, q_end), q_at in _with_offsets(self.ranges[self.ring.at]):
             for (k_start, k_end), k_at in _with_offsets(self.ranges[owner]):
@@ -111,15 +110,15 @@ class RingSchedule:
 
 
 def own_segments(segments: Segments, ranges: Sequence[Range]) -> Segments:
-    """Return the segments of a rank's own tokens. A segment with tokens in both of its chunks stays one segment. Bounds
-    are computed on their device, so the host does not wait."""
+    """Return the segments of a rank's tokens. A segment in both of its chunks is one segment. Bounds are computed on
+    the device, so the host does not wait."""
     lengths = lengths_inside(segments.lengths, ranges)
     clipped = [(segments.bounds - start).clamp(0, stop - start) for start, stop in ranges]
     return Segments(torch.stack(clipped).sum(0, dtype=segments.bounds.dtype), max(lengths), tuple(lengths))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, course: RingSchedule) -> Tensor:
-    """Return the attention of this rank's tokens. `q`, `k`, `v` are of these, `segments` of all tokens."""
+    """Return the attention outputs of this rank's tokens. `segments`: of all tokens."""
     local = own_segments(segments, course.ranges[course.ring.at])
     out: Tensor = _RingAttention.apply(q, k, v, local, course)
     return out
@@ -145,7 +144,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys around once more. Their gradients follow, are added to at each rank, and end at their owner."""
+        """Pass keys around the ring again, followed by their gradients, to which each rank adds its part."""
         q, k, v, out, lse, bounds = ctx.saved_tensors
         course: RingSchedule = ctx.course
         grad, keys = grads[0].contiguous(), torch.stack((k, v))
@@ -169,7 +168,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _next_keys(course: RingSchedule, keys: Tensor, step: int) -> P2PExchange | None:
-    """Start sending keys before this step uses them; after the last step they are not needed."""
+    """Start sending keys to the next rank while this step uses them; None in the last step."""
     ring = course.ring
     if step == ring.ranks - 1:
         return None
@@ -202,15 +201,15 @@ def _moved(rows: Range, by: int) -> slice:
 
 @dataclass(frozen=True)
 class HeadSharding:
-    """Hold the heads of each rank: the number of query heads, and which key and value heads."""
+    """Hold the heads of each rank: the number of query heads, and the indices of key heads."""
 
     queries: tuple[int, ...]
     keys: tuple[tuple[int, ...], ...]
 
 
 def shard_heads(heads: int, kv_heads: int, ranks: int) -> HeadSharding:
-    """Assign heads to ranks. Attention needs groups of equal size that share keys; where a rank's heads do not form
-    such groups, it gets a key head for each query head."""
+    """Assign heads to ranks. Grouped attention needs query groups of equal size; a rank whose heads form no such groups
+    gets one key head for each query head."""
     group = heads // kv_heads
     ends = [heads * rank // ranks for rank in range(ranks + 1)]
     keys = []
@@ -230,7 +229,7 @@ class Ulysses:
     at: int
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all tokens of some heads, in one exchange for all three. `sizes`: tokens of each rank."""
+        """Exchange tokens for heads: return all tokens of this rank's heads. `sizes`: tokens of each rank."""
         sharding = shard_heads(q.shape[1], k.shape[1], self.ranks)
         often = [sum(keys.count(head) for keys in sharding.keys) for head in range(k.shape[1])]
         kv_counts = [len(keys) for keys in sharding.keys]
@@ -269,7 +268,7 @@ class Ulysses:
 
 
 def _repeated(x: Tensor, often: Sequence[int]) -> Tensor:
-    """Repeat head i `often[i]` times. No index tensor is used: it would have to be copied from the host."""
+    """Repeat head i `often[i]` times, without an index tensor, which would be a copy from the host."""
     if all(count == 1 for count in often):
         return x
     return torch.cat([head.expand(-1, count, -1) for head, count in zip(x.split(1, 1), often, strict=True)], 1)

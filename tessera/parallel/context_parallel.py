@@ -1,6 +1,6 @@
-"""Context parallelism: several ranks share each sequence, and attention spans all of them.
+"""Context parallelism: ranks share each sequence, and attention spans all of its tokens.
 
-Also here: encoders whose input sequences are distributed among ranks, because both end in the same exchange of outputs.
+Also encoders whose input sequences are distributed over ranks: their outputs are gathered in the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ContextPlan:
 def plan_context(
     section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes, tokens: int
 ) -> ContextPlan | None:
-    """Return None where every rank has full sequences and all inputs of encoders."""
+    """Return the plan of context parallelism, or raise if the layout is impossible; None if nothing is sharded."""
     if section.cp == 1 and all(axes.size(views.dp) == 1 for views in axes.encoders.values()):
         return None
     tree = dict(module.named_modules())
@@ -77,9 +77,9 @@ def plan_context(
             _check_masks(tree, [*attention, *(path for encoder in encoders for path in encoder.attention)], section.cp)
     if model_plan.main is None:
         raise TesseraError(
-            "this model family does not declare the tensors of its main sequence, so it cannot be split",
+            "this model family does not declare its main sequence, which this layout shards",
             where="parallel.cp" if section.cp > 1 else "parallel.encoders",
-            fix="a family of your own may fill `ModelPlan.streams`",
+            fix="use another layout; in a family of your own, declare `ModelPlan.streams`",
             code="layout.stream-not-declared",
         )
     return ContextPlan(attention, BatchSharding(model_plan.main, split, encoders))
@@ -121,7 +121,7 @@ def _check_heads(
 
 
 def _heads(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -> int | None:
-    """Return the query heads: of the layers beside the module, the one with most heads makes the queries."""
+    """Return the number of query heads: the largest of the layers in the same parent module."""
     return max(_beside(model_plan, tree, attention), default=None)
 
 
@@ -140,7 +140,7 @@ def _beside(model_plan: ModelPlan, tree: dict[str, nn.Module], attention: str) -
 
 
 def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) -> None:
-    """Refuse masks other than causal and full: a ring computes blocks of attention without the module."""
+    """Raise for other masks than causal and full, which ring attention does not support."""
     for path in attention:
         core = tree[path]
         plain = isinstance(core, AttentionCore)
@@ -148,10 +148,10 @@ def _check_masks(tree: dict[str, nn.Module], attention: Sequence[str], cp: int) 
             continue
         has = "a window" if plain and core.window is not None else f"a mask of its own ({type(core).__name__})"
         raise TesseraError(
-            f"{path} has {has}, which a ring cannot serve: causal and full attention alone",
+            f"{path} has {has}, and ring attention supports causal and full masks only",
             where="parallel.ulysses",
             allowed=[cp],
-            fix=f"parallel.ulysses={cp}: ranks that exchange heads see full sequences",
+            fix=f"parallel.ulysses={cp}, which supports all masks",
             code="layout.ring-attention-kind",
         )
 
@@ -165,17 +165,17 @@ def apply_context(module: nn.Module, plan: ContextPlan, mesh: Mesh) -> None:
         for path in present(module, encoder.attention):
             assert encoder.split is not None
             wrap_submodule(module, path, partial(ContextAttention, split=encoder.split, mesh=mesh))
-        # In a pipeline an encoder may go on in the next stage: it ends in the one that has the projector.
+        # In a pipeline an encoder may span several stages: it ends in the stage with the projector.
         ends = present(module, [stream.projector]) if stream.projector else present(module, [stream.module])
         if ends and (encoder.dp > 1 or encoder.split is not None):
             module.get_submodule(stream.module).register_forward_hook(GatherOutputs(encoder, mesh))
 
 
 class ContextAttention(nn.Module):
-    """Compute attention over tokens of several ranks, in place of `core`, which has no weights.
+    """Compute attention over the tokens of several ranks. Replaces `core`, which has no weights.
 
-    It takes queries, keys and values of the rank's own tokens, and segments of all tokens. If these are as many, the
-    batch was not sharded (as in generation), and no communication is needed.
+    Inputs are queries, keys and values of this rank's tokens, and segments of all tokens. If both have the same number
+    of tokens, the batch is not sharded, as in generation, and `core` is called directly.
     """
 
     def __init__(self, core: nn.Module, split: SequenceSharding, mesh: Mesh) -> None:
@@ -204,9 +204,9 @@ class ContextAttention(nn.Module):
         return out if self.ulysses is None else self.ulysses.to_tokens(out, heads, sizes)
 
     def _schedule(self, ring: Ring, length: int, lengths: tuple[int, ...], size: int) -> RingSchedule:
-        """Describe the ring to `ring_attention`. The plan has checked that `core` is causal or full."""
+        """Return the arguments of `ring_attention`. The plan has checked the mask of `core`."""
         assert isinstance(self.core, AttentionCore)
-        # Other names are implementations of attention over full sequences.
+        # Other implementations support full sequences only.
         implementation = "eager" if self.core.implementation == "eager" else AUTO
         return RingSchedule(
             ring,
@@ -219,16 +219,15 @@ class ContextAttention(nn.Module):
 
 
 class GatherOutputs:
-    """Extend an encoder, as a forward hook, from the outputs of a rank's own input to those of all, in order.
+    """Gather the outputs of an encoder from all ranks and restore their order, as a forward hook.
 
-    Every rank uses all outputs, for its own tokens. So the gradient of an output is the sum over ranks that have other
-    tokens; ranks that compute the same tokens together have the full gradient already.
+    Gradients of outputs are summed over ranks with different tokens; ranks with the same tokens have the full gradient.
     """
 
     def __init__(self, encoder: EncoderSharding, mesh: Mesh) -> None:
         self.encoder = encoder
         self.dp = mesh.group(encoder.dp_view)
-        # Often the same ranks: then one group of them does.
+        # If both views have the same ranks, use one group.
         same = mesh.axes.views[encoder.dp_view] == mesh.axes.views[CONTEXT]
         self.context = self.dp if same else mesh.group(CONTEXT)
         self.dp_position = mesh.position(encoder.dp_view)

@@ -28,7 +28,7 @@ class SimpleEngine:
         accumulate: Literal["reduce", "local"] = "reduce",
         *,
         device: torch.device | str = "cpu",
-        group: dist.ProcessGroup | None = None,  # whose losses add up; None: all ranks
+        group: dist.ProcessGroup | None = None,  # ranks whose losses are summed; None: all ranks
         loss_scale: LossScale | None = None,
         shared: Sequence[PostBackward] = (),
     ) -> None:
@@ -72,7 +72,7 @@ class SimpleEngine:
         return reduce_losses([losses] if counts else [], specs_of(losses), total, self.device, self.group)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: every parameter has a name of its own here."""
+        """Do nothing: there are no copies of tied weights without a pipeline."""
 
     def _forward(self, task: Task, batch: Batch) -> Losses:
         reference = task.reference
@@ -94,7 +94,7 @@ def global_counts(
     group: dist.ProcessGroup | None,
     contributes: bool = True,
 ) -> dict[str, Tensor] | None:
-    """Return the counts of all micro-batches and ranks, on the device; None where the task knows them only afterwards.
+    """Return the counts summed over micro-batches and ranks, on the device; None if the task counts after forward.
 
     `contributes`: whether this rank's micro-batches add to them.
     """
@@ -132,8 +132,7 @@ def _summed_counts(
 
 
 def scaled_loss(losses: Losses, counts: dict[str, Tensor] | None, loss_scale: LossScale | None) -> Tensor:
-    """Return what backward starts from: this micro-batch's part of the loss, or the sum of its terms where counts are
-    not known yet."""
+    """Return the loss of a micro-batch for backward: each term divided by its global count, unless counts are None."""
     if not isinstance(losses, Losses):
         raise TesseraError(
             f"`losses` of the task returned a {type(losses).__name__}",
@@ -162,13 +161,13 @@ def _count_of(name: str, counts: dict[str, Tensor]) -> Tensor:
 
 
 def specs_of(losses: Losses) -> tuple[SumSpec, ...]:
-    """Return the names and counts of all sums, in the order that all ranks use."""
+    """Return the names and counts of all sums, in an order that is equal on all ranks."""
     terms = [SumSpec(term.name, term.count, term.weight) for term in losses.terms]
     return (*terms, *(SumSpec(name, losses.metrics[name].count) for name in sorted(losses.metrics)))
 
 
 def detached(losses: Losses) -> Losses:
-    """Return the same numbers without the graph behind them."""
+    """Return the losses without the autograd graph."""
     terms = [type(term)(term.name, term.sum.detach(), term.count, term.weight) for term in losses.terms]
     return Losses(terms, losses.metrics, losses.counts)
 
@@ -180,7 +179,7 @@ def reduce_losses(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> LossTotals:
-    """Sum terms and metrics over micro-batches and ranks in one small all-reduce; everything stays on the device."""
+    """Sum terms and metrics over micro-batches and ranks in one all-reduce, without waiting for the device."""
     wide = devices.sum_dtype(device)
     total = torch.zeros(len(specs), dtype=wide, device=device)
     for losses in microbatches:
@@ -190,7 +189,7 @@ def reduce_losses(
         names = sorted({spec.count for spec in specs})
         if len(names) > 1:
             raise TesseraError(
-                f"the loss terms have several counts ({', '.join(names)}), and the task knows them only after forward",
+                f"the loss terms have several counts ({', '.join(names)}), and `Task.counts` returned None",
                 where="train.task",
                 fix="return the counts from `counts(batch)`, before the model runs",
                 code="task.counts-too-late",
@@ -203,8 +202,7 @@ def reduce_losses(
 def finish_gradients(
     module: nn.Module, totals: LossTotals, counts: dict[str, Tensor] | None, loss_scale: LossScale | None
 ) -> None:
-    """Make the gradients those of the loss where they are not yet: after loss scaling, and for tasks that know their
-    one count only after forward."""
+    """Divide gradients by the loss scale, and by the count of a task that counts after forward."""
     if counts is None:
         (count,) = totals.counts.values()
         scale_gradients((p.grad for p in module.parameters()), 1.0 / count.clamp(min=1))

@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank computes some of the experts, and tokens travel to them and back.
+"""Expert parallelism: experts are distributed over ranks, and tokens are sent to them and back.
 
-With tp, each rank of a layer has a slice of the width of its experts. A module with stacked experts has a child
-`dispatch` without weights, which brings tokens to them (`nn.moe.Dispatch`): that is what is replaced.
+With tp, each rank has a slice of the width of each expert. The child `dispatch` of a module with stacked experts, which
+sends tokens to experts (`nn.moe.Dispatch`), is replaced.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ INDEX = 8  # bytes of the number of an expert
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    modules: tuple[str, ...]  # hold stacked experts that ranks share; each is a shard group of its own
+    modules: tuple[str, ...]  # modules with distributed experts, each an FSDP group
     ep: int
-    stacks: Mapping[str, Mapping[str, int]]  # modules with stacked experts -> parameter -> dimension that tp splits
+    stacks: Mapping[str, Mapping[str, int]]  # module with stacked experts -> parameter -> dimension that tp splits
     tp: int = 1
-    sequence: bool = False  # whether each tp rank has a part of the tokens between layers
-    row_sums: tuple[str, ...] = ()  # modules that add up over a row, where several ranks share a row
-    choices: Mapping[str, int] = field(default_factory=dict)  # modules with stacked experts -> how many a token chooses
+    sequence: bool = False  # whether tokens are sharded over tp ranks between layers
+    row_sums: tuple[str, ...] = ()  # modules with sums over rows that ranks share
+    choices: Mapping[str, int] = field(default_factory=dict)  # module with stacked experts -> experts of each token
 
 
 def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes) -> ExpertPlan | None:
@@ -70,10 +70,10 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
     balances = {path: part for path, part in tree.items() if isinstance(part, ExpertBalance)}
     if section.pp > 1 and any(balance.coefficient > 0 for balance in balances.values()):
         raise TesseraError(
-            "the loss that keeps experts evenly used pools all layers, and a pipeline's stages have some of them each",
+            "the load-balancing loss of experts needs all layers on one rank, which a pipeline does not have",
             where="parallel.pp",
             allowed=[1],
-            fix="set output_router_logits: false for the model's experts, as published folders have it",
+            fix="set output_router_logits: false in the model's config",
             code="layout.balance-loss-pipeline",
         )
     tp = axes.size(TENSOR)
@@ -98,14 +98,14 @@ def plan_experts(section: ParallelSection, model_plan: ModelPlan, module: nn.Mod
 
 
 def _experts(module: nn.Module, path: str) -> int:
-    """Return how many experts a module stacks."""
+    """Return the number of stacked experts of a module."""
     counts = {parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
     assert len(counts) == 1, f"{path} does not stack experts: each parameter is [experts, ...]"
     return int(counts.pop())
 
 
 def _check_ep(ep: int, experts: Mapping[str, int], copy: int) -> None:
-    """Refuse an ep that does not divide the experts. `copy`: the ranks that share one copy, of which ep is a factor."""
+    """Raise if ep does not divide the number of experts. `copy`: the ranks of one copy, which ep must divide."""
     for path, count in experts.items():
         if count % ep:
             raise TesseraError(
@@ -117,24 +117,25 @@ def _check_ep(ep: int, experts: Mapping[str, int], copy: int) -> None:
 
 
 def _check_routers(paths: Sequence[str], model_plan: ModelPlan, module: nn.Module) -> None:
-    """Refuse routers that see all tokens by the plan: with sequence parallelism each rank has a part of them."""
+    """Raise for routers of style `replicate`: with sequence parallelism they get the tokens of one rank only."""
     for path in paths:
         owner = path.rpartition(".")[0]
         for name, _ in module.get_submodule(owner).named_parameters(prefix=owner):
             if any(matches(pattern, name) and style == "replicate" for pattern, style in model_plan.tensor.items()):
                 raise TesseraError(
-                    f"sequence_parallel gives {name} a part of the tokens, and by the model's plan it sees all",
+                    f"sequence_parallel shards the tokens of {name}, whose style in the model's plan is replicate",
                     where="parallel.sequence_parallel",
                     allowed=["false"],
-                    fix="in the model's plan (tensor), its style is sequence",
+                    fix="give it the style sequence in `ModelPlan.tensor`",
                     code="layout.router-style",
                 )
 
 
 def _split_dimensions(module: nn.Module, path: str, model_plan: ModelPlan, tp: int) -> dict[str, int]:
-    """Return the dimension of each parameter that tp splits: of each expert, its width.
+    """Return the dimension of each parameter that tp splits: the width of experts.
 
-    Of an adapter tp splits one matrix, and all ranks have the other one."""
+    Of the two matrices of an adapter tp splits one.
+    """
     dimensions: dict[str, int] = {}
     for name, parameter in module.named_parameters():
         style = next((s for pattern, s in model_plan.tensor.items() if matches(pattern, f"{path}.{name}")), None)
@@ -185,12 +186,12 @@ def apply_experts(module: nn.Module, plan: ExpertPlan, mesh: Mesh) -> None:
 
 
 def _mesh(plan: ExpertPlan, mesh: Mesh) -> DeviceMesh:
-    """Return the mesh of the ranks that have different parts of one layer's experts."""
+    """Return the mesh over which the experts of a layer are split: ep, tp or both."""
     if plan.ep == 1 or plan.tp == 1:
         return mesh.view(EP if plan.tp == 1 else TENSOR)
     parts = mesh.axes.views[TENSOR]
     with warnings.catch_warnings():
-        # As in `Mesh.copies`: an axis beside a joined one has no other public spelling yet.
+        # As in `slice_flattened_mesh`.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh.root[EP, parts[0] if len(parts) == 1 else TENSOR]
 
@@ -203,14 +204,14 @@ def _shard(experts: nn.Module, plan: ExpertPlan, path: str, ranks: DeviceMesh) -
             placements.append(Replicate() if split is None else Shard(split))
         if all(placement.is_replicate() for placement in placements):
             continue
-        # Nothing is sent here: weights are filled later, on each rank its own.
+        # Without communication: values are loaded later.
         shard = distribute_tensor(parameter.detach(), ranks, placements, src_data_rank=None)
         owner, _, kind = name.rpartition(".")
         setattr(experts.get_submodule(owner), kind, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
 
 class RankRowSum(nn.Module):
-    """Sum over the ranks that share a row, without a gradient. It replaces `nn.moe.RowSum`, which returns its input."""
+    """Sum over the ranks that share a row, without gradient. Replaces `nn.moe.RowSum`."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         super().__init__()
@@ -225,19 +226,18 @@ class RankRowSum(nn.Module):
 
 
 def _local_tokens(position: int, parts: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Reduce, as a forward pre-hook of `ExpertBalance`, its last argument (`nn.moe.RowIds`) to this rank's tokens."""
+    """Select this rank's tokens from `RowIds`, the last argument of `ExpertBalance`, as a forward pre-hook."""
     *others, rows = args
     row, counts = (of_tokens.chunk(parts)[position] for of_tokens in (rows.row, rows.counts))
     return (*others, dataclasses.replace(rows, row=row, counts=counts))
 
 
 class RankDispatch(nn.Module):
-    """Send tokens to their experts where a rank has some of the experts, or a slice of each.
+    """Send tokens to experts on other ranks.
 
-    `ep`: ranks that have different experts, each with its own tokens. How many tokens go where is known on the device
-    only, and an exchange of uneven parts needs it on the host: one wait per layer and pass, the only one.
-    `sliced`: ranks with a slice of every expert here; their outputs for a token add up. They have the same tokens, or,
-    with `sequence`, each a part of them, which is gathered first.
+    `ep`: ranks with different experts and different tokens. The host must know how many tokens go to each rank, so it
+    waits for the device once per layer and pass. `sliced`: ranks with a slice of each expert, whose outputs are summed.
+    They have the same tokens, or with `sequence` shards of them, which are gathered first.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class RankDispatch(nn.Module):
         self.ep = ep
         self.sliced = sliced
         self.sequence = sequence
-        self.read_counts = read_counts  # replaced in a dry run, whose tensors have no values
+        self.read_counts = read_counts  # a dry run replaces it, since its tensors have no values
 
     def forward(
         self,
@@ -264,8 +264,9 @@ class RankDispatch(nn.Module):
         down: Tensor,
         beside: ExpertAdapters = NO_ADAPTERS,
     ) -> Tensor:
-        # Plain tensors: the gradient of this rank's shard comes from the tokens sent to it, and is complete. Only of an
-        # adapter's matrix that all ranks of a slice have, each computes a part, which is summed at the end of a step.
+        # Local shards: their gradients are complete, except of adapter matrices that all tp ranks have, which are
+        # summed
+        # at the end of a step.
         first, second = (None if one is None else one.local() for one in beside)
         stacks = _Stacks(local_shard(gate), local_shard(up), local_shard(down), (first, second))
         if self.sliced is not None:
@@ -278,24 +279,24 @@ class RankDispatch(nn.Module):
         return out if self.sliced is None else with_backward(out, self._summed, self._whole)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Return the tokens of all ranks that share the slices of an expert."""
+        """Gather the tokens of all tp ranks, if they are sharded."""
         assert self.sliced is not None
         return gathered(x, self.sliced) if self.sequence else as_it_is(x)
 
     def _summed(self, x: Tensor) -> Tensor:
-        """Return the sums over slices, for the tokens that this rank has."""
+        """Sum outputs over tp ranks, and return those of this rank's tokens."""
         assert self.sliced is not None
         return scattered(x, self.sliced) if self.sequence else summed(x, self.sliced)
 
     def _exchange(self, rows: Tensor, at: ExpertOrder, stacks: _Stacks, group: dist.ProcessGroup) -> Tensor:
-        """Send tokens to the ranks of their experts and back. Sorted by expert they are sorted by rank as well."""
+        """Send rows, which are sorted by expert and thereby by rank, to the ranks of their experts and back."""
         ranks, here = group.size(), stacks.gate.shape[0]
         sent = at.ends.diff(prepend=at.ends.new_zeros(1)).view(ranks, here)
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent, group=group)
         to_each, from_each = self.read_counts(torch.stack([sent.sum(1), got.sum(1)]), rows.shape[0])
         arrived = all_to_all(rows, to_each, from_each, group)
-        # They arrive sorted by rank, then by expert, and are needed sorted by expert.
+        # Rows arrive sorted by source rank, then by expert: sort them by expert.
         expert = torch.arange(here, device=rows.device).repeat(ranks)
         ids = expert.repeat_interleave(got.flatten(), output_size=arrived.shape[0])
         order = ExpertOrder.of(ids, here)
@@ -307,7 +308,7 @@ class RankDispatch(nn.Module):
 
 
 class _Stacks(NamedTuple):
-    """Hold the weights of the experts of a rank, and of their adapters."""
+    """Hold the expert weights of a rank, and their adapters."""
 
     gate: Tensor
     up: Tensor
@@ -316,6 +317,6 @@ class _Stacks(NamedTuple):
 
 
 def read_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Return how many of the `rows` go to each rank, and how many come from each: [2, ranks], read on the host."""
+    """Return the number of rows to and from each rank as lists. `counts`: [2, ranks]. Waits for the device."""
     to_each, from_each = counts.tolist()
     return to_each, from_each

@@ -21,11 +21,11 @@ from tessera.parallel.pipeline_plan import PipelinePlan
 
 @dataclass(frozen=True)
 class FrozenBytes:
-    """Count the weights of a frozen component on a rank that holds it."""
+    """Hold the bytes of a frozen component on a rank."""
 
     size: int
     residence: Residence
-    position: int | None = None  # in the pipeline, of the ranks that hold it; None: all ranks
+    position: int | None = None  # pipeline position of the ranks that have it; None: all ranks
 
     def at(self, position: int) -> int:
         """Return the bytes on a rank at a position of the pipeline."""
@@ -33,7 +33,7 @@ class FrozenBytes:
 
 
 def frozen_bytes(module: nn.Module, component: Component, axes: Axes, pipeline: PipelinePlan | None) -> FrozenBytes:
-    """Return the bytes that a component takes, given its module on the meta device."""
+    """Return the bytes of a component. `module`: on the meta device."""
     size = sum(p.numel() * p.element_size() for p in module.parameters())
     shared = -(-size // axes.size(FSDP)) if component.residence == "sharded" else size
     if pipeline is None or component.stage == "split":
@@ -42,10 +42,9 @@ def frozen_bytes(module: nn.Module, component: Component, axes: Axes, pipeline: 
 
 
 def place_frozen(module: nn.Module, residence: Residence, mesh: Mesh, device: torch.device) -> nn.Module:
-    """Move a component, whose weights are on the host, to its residence.
+    """Move a component from host memory to its residence: sharded, on the device, or in host memory.
 
-    The ranks that share it are those of one pipeline stage that share the trained model. Buffers are on the device
-    always.
+    It is sharded over the FSDP ranks of its pipeline stage. Buffers are always on the device.
     """
     if residence == "sharded" and mesh.size(FSDP) > 1:
         for path in _layers(module):
@@ -61,7 +60,7 @@ def place_frozen(module: nn.Module, residence: Residence, mesh: Mesh, device: to
 
 
 def _layers(module: nn.Module) -> list[str]:
-    """Return the outermost modules in lists: the layers of an encoder, which are gathered one after another."""
+    """Return the members of the outermost `ModuleList`s: the layers, each an FSDP group."""
     lists = [path for path, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     return [f"{path}.{number}" for path in outer for number, _ in enumerate(module.get_submodule(path).children())]
@@ -72,7 +71,7 @@ def _layers(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Describe the changes of a batch by encoding, so that other stages can receive them."""
+    """Describe the new tensors of an encoded batch, so that other ranks can receive them."""
 
     batch: Batch  # with tensors on the meta device
     tensors: tuple[str, ...]  # names of the new ones
@@ -82,14 +81,14 @@ class _Encoded:
 def encode_on_one_rank(
     task: Task, batches: Sequence[Batch], group: dist.ProcessGroup, source: int, device: torch.device
 ) -> list[Batch]:
-    """Return the micro-batches as `Task.encode` makes them on one rank of a group, which sends the new tensors to the
-    others. A batch that encoding does not change is returned as it is."""
+    """Run `Task.encode` on one rank of a group, send the new tensors to the other ranks, and return the micro-batches
+    on all ranks. Unchanged batches are not sent."""
     encoded: Sequence[Batch] = batches
     failure: TesseraError | None = None
     if group.rank() == source:
         try:
             encoded = task.encode(batches)
-        except TesseraError as error:  # the others would wait for the tensors
+        except TesseraError as error:  # sent to the other ranks, which would wait otherwise
             failure = error
     message: list[Any] = [failure or [_changes(*pair) for pair in zip(batches, encoded, strict=True)]]
     dist.broadcast_object_list(message, group=group, group_src=source)
@@ -107,7 +106,7 @@ def _changes(before: Batch, after: Batch) -> _Encoded | None:
 
 
 def _sent(batch: Batch, change: _Encoded | None, group: dist.ProcessGroup, source: int, device: torch.device) -> Batch:
-    """Return an encoded batch: on the rank that has it after sending it, on the others after receiving it."""
+    """Send or receive the new tensors of an encoded batch, and return it."""
     if change is None:
         return batch
     sends = group.rank() == source

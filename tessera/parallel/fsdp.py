@@ -1,4 +1,4 @@
-"""FSDP2: apply fully_shard by the plan; each block is one group, and the rest belongs to the root."""
+"""Apply FSDP2 by the plan: each block is one group, and all other parameters belong to the group of the root."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fsdp_arguments(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.devi
     """Return the keywords of `fully_shard` for a block of `module`."""
     ignored = {p for path in present(module, plan.roles.ignored) for p in module.get_submodule(path).parameters()}
     ignored |= set(whole_parameters(module, plan).values())  # see `whole_gradients`
-    # Pinning needs a driver to pin for.
+    # Only an accelerator has a use for pinned memory.
     pin = plan.sharding.pin_memory and devices.supports(device, "pinned_memory")
     return {
         "mesh": mesh.copies(FSDP),
@@ -49,9 +49,9 @@ def shard_modules(
     root: nn.Module | None = None,
     meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> None:
-    """Make each path a group of its own, inner ones before outer ones, and the rest a part of the root.
+    """Make each path an FSDP group, inner modules first; other parameters belong to the group of the root.
 
-    `root` may be a module around `module`. `meshes` names modules whose copies are shared by other ranks than the rest.
+    `root`: a module around `module`, if there is one. `meshes`: modules that are sharded over another mesh.
     """
     meshes = meshes or {}
     arguments = {**arguments, **_placement(arguments["mesh"], plan)}
@@ -62,14 +62,14 @@ def shard_modules(
         group = arguments if other is None else {**arguments, "mesh": meshes[other], **_placement(meshes[other], plan)}
         if path in plan.precision.modules:
             group = {**group, "mp_policy": _policy_of_module(plan.precision.modules[path], plan)}
-        elif path in wide:  # it casts by itself
+        elif path in wide:  # a float32 module casts its inputs itself
             group = {
                 **group,
                 "mp_policy": MixedPrecisionPolicy(torch.float32, plan.precision.reduce, cast_forward_inputs=False),
             }
         fully_shard(module.get_submodule(path), **group)
-    # Only the root casts its output: a block's output meets weights of the computed type. So does
-    # the output of a pipeline stage; the last stage casts its output itself.
+    # Only the root casts its output: outputs of blocks and of pipeline stages stay in the dtype of computation. The
+    # engine casts the output of the last stage.
     policy: MixedPrecisionPolicy = arguments["mp_policy"]
     outer = MixedPrecisionPolicy(
         param_dtype=policy.param_dtype,
@@ -77,13 +77,12 @@ def shard_modules(
         output_dtype=plan.precision.output if plan.pipeline is None else None,
         cast_forward_inputs=policy.cast_forward_inputs,
     )
-    # The root stays gathered between forward and backward: the loss multiplies by the head's weight after forward.
+    # The root is not resharded after forward: the loss then reads the head's weight.
     fully_shard(module if root is None else root, **{**arguments, "mp_policy": outer, "reshard_after_forward": False})
 
 
 def _policy_of_module(dtype: torch.dtype, plan: Plan) -> MixedPrecisionPolicy:
-    """Return the policy of a module that computes in a type of its own: its inputs are cast to that type, and what it
-    returns is cast back, because it meets weights of the usual type."""
+    """Return the policy of a module that computes in another dtype: inputs are cast to it, and outputs back."""
     return MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=plan.precision.reduce,
@@ -93,11 +92,10 @@ def _policy_of_module(dtype: torch.dtype, plan: Plan) -> MixedPrecisionPolicy:
 
 
 def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
-    """Return the keyword that sets the sharded dimension of parameters, where the plan asks for another than the
-    first."""
+    """Return the keyword that sets the sharded dimension of parameters; {} if it is the first for all of them."""
     if all(shard.dim == 0 for shard in plan.param_shards):
         return {}
-    shared_by = mesh.size(mesh.ndim - 1)  # before it, there may be an axis of copies
+    shared_by = mesh.size(mesh.ndim - 1)  # the first of two dimensions is that of replicas
 
     def placement(parameter: nn.Parameter) -> Shard:
         split = [p.dim for p in parameter.placements if isinstance(p, Shard)] if isinstance(parameter, DTensor) else []
@@ -107,7 +105,7 @@ def _placement(mesh: DeviceMesh, plan: Plan) -> dict[str, Any]:
 
 
 def prefetch_modules(module: nn.Module, paths: Sequence[str], forward: int, backward: int) -> None:
-    """Let each block gather the next ones in order of execution while it computes; 0 leaves that to torch."""
+    """Set how many blocks each block prefetches in forward and backward; 0 keeps FSDP's default."""
     chain: list[FSDPModule] = []
     for path in paths:
         block = module.get_submodule(path)
@@ -121,7 +119,7 @@ def prefetch_modules(module: nn.Module, paths: Sequence[str], forward: int, back
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Let fully_shard sum gradients: each loss term is divided by its global count already, before backward."""
+    """Let FSDP sum gradients instead of averaging: the loss is divided by global counts before backward."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -129,16 +127,14 @@ def sum_gradients(module: nn.Module) -> None:
 
 
 def whole_parameters(module: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
-    """Return the parameters that fully_shard leaves unsharded and that may be trained: scalars (a temperature, a
-    gate), which cannot be split, and modules in float32 inside of blocks."""
+    """Return the parameters outside of FSDP: scalars, which cannot be sharded, and float32 modules inside of blocks."""
     wide = plan.float32_whole
     named = ((clean_name(name), p) for name, p in module.named_parameters())
     return {name: p for name, p in named if p.dim() == 0 or home(name, wide) is not None}
 
 
 def whole_gradients(module: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientSync]:
-    """Return the gradient sums of unsharded parameters. They are summed at the end of a step, over the
-    same ranks as all others."""
+    """Return the gradient reductions of unsharded trained parameters, which run at the end of a step."""
     if not plan.sharding.active:
         return []
     views = {shard.name: shard.view for shard in plan.param_shards}
@@ -158,7 +154,7 @@ def apply_fsdp(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, 
 
 
 def _other_meshes(module: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, DeviceMesh]:
-    """Return the meshes of modules that other ranks share: experts, and encoders with a split of their own."""
+    """Return the meshes of modules that are sharded over other ranks: experts, and encoders with their own layout."""
     meshes: dict[str, DeviceMesh] = {}
     for path in present(module, plan.axes.encoders):
         if plan.axes.fsdp_view(path) != FSDP:

@@ -1,6 +1,6 @@
 """Make the plan of a run from a recipe section and the model on the meta device.
 
-Everything is validated here, so that what cannot work is refused on a laptop and not on a thousand devices.
+Everything is checked here, so that an impossible layout is refused on a laptop and not on a thousand devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def parameter_bytes(plan: Plan) -> int:
-    """Return the bytes of parameters that a rank holds at most, between uses."""
+    """Return the bytes of parameters on the largest rank."""
     return max(memory.parameters for memory in plan.memory.by_position)
 
 
@@ -53,8 +53,7 @@ def make_plan(
     workload: Workload | None = None,
     state: StateBytes = adamw_state,
 ) -> DescribedPlan:
-    """Return the plan of a run. Of `module` only names and shapes are read, so it may be on the meta device. `state`:
-    bytes of optimizer state of each parameter."""
+    """Return the plan of a run. `module`: may be on the meta device. `state`: computes the optimizer state in bytes."""
     axes = make_axes(section, model_plan, world)
     workload = workload or Workload()
     parameters = dict(module.named_parameters())
@@ -75,7 +74,7 @@ def make_plan(
         experts=experts,
         frozen=frozen,
         ignored=[*roles.ignored, *(path for path in types.float32 if home(path, roles.blocks) is not None)],
-        # Torch cannot keep other shares gathered by fewer ranks; a class that shards itself splits rows.
+        # FSDP reshards over fewer ranks in the first dimension only; a class that shards itself uses it as well.
         rows_only=not isinstance(sharding.reshard_after_forward, bool) or isinstance(module, ShardsItself),
     )
     waiting = block_bytes(module, roles.block_offload, types.weights, types.float32, parameters=not sharding.active)
@@ -120,7 +119,7 @@ def _frozen_names(parameters: Mapping[str, nn.Parameter], freeze: Sequence[str])
     frozen |= {name for name, parameter in parameters.items() if not parameter.requires_grad}
     if len(frozen) == len(parameters):
         raise TesseraError(
-            "every parameter is frozen: there is nothing to train", where="model.freeze", code="model.all-frozen"
+            "all parameters are frozen, so there is nothing to train", where="model.freeze", code="model.all-frozen"
         )
     return frozen
 
@@ -137,7 +136,7 @@ def _precision(section: PrecisionSection, model_plan: ModelPlan, module: nn.Modu
         reduce=DTYPES[section.reduce],
         output=DTYPES[section.output] if section.output else None,
         cast_inputs=section.cast_inputs,
-        modules={  # of two patterns the later one counts
+        modules={  # the last matching pattern counts
             path: DTYPES[dtype]
             for pattern, dtype in section.modules.items()
             for path in select([pattern], paths, "precision.modules")
@@ -150,7 +149,7 @@ def _sharding(section: ParallelSection, axes: Axes, types: Precision) -> Shardin
     together = section.pp > 1 or section.backend == "megatron"
     reshard = section.reshard_after_forward if section.reshard_after_forward is not None else not together
     _check_reshard(reshard, axes.size("fsdp"))
-    # One rank gains nothing from fully_shard, unless it keeps master weights, casts or moves parameters to the host.
+    # On one rank FSDP is used only for master weights, casts or CPU offload.
     casts = types.compute != types.weights or types.output is not None or types.cast_inputs or bool(types.modules)
     return Sharding(
         active=axes.world > 1 or casts or section.offload,
@@ -164,17 +163,17 @@ def _sharding(section: ParallelSection, axes: Axes, types: Precision) -> Shardin
 
 
 def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> None:
-    """Raise if blocks have no unsharded frozen weights."""
+    """Raise if a block to offload has no unsharded frozen weights."""
     for path, sizes in waiting.items():
         if not sum(sizes):
-            why = "shared by ranks, or cast for computing" if sharded else "trained"
+            why = "sharded, or cast for computing" if sharded else "trained"
             raise TesseraError(
-                f"{path} has no frozen weights that could wait in host memory: they are {why}",
+                f"{path} has no frozen weights to offload: they are {why}",
                 where="parallel.block_offload",
-                fix="model.lora with quantize: nf4 keeps them unsharded in four bits; on one rank, so does "
-                "precision.weights: bfloat16 without it"
+                fix="set model.lora.quantize: nf4, whose weights are not sharded; or on one rank "
+                "precision.weights: bfloat16"
                 if sharded
-                else "it is for adapters (model.lora) and frozen blocks (model.freeze)",
+                else "set model.lora or model.freeze, or leave parallel.block_offload out",
                 code="layout.no-frozen-weights",
             )
 
@@ -182,7 +181,7 @@ def _check_waiting(waiting: Mapping[str, tuple[int, int]], sharded: bool) -> Non
 def _check_reshard(again: bool | int, shard: int) -> None:
     if not isinstance(again, bool) and not (1 < again < shard and shard % again == 0):
         raise TesseraError(
-            f"parallel.reshard_after_forward={again} is no part of the {shard} ranks that share one copy",
+            f"parallel.reshard_after_forward={again} does not divide the {shard} ranks of one copy",
             where="parallel.reshard_after_forward",
             allowed=["true", "false", *divisors(shard)[1:-1]],
             code="layout.reshard-size",
@@ -201,5 +200,5 @@ def _rows(model_plan: ModelPlan, workload: Workload, axes: Axes) -> dict[str, in
 
 
 def _microbatches(workload: Workload, axes: Axes) -> int:
-    """Return the micro-batches of one rank in a step. The loader refuses numbers that do not divide."""
+    """Return the micro-batches of one rank in a step, rounded down; the loader checks that they divide."""
     return max(1, workload.rows // (workload.rows_of_microbatch * axes.size("data")))

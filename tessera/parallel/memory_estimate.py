@@ -1,4 +1,4 @@
-"""Estimate the memory of a rank: its shards of parameters, and the bytes of these, of gradients, optimizer and buffers.
+"""Estimate the memory of a rank: shards of parameters, gradients, optimizer state and buffers, in bytes.
 
 No process group is needed.
 """
@@ -19,27 +19,27 @@ from tessera.parallel.mesh import FSDP_EXPERTS, Axes
 from tessera.parallel.pipeline_plan import PipelinePlan
 from tessera.parallel.tensor import TensorPlan
 
-BLOCKS_AT_ONCE = 2  # of those whose weights wait in host memory: the one in use and the next
+BLOCKS_AT_ONCE = 2  # offloaded blocks on the device: the current one and the next
 # Name of a parameter, its bytes and its shape on a rank -> bytes of the optimizer's state.
 StateBytes = Callable[[str, int, Sequence[int]], int]
 
 
 def adamw_state(name: str, size: int, shape: Sequence[int] = ()) -> int:
-    """Return the bytes of both moments, each of a parameter's own shape and type, and of one number of steps."""
+    """Return the bytes of AdamW's state: two moments like the parameter, and a step count."""
     return 2 * size + 4
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """Describe one parameter on one rank: the tensor that it computes with, and the ranks that share it."""
+    """Describe a parameter: its shape on a rank, and the ranks over which it is sharded."""
 
     name: str
-    shape: tuple[int, ...]  # after the split over tp and ep, as it is gathered before use
-    view: str  # the ranks that share it
+    shape: tuple[int, ...]  # after the split by tp and ep, when gathered
+    view: str  # mesh view of the ranks over which it is sharded
     shared_by: int
     trained: bool
-    whole: bool = False  # unsharded on every rank: an ignored module
-    dim: int = 0  # of `shape`, that these ranks share
+    whole: bool = False  # not sharded
+    dim: int = 0  # sharded dimension
 
     @property
     def numel(self) -> int:
@@ -47,7 +47,7 @@ class ParamShard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape on the first rank that shares it, which has the most: shards are equal chunks."""
+        """Return the shape of the first shard, which is the largest."""
         if self.whole or not self.shape:  # a scalar is not sharded
             return self.shape
         chunk = -(-self.shape[self.dim] // self.shared_by)
@@ -59,10 +59,10 @@ class ParamShard:
 
 
 def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int] = ()) -> int:
-    """Return the dimension over which a shard group splits a parameter: the first, unless it is shorter than the group.
+    """Return the dimension in which FSDP shards a parameter: the first, unless it is smaller than the number of ranks.
 
-    That happens to stacked experts, where a rank would hold a full expert or nothing. Then it is a dimension that
-    divides evenly (fully_shard demands it), if there is one, preferably not one that tp has `split` already.
+    For stacked experts it may be smaller. Then it is a dimension that divides evenly, as FSDP requires, if there is
+    one, preferably not a dimension in `split`, which tp splits already.
     """
     if len(shape) < 3 or shape[0] >= shared_by:
         return 0
@@ -72,14 +72,14 @@ def shard_dimension(shape: Sequence[int], shared_by: int, split: Collection[int]
 
 @dataclass(frozen=True)
 class MemoryBytes:
-    """Count the bytes on a rank."""
+    """Hold the bytes of a rank."""
 
     parameters: int
     gradients: int
     optimizer: int
-    buffers: int = 0  # unsharded on every rank: quantized weights, tables
-    window: int = 0  # of weights that wait in host memory, those of the two largest blocks in use
-    host: int = 0  # all of these weights, in host memory
+    buffers: int = 0  # not sharded: quantized weights, tables
+    window: int = 0  # the two largest blocks of offloaded weights
+    host: int = 0  # offloaded weights in host memory
 
     @property
     def total(self) -> int:
@@ -97,7 +97,7 @@ def param_shards(
     ignored: Sequence[str],
     rows_only: bool = False,
 ) -> list[ParamShard]:
-    """Return the shards of all parameters, in the model's order. `rows_only`: only first dimensions are split."""
+    """Return the shards of all parameters, in the model's order. `rows_only`: shard first dimensions only."""
     untrained = set(frozen)
     shards = []
     for name, parameter in module.named_parameters():
@@ -128,8 +128,7 @@ def param_shards(
 
 
 def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
-    """Return the dimension that tp splits: of a weight [out, in], a bias [out], or experts with more in front: their
-    number, and in an adapter that of the weights which share it."""
+    """Return the dimension that tp splits, for a weight [..., out, in] or a bias [out]; None if it is not split."""
     if style in ("column", "vocab", "features"):
         return max(0, len(shape) - 2)
     if style == "row":
@@ -138,7 +137,7 @@ def _tensor_dimension(style: TensorStyle, shape: Sequence[int]) -> int | None:
 
 
 def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, position: int) -> list[ParamShard]:
-    """Return the parameters at a position of the pipeline; a copied weight counts once for each stage that has it."""
+    """Return the parameters at a pipeline position, with copies of tied weights."""
     if pipeline is None:
         return list(parts)
     modules = _modules_at(pipeline, position)
@@ -149,7 +148,7 @@ def shards_of_stage(parts: Sequence[ParamShard], pipeline: PipelinePlan | None, 
 
 
 def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int) -> int:
-    """Return the bytes of buffers at a position of the pipeline. Buffers are unsharded, in their own type."""
+    """Return the bytes of buffers at a pipeline position."""
     here = module.named_buffers()
     if pipeline is None:
         return sum(buffer.nbytes for _, buffer in here)
@@ -158,7 +157,7 @@ def buffer_bytes(module: nn.Module, pipeline: PipelinePlan | None, position: int
 
 
 def blocks_of_stage(blocks: Sequence[str], pipeline: PipelinePlan | None, position: int) -> list[str]:
-    """Return the blocks at a position of the pipeline."""
+    """Return the blocks at a pipeline position."""
     if pipeline is None:
         return list(blocks)
     modules = _modules_at(pipeline, position)
@@ -178,10 +177,10 @@ def memory_bytes(
     waiting: Sequence[tuple[int, int]] = (),
     float32: Sequence[str] = (),
 ) -> MemoryBytes:
-    """Return the bytes of fully sharded training.
+    """Return the memory of a rank.
 
-    Ignored modules, which are frozen, have the type of computation, and those of `float32` this one.
-    `waiting`: parameters and buffers in bytes of each block whose frozen weights are in host memory.
+    Ignored modules, which are frozen, have the dtype of computation. `float32`: modules with float32 weights.
+    `waiting`: bytes of parameters and of buffers of each offloaded block.
     """
 
     def type_of(shard: ParamShard) -> torch.dtype:

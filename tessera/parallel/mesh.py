@@ -1,7 +1,7 @@
-"""Degrees of parallelism, checked against each other, the axes that they make, and the device mesh over real ranks.
+"""Compute the axes of parallelism from the recipe, check them, and build the device mesh.
 
-`Axes.root` lists the axes of the one mesh over all ranks, outermost first. A *view* is one or several of those axes
-taken as one; other files ask for views. `Axes` needs no process group; `Mesh` does.
+`Axes.root` lists the axes of the mesh over all ranks, outermost first. A *view* is a set of axes that is used as one
+axis. `Axes` needs no process group; `Mesh` does.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ PP, REPLICATE, SHARD, EP, RING, ULYSSES, TP, TP_OUTER = (
     "pp", "dp_replicate", "dp_shard", "ep", "cp_ring", "cp_ulysses", "tp", "tp_outer",
 )  # fmt: skip
 
-# Views, and the ranks that each joins:
+# Views, and the ranks of each:
 #   DATA          ranks that read different rows
-#   FSDP          ranks that share one copy of the weights: data ranks, and those that share a sequence
-#   FSDP_EXPERTS  the same for experts, of which ranks of the ep axis have different ones
+#   FSDP          ranks over which one copy of the weights is sharded: data and context parallel ranks
+#   FSDP_EXPERTS  the same for experts, without the ep axis
 #   CONTEXT       ranks that share a sequence
-#   LOSS          ranks whose losses add up
+#   LOSS          ranks whose losses are summed
 #   TENSOR        ranks that compute one layer together
 DATA, FSDP, FSDP_EXPERTS, CONTEXT, LOSS, TENSOR = "data", "fsdp", "fsdp_experts", "context", "loss", "tensor"
 
 
 @dataclass(frozen=True)
 class EncoderViews:
-    """Name the views of an encoder, which may be split over ranks in another way than the rest of the model."""
+    """Name the views of an encoder, whose layout may differ from that of the model."""
 
-    fsdp: str = FSDP  # ranks that share one copy of its weights
+    fsdp: str = FSDP  # ranks over which its weights are sharded
     tensor: str = TENSOR  # ranks that compute one of its layers together
-    dp: str = "encoder_dp"  # ranks among which its input sequences are distributed
+    dp: str = "encoder_dp"  # ranks over which its input sequences are distributed
 
 
 @dataclass(frozen=True)
 class Axes:
-    root: Mapping[str, int]  # axis -> ranks along it, outermost first; of one rank only where nothing else is left
-    views: Mapping[str, tuple[str, ...]]  # view -> axes of the root it joins; empty: one rank
+    root: Mapping[str, int]  # axis -> number of ranks, outermost first, without axes of one rank except dp_shard
+    views: Mapping[str, tuple[str, ...]]  # view -> its axes; empty: one rank
     encoders: Mapping[str, EncoderViews] = field(default_factory=dict)  # by module path
 
     def encoder(self, path: str) -> EncoderViews | None:
@@ -56,12 +56,12 @@ class Axes:
         return None if encoder is None else self.encoders[encoder]
 
     def tensor_view(self, path: str) -> str:
-        """Return the view of the ranks that compute a module together."""
+        """Return the view of tensor parallelism for a module."""
         encoder = self.encoder(path)
         return TENSOR if encoder is None else encoder.tensor
 
     def fsdp_view(self, path: str) -> str:
-        """Return the view of the ranks that share a parameter outside of experts."""
+        """Return the view over which a parameter is sharded, for parameters outside of experts."""
         encoder = self.encoder(path)
         return FSDP if encoder is None else encoder.fsdp
 
@@ -76,7 +76,7 @@ class Axes:
         return self.root.get(name, 1)
 
     def label(self, name: str) -> str:
-        """Return the name of an axis or a view for people: the axes of more than one rank that it joins."""
+        """Return the axes of a view with more than one rank as text: dp_shard+cp_ring."""
         joined = [axis for axis in self.views.get(name, (name,)) if self.root[axis] > 1]
         return "+".join(joined) or SHARD
 
@@ -96,7 +96,7 @@ class Axes:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, up to a thousand: no group of ranks is larger."""
+    """Return the divisors of a number, up to 1024."""
     return [d for d in range(1, min(number, 1024) + 1) if number % d == 0]
 
 
@@ -107,7 +107,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             f"pp {section.pp} x cp {section.cp} x tp {section.tp} = {together} does not divide the {world} ranks",
             where="parallel",
             nearest=_nearest_layout(section, world),
-            fix=f"take that, or start a multiple of {together} ranks",
+            fix=f"use the nearest layout, or start a multiple of {together} ranks",
             code="layout.ranks-not-divisible",
         )
     data = world // together
@@ -136,7 +136,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
             code="layout.ulysses-not-divisor",
         )
     splits = _encoder_splits(section, model_plan)
-    # Outermost first: each factor is the quotient of two tp degrees of parts of the model.
+    # The tp axis is split into factors, so that encoders with a smaller tp use the inner ones. Outermost first.
     degrees = sorted({section.tp, *(tp for tp, _ in splits.values())}, reverse=True)
     outer = {TP_OUTER + (f"_{n}" if n > 1 else ""): big // small for n, (big, small) in enumerate(pairwise(degrees), 1)}
     sizes = {
@@ -149,7 +149,7 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
         **outer,
         TP: degrees[-1],
     }
-    # The axis of shards stays even when it is of one rank: a mesh needs an axis.
+    # dp_shard is kept with one rank, too: a mesh needs an axis.
     root = {axis: size for axis, size in sizes.items() if size > 1 or axis == SHARD}
 
     def view(*axes: str) -> tuple[str, ...]:
@@ -180,12 +180,12 @@ def make_axes(section: ParallelSection, model_plan: ModelPlan, world: int) -> Ax
 
 
 def _nearest_layout(section: ParallelSection, world: int) -> str:
-    """Return degrees whose product divides the ranks, each as near as possible to the requested one."""
+    """Return the nearest pp, cp and tp whose product divides the number of ranks."""
     requested = (section.pp, section.cp, section.tp)
     divisors = [d for d in range(1, world + 1) if world % d == 0]
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, int]:
-        # By factors, not by differences; among equals the one that uses more ranks together.
+        # Compare factors, not differences; of equal layouts the larger one is better.
         return sum(abs(log2(d / a)) for d, a in zip(degrees, requested, strict=True)), -prod(degrees)
 
     near = [sorted(divisors, key=lambda d: abs(log2(d / degree)))[:6] for degree in requested]
@@ -195,7 +195,7 @@ def _nearest_layout(section: ParallelSection, world: int) -> str:
 
 
 def _encoder_splits(section: ParallelSection, model_plan: ModelPlan) -> dict[str, tuple[int, int]]:
-    """Return (tp, cp) of every encoder. One mesh serves all of them, so of two tp degrees one divides the other."""
+    """Return (tp, cp) of every encoder. Of two tp degrees one must divide the other, since they share a mesh."""
     for name in section.encoders:
         if name not in model_plan.encoders:
             raise TesseraError(
@@ -235,7 +235,7 @@ def _encoder_splits(section: ParallelSection, model_plan: ModelPlan) -> dict[str
 
 
 class Mesh:
-    """Hold the device mesh of all ranks and its views. All ranks create all process groups, in the same order."""
+    """Hold the device mesh of all ranks, and the meshes of its views. All ranks create them in the same order."""
 
     def __init__(self, axes: Axes, device: torch.device) -> None:
         self.axes = axes
@@ -248,18 +248,18 @@ class Mesh:
                 self._views[name] = flatten_mesh(self.root[parts], name)
 
     def view(self, name: str) -> DeviceMesh:
-        """Return the one-dimensional mesh of an axis or a view; an axis of one rank does not exist."""
+        """Return the one-dimensional mesh of an axis or a view."""
         return self._views[name] if name in self._views else self.root[name]
 
     def copies(self, name: str) -> DeviceMesh:
-        """Return the mesh for `fully_shard`: the ranks that share one copy, behind the axis of copies."""
+        """Return the mesh for `fully_shard`: the view, with dp_replicate as a first dimension if it exists."""
         if REPLICATE not in self.axes.root:
             return self.view(name)
         parts = self.axes.views[name]
         return slice_flattened_mesh(self.root, (REPLICATE, parts[0] if len(parts) == 1 else name))
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return the process group of a view; None where it has one rank."""
+        """Return the process group of a view; None if it has one rank."""
         return self.view(name).get_group() if self.size(name) > 1 else None
 
     def size(self, name: str) -> int:
@@ -270,7 +270,7 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Return whether this rank reports its rows: the first of the ranks that read the same ones does."""
+        """Return whether this rank reports its rows: the first of the ranks that read the same rows."""
         return all(
             at == 0
             for axis, at in self.axes.coordinates(self.root.get_rank()).items()

@@ -1,9 +1,9 @@
-"""Assign modules their roles in a plan (shard group, ignored, recomputed, offloaded, compiled), refuse what cannot be
-combined, wrap modules deep inside of a model, and compile blocks.
+"""Assign roles to modules by patterns: FSDP group, ignored, recomputed, offloaded, compiled. Also wrap submodules, and
+compile blocks.
 
-Blocks are compiled one by one: norms, rotations, gates and sums between matrix products become one kernel each. All
-blocks of a kind share what is compiled. Numbers that change from batch to batch (elements, segments, the longest of
-them) are taken for variables from their second value on; after that nothing is compiled again.
+Blocks are compiled separately: norms, rotations, gates and sums between matrix products become fused kernels. Blocks of
+one class share compiled code. Sizes that change between batches become symbolic at their second value; after that
+nothing is compiled again.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from tessera.runtime.torch_internals import ActivationWrapper, raise_recompile_l
 
 Keep = Literal["none", "matmul", "attention"]
 
-# A kind of block is needed in several forms: with gradients and without, after something that has one and after nothing
-# that does, with adapters and without, with adapters of other ranks; each before and after sizes became variables.
-# Beyond its default limit of 8, torch computes new forms without compiling and logs one line.
+# A block is compiled in several variants: with and without gradients of parameters and of inputs, with adapters of
+# different ranks, and with constant and symbolic sizes. Torch's default limit of 8 is too low: it runs further variants
+# without compiling.
 _COMPILED_FORMS = 64
 
 
 @dataclass(frozen=True)
 class Recompute:
     path: str
-    keep: Keep = "none"  # results that are stored and not computed again
+    keep: Keep = "none"  # results that are saved and not recomputed
 
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """Hold the roles of modules, by path."""
+    """Hold the module paths of each role."""
 
-    blocks: tuple[str, ...]  # gathered and freed as one, in order of execution
-    ignored: tuple[str, ...]  # unsharded on every rank
+    blocks: tuple[str, ...]  # FSDP groups, in order of execution
+    ignored: tuple[str, ...]  # not sharded
     recompute: tuple[Recompute, ...]  # their activations are recomputed in backward
-    use_reentrant: bool  # the form of recompute
-    activation_offload: tuple[str, ...]  # their activations wait in host memory
-    block_offload: tuple[str, ...]  # their frozen weights wait in host memory
+    use_reentrant: bool  # torch's reentrant checkpointing
+    activation_offload: tuple[str, ...]  # their activations are in host memory until backward
+    block_offload: tuple[str, ...]  # their frozen weights are in host memory
     compiled: tuple[str, ...]
 
 
@@ -87,7 +87,7 @@ def _ignored(section: ParallelSection, tree: dict[str, nn.Module], frozen: set[s
         trained = next((n for n, _ in tree[path].named_parameters(prefix=path) if n not in frozen), None)
         if trained:
             raise TesseraError(
-                f"{path} cannot be ignored while {trained} is trained: its gradient would not be summed over the ranks",
+                f"{path} cannot be ignored: {trained} is trained, and its gradient would not be summed over ranks",
                 where=where,
                 fix=f"freeze it (model.freeze: [{path}]), or leave it out of parallel.ignore",
                 code="layout.ignored-module-trained",
@@ -99,7 +99,7 @@ def _blocks(
     section: ParallelSection, model_plan: ModelPlan, tree: dict[str, nn.Module], ignored: Sequence[str]
 ) -> tuple[str, ...]:
     if section.wrap is None:
-        # Modules that the user ignores are no blocks of the model's proposal.
+        # Ignored modules are not FSDP groups.
         proposed = _select_once(model_plan.blocks, tree, "the model's plan (blocks)")
         return tuple(path for path in proposed if not home(path, ignored))
     where = "parallel.wrap"
@@ -116,14 +116,13 @@ def _blocks(
             )
         if path in at_root:
             raise TesseraError(
-                f"{path} cannot be wrapped: its weights are read outside of its own forward pass",
+                f"{path} cannot be an FSDP group: its weights are read outside of its forward pass",
                 where=where,
-                fix="leave it out; it is gathered with the root",
+                fix="leave it out of parallel.wrap; it belongs to the group of the root",
                 code="layout.wrapped-root-module",
             )
         if any(home(other, [path]) for other in at_root):
-            # A group around them would have their weights sharded when they are read: it is split into the blocks in
-            # it, and the rest of it stays with the root.
+            # The module contains modules of the root's group: use the model's blocks inside of it instead.
             inside = [block for block in _select_once(model_plan.blocks, tree, where) if home(block, [path])]
             blocks.update(dict.fromkeys(block for block in inside if not home(block, ignored)))
         else:
@@ -138,7 +137,7 @@ def _recompute(section: ParallelSection, tree: dict[str, nn.Module]) -> tuple[Re
         where = f"parallel.recompute.{number}"
         if keep != "none" and section.use_reentrant:
             raise TesseraError(
-                f"{pattern} is to keep {keep} results, which reentrant recompute cannot do",
+                f"{pattern} with keep: {keep} is not possible with reentrant recompute",
                 where=f"{where} and parallel.use_reentrant",
                 fix="parallel.use_reentrant: false",
                 code="layout.reentrant-keep",
@@ -164,7 +163,7 @@ def _compiled(
     patterns = (model_plan.blocks or section.wrap or ()) if section.compile is True else section.compile
     if not patterns:
         raise TesseraError(
-            "this model names no blocks, so nothing would be compiled",
+            "this model declares no blocks, so there is nothing to compile",
             where=where,
             fix="name the modules to compile, such as parallel.compile='[\"blocks.{*}\"]', or leave the key out",
             code="layout.nothing-to-compile",
@@ -194,9 +193,9 @@ def _compiled(
     ):
         if other:
             raise TesseraError(
-                f"a compiled module is not split, and {other}",
+                f"compile does not support this combination: {other}",
                 where=f"{where} and {key}",
-                fix="one of them",
+                fix="leave one of them out",
                 code="layout.compile-conflict",
             )
     return tuple(paths)
@@ -215,7 +214,7 @@ def _block_offload(
         if path not in again:
             pattern = re.sub(r"\.\d+", ".{*}", path)
             raise TesseraError(
-                f"{path} is not recomputed: its saved activations would hold its weights on the device",
+                f"{path} is not recomputed: autograd would keep its weights on the device",
                 where=f"{where} and parallel.recompute",
                 fix=f'parallel.recompute: ["{pattern}"]',
                 code="layout.offload-without-recompute",
@@ -226,9 +225,9 @@ def _block_offload(
     ):
         if other:
             raise TesseraError(
-                f"frozen weights come and go, and {other}",
+                f"block_offload does not support this combination: {other}",
                 where=f"{where} and {key}",
-                fix="one of them",
+                fix="leave one of them out",
                 code="layout.block-offload-conflict",
             )
     return tuple(paths)
@@ -238,14 +237,14 @@ def _block_offload(
 
 
 def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
-    """Refuse a module that is both recomputed and offloaded: both replace its saved activations."""
+    """Raise if a module is recomputed and offloaded, or twice one of them, also by a module around it."""
     for number, (path, how) in enumerate(parts):
         for other, other_how in parts[:number]:
             if path == other:
                 raise TesseraError(
                     f"{path} cannot be both {other_how} and {how}",
                     where="parallel.recompute and parallel.activation_offload",
-                    fix="name it for one of the two",
+                    fix="remove it from one of the two keys",
                     code="layout.recomputed-and-offloaded",
                 )
             inner, outer = (path, other) if path.startswith(other + ".") else (other, path)
@@ -262,7 +261,7 @@ def _refuse_nested(parts: Sequence[tuple[str, str]]) -> None:
             raise TesseraError(
                 f"{inner} cannot be {inner_how} inside {outer}, which is {outer_how}",
                 where="parallel.recompute and parallel.activation_offload",
-                fix="name parts beside each other, such as attn for the one and mlp for the other",
+                fix="name separate modules, such as attn for one key and mlp for the other",
                 code="layout.recomputed-and-offloaded",
             )
 
@@ -275,9 +274,9 @@ def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored
         first, first_group = first_seen.setdefault(parameter, (name, group))
         if group != first_group:
             raise TesseraError(
-                f"{name} is the same weight as {first}, and they are in different shard groups",
+                f"{name} and {first} are tied, and they are in different FSDP groups",
                 where="parallel.wrap",
-                fix="wrap neither of the two modules, so that both stay with the root",
+                fix="remove both modules from parallel.wrap, so that they belong to the root",
                 code="layout.tied-across-groups",
             )
 
@@ -288,7 +287,7 @@ def _refuse_ties_across_groups(module: nn.Module, blocks: Sequence[str], ignored
 def _with_native_names(
     section: ParallelSection, model_plan: ModelPlan, module: nn.Module, tree: Mapping[str, nn.Module]
 ) -> ParallelSection:
-    """Return the section with paths of this model in place of class names and of names that an extension knows."""
+    """Replace class names, and module names of extensions, by paths of this model."""
     if not (section.wrap or section.ignore or section.recompute):
         return section
     other_names = {name: paths for names in extensions("tessera.module_names") for name, paths in names(module).items()}
@@ -305,8 +304,7 @@ def _with_native_names(
         ]
     ignore, wrap = native(section.ignore), section.wrap
     if wrap is not None:
-        # Other systems may give the head or the embedding a separate group; here they belong to the root's. A class
-        # may also have instances in a module that is ignored.
+        # Translated names may include the head, the embedding or ignored modules, which cannot be FSDP groups here.
         elsewhere = [path for path in tree if any(matches(pattern, path) for pattern in model_plan.fsdp_root)]
         ignored = [path for path in tree if any(matches(pattern, path) for pattern in ignore)]
         elsewhere += [path for path in tree if home(path, ignored)]
@@ -319,9 +317,8 @@ def native_patterns(
 ) -> list[str]:
     """Translate patterns to paths of a model. A pattern that matches a path is returned unchanged.
 
-    Any other pattern may be a key of `other_names` (a class by its name alone), or the import path of a class, which
-    selects its instances. Published files list the classes of all sizes of a model, so classes without an instance and
-    paths that this model lacks are dropped, unless nothing else is selected.
+    Other patterns are keys of `other_names`, or import paths of classes, which select their instances. Published files
+    list classes of all sizes of a model, so classes without instances are dropped, unless nothing else is selected.
     """
     native: dict[str, None] = {}
     absent: list[str] = []
@@ -344,7 +341,7 @@ def native_patterns(
 
 
 def _instances(class_path: str, tree: Mapping[str, nn.Module]) -> list[str]:
-    """Return the modules of a class, or of one derived from it. Nothing is imported: the model has them already."""
+    """Return the paths of instances of a class and its subclasses. The class is not imported."""
     return [
         path
         for path, part in tree.items()
@@ -356,8 +353,8 @@ def _instances(class_path: str, tree: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> list[str]:
-    """Return matches in order of patterns, then of the tree. Refuse a pattern without match and a module matched
-    twice."""
+    """Return matches in the order of patterns, then of the tree; raise for a pattern without match, or two matches of a
+    module."""
     paths = list(tree)
     by: dict[str, str] = {}
     for pattern in patterns:
@@ -377,11 +374,11 @@ def _select_once(patterns: Sequence[str], tree: Iterable[str], where: str) -> li
 
 
 def _callable(paths: Sequence[str], tree: dict[str, nn.Module], where: str) -> list[str]:
-    """Refuse lists of modules: their forward is never called, so a wrapper around it would have no effect."""
+    """Raise for a `ModuleList`, whose forward is never called, so that a wrapper would have no effect."""
     for path in paths:
         if isinstance(tree[path], (nn.ModuleList, nn.ModuleDict)) and type(tree[path]).forward is nn.Module.forward:
             raise TesseraError(
-                f"{path} is a list of modules and has no forward pass of its own",
+                f"{path} is a list of modules, which has no forward pass",
                 where=where,
                 fix=f"name its members: {path}.{{*}}",
                 code="layout.module-list",
@@ -390,7 +387,7 @@ def _callable(paths: Sequence[str], tree: dict[str, nn.Module], where: str) -> l
 
 
 def present(root: nn.Module, paths: Iterable[str]) -> list[str]:
-    """Return the paths that exist in a module; a pipeline stage lacks the modules of other stages."""
+    """Return the paths that exist in a module. A pipeline stage lacks the modules of other stages."""
     return [path for path in paths if _has(root, path)]
 
 
@@ -402,22 +399,22 @@ def _has(root: nn.Module, path: str) -> bool:
 
 
 def wrap_submodule(root: nn.Module, path: str, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-    """Wrap one submodule. `clean_name` takes the wrapper's name out again, so parameters keep their names."""
+    """Replace a submodule by a wrapper around it. `clean_name` removes the wrapper's prefix from parameter names."""
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)
-    while isinstance(owner, ActivationWrapper):  # a wrapper passes on attributes that are read, not those that are set
+    while isinstance(owner, ActivationWrapper):  # wrappers forward reads of attributes, not assignments
         owner = wrapped_module(owner)
     setattr(owner, name, wrapper(owner.get_submodule(name)))
 
 
 def apply_compile(module: nn.Module, paths: Sequence[str], backend: str = "inductor") -> None:
-    """Compile modules in place: neither their names nor their classes change."""
+    """Compile modules in place, without changing their names or classes."""
     if not paths:
         return
     limit = {}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         limit = {"recompile_limit": _COMPILED_FORMS}
-    else:  # torch 2.11 knows one limit for all that a process compiles
+    else:  # torch 2.11 and 2.12 have one limit per process
         raise_recompile_limit(_COMPILED_FORMS)
     options = dict(COMPILE_OPTIONS) if backend == "inductor" else None
     for path in paths:

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the engine that runs torch's schedules over the stages of a model.
+"""Run torch's pipeline schedules over the stages of a model.
 
-Torch's schedules split *tensors* into micro-batches; ours are ragged and not tensors. So they split a tensor of
-numbers, 0 to M - 1, and each stage looks up its micro-batch by number. Stages send one activation (`carry`) of constant
-shape.
+Torch's schedules split a tensor into micro-batches, but micro-batches here are `Batch` objects of different shapes. So
+a tensor with the numbers 0 to M - 1 is split, and each stage looks up its micro-batch by number. Stages send one
+activation (`carry`) of constant shape.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Padded:
 
 
 class PipelineEngine:
-    stage_class = staticmethod(self_loop_stage)  # made when a schedule is, since torch's own is slow to import
+    stage_class = staticmethod(self_loop_stage)  # called with the first schedule, since the import is slow
 
     def __init__(
         self,
@@ -126,29 +126,29 @@ class PipelineEngine:
         self.device = device
         self.shared = shared
         self.loss_scale = loss_scale
-        self.microbatch: int | None = None  # several are computed at once
+        self.microbatch: int | None = None  # None: several micro-batches are computed at once
         self.pp_group = mesh.group(PP)
         self.loss_group = mesh.group(LOSS)
         self.tied = TiedCopies(stages, plan.pipeline, mesh)
         self._sequential = SequentialStages(stages, plan, mesh, device)
-        self._schedule: Any = None  # made with the first step, when the number of this rank's tokens is known
+        self._schedule: Any = None  # made in the first step, when the number of tokens is known
         self._elements: list[int] = []
-        self._specs: tuple[SumSpec, ...] | None = None  # sums of the rank of the last stage
+        self._specs: tuple[SumSpec, ...] | None = None  # names of the sums, from the rank of the last stage
         for stage in stages:
-            # Before anything else sees it: fully_shard would move the number to the device, and reading it would wait.
+            # Before FSDP's hook, which would move the number to the device, where reading it would wait.
             stage.register_forward_pre_hook(self._number_on_host, prepend=True, with_kwargs=True)
 
     @torch.no_grad()
     def encode(self, task: Task, microbatches: Sequence[Batch]) -> list[Batch]:
-        """Return micro-batches with the outputs of frozen encoders. If the first stage alone holds them, it sends what
-        they make to the others, before any stage computes."""
+        """Return micro-batches with the outputs of frozen encoders. If only the first stage has the encoders, it sends
+        the outputs to the other stages."""
         if all(part.position is None for part in self.plan.memory.frozen.values()):
             return task.encode(microbatches)
         assert self.pp_group is not None, "several ranks"
         return encode_on_one_rank(task, microbatches, self.pp_group, self.pipeline.owner[0], self.device)
 
     def step(self, task: Task, microbatches: Sequence[Batch]) -> LossTotals:
-        if task.encode_steps == 1:  # of several steps, the loader has encoded them
+        if task.encode_steps == 1:  # otherwise the loader has encoded them
             microbatches = self.encode(task, microbatches)
         count = self.pipeline.microbatches
         assert len(microbatches) == count, f"{len(microbatches)} micro-batches, planned were {count}"
@@ -162,7 +162,7 @@ class PipelineEngine:
             stage.work = _Padded(work, self._elements, self.plan.precision.compute)
         self._run_schedule(torch.arange(count), here)
         for stage in here.values():
-            stage.work = None  # let go of the micro-batches
+            stage.work = None  # free the micro-batches
         for shared in self.shared:
             shared.run()
         self.tied.sum_gradients()
@@ -173,7 +173,7 @@ class PipelineEngine:
     def _counts(
         self, task: Task, microbatches: Sequence[Batch], here: Collection[int], counts: bool = True
     ) -> dict[str, Tensor] | None:
-        """Return the global counts. All stages have the same micro-batches; the rank of the last stage counts them."""
+        """Return the global counts, from the rank of the last stage: all stages have the same micro-batches."""
         last = len(self.pipeline.stages) - 1 in here
         return global_counts(task, microbatches, self.device, self.loss_group, counts and last)
 
@@ -183,7 +183,7 @@ class PipelineEngine:
         try:
             self._schedule.step(*first, target=numbers if last else None, mb=numbers, return_outputs=False)
         except RuntimeError as error:
-            if isinstance(error.__cause__, TesseraError):  # torch wraps the error of a stage into its own
+            if isinstance(error.__cause__, TesseraError):  # torch raises its own error from that of a stage
                 raise error.__cause__ from None
             raise
 
@@ -203,8 +203,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def _references(self, task: Task, microbatches: Sequence[Batch]) -> list[dict[str, Tensor]]:
-        """Return the tensors of a reference, one micro-batch after another; empty except on the rank of the last
-        stage."""
+        """Return the tensors of the reference for each micro-batch; [] except on the rank of the last stage."""
         reference = task.reference
         if reference is None:
             return []
@@ -219,7 +218,7 @@ class PipelineEngine:
         self.tied.settle(optimizer)
 
     def _reduce(self, losses: Sequence[Losses], counts: dict[str, Tensor] | None, counted: bool = True) -> LossTotals:
-        """Sum losses over ranks. Only the rank of the last stage has one before; all ranks have it afterwards."""
+        """Sum losses over ranks, so that all ranks have the loss of the last stage."""
         if self._specs is None:
             self._specs = self.agree_on_specs(specs_of(losses[0]) if losses else None)
         return reduce_losses(losses if counted else [], self._specs, counts, self.device, self.loss_group)
@@ -227,7 +226,7 @@ class PipelineEngine:
     # ------------------------------------------------------------------------------------------ read on the host
 
     def agree_on_specs(self, specs: tuple[SumSpec, ...] | None) -> tuple[SumSpec, ...]:
-        """Return the sums of the rank of the last stage; the others do not see a loss."""
+        """Broadcast the names of the sums from the rank of the last stage: other ranks have no losses."""
         shared: list[Any] = [None if specs is None else [astuple(spec) for spec in specs]]
         dist.broadcast_object_list(shared, group=self.pp_group, group_src=self.pipeline.owner[-1])
         return tuple(SumSpec(*fields) for fields in shared[0])
@@ -259,7 +258,7 @@ class PipelineEngine:
                 stage.number,
                 count,
                 self.device,
-                # Declared beforehand, so that torch need not run the model to learn the shapes.
+                # Declared shapes: otherwise torch would run the model to infer them.
                 input_args=self._carry(stage.number - 1),
                 output_args=self._carry(stage.number),
                 dw_builder=_nothing_left if stage.number in self.pipeline.unsplit else None,
@@ -272,8 +271,7 @@ class PipelineEngine:
         return kind(subject, self.pipeline.microbatches, loss_fn=_loss_as_it_is, scale_grads=False)
 
     def _carry(self, stage: int) -> Tensor:
-        """Return a meta tensor like the output of a stage. Stage -1 is the input, a number; the last one gives a
-        loss."""
+        """Return a meta tensor like the output of a stage: a number for stage -1, the input; a loss for the last."""
         if stage < 0:
             return torch.empty(1, dtype=torch.int64, device="meta")
         carry = self.pipeline.stages[stage].output
@@ -285,7 +283,7 @@ class PipelineEngine:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """Return a weight step that does nothing: the stage's backward has computed all gradients at once."""
+    """Return a weight-gradient step that does nothing: backward has computed all gradients of the stage."""
     return lambda: None
 
 

@@ -1,8 +1,8 @@
-"""Plan a pipeline: which modules make which stage, and which rank has which stages.
+"""Plan a pipeline: assign modules to stages, and stages to ranks.
 
-A model is a list of units in order of execution (`ModelPlan.units`). Layers are counted and moved; units
-between them (embeddings, projectors, norms, heads) stay with the layer before them, those at the very front with the
-first layer. So each layer, with what stays with it, is the smallest part of a stage.
+A model is a list of units in order of execution (`ModelPlan.units`). Units between layers (embeddings, projectors,
+norms, heads) belong to the layer before them, and units before all layers to the first layer. A stage is a sequence of
+layers with these units.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True)
 class StagePlan:
-    modules: tuple[str, ...]  # units of the model that are in this stage
-    cost: float  # share of the work of the model
-    output: StageActivation | None  # to the next stage; None: it is the last
-    # Whether the output has elements of an encoder. Ranks of a context group distribute these among them, and one may
-    # get all: then the output has room for those of the full micro-batch on each of them.
+    modules: tuple[str, ...]  # paths of the units in this stage
+    cost: float  # fraction of the computation of the model
+    output: StageActivation | None  # activation for the next stage; None for the last stage
+    # Whether the output has elements of an encoder. Context parallel ranks distribute them unevenly, so each rank's
+    # output has space for all elements of the micro-batch.
     in_encoder: bool = False
 
 
@@ -54,10 +54,10 @@ class PipelinePlan:
     owner: tuple[int, ...]  # stage -> position on the pp axis
     microbatches: int
     tokens: int  # of a micro-batch
-    main: Stream | None = None  # what of a batch is its main sequence
-    copies: tuple[str, ...] = ()  # parameters of an earlier stage that the last one has too: a table its head reads
-    unsplit: tuple[int, ...] = ()  # stages whose backward runs in one part, also under a schedule that splits it
-    bubble: float = 0.0  # share of a step in which a rank waits, by the costs of the stages and free communication
+    main: Stream | None = None  # the stream of the main sequence
+    copies: tuple[str, ...] = ()  # tied parameters of an earlier stage that are copied to the last stage
+    unsplit: tuple[int, ...] = ()  # stages whose backward is not split, also in a schedule that splits it
+    bubble: float = 0.0  # estimated fraction of a step in which ranks wait, without communication time
 
     def stages_of(self, position: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.owner) if owner == position]
@@ -70,8 +70,8 @@ class PipelinePlan:
         raise AssertionError(f"{name} is in no stage")
 
     def needs_gradient(self, stage: int, parameters: Iterable[Parameter]) -> bool:
-        """Return whether the output of a stage requires a gradient. Schedules that split backward always need one,
-        because torch splits it where inputs enter."""
+        """Return whether the output of a stage requires a gradient. Always True in schedules that split backward: torch
+        needs gradients of inputs there."""
         if self.schedule in SPLITS_BACKWARD:
             return True
         return any(parameter.trained and self.home(parameter.name) <= stage for parameter in parameters)
@@ -105,7 +105,7 @@ def plan_pipeline(
     tokens: int,
     rows_of_microbatch: int = 1,
 ) -> PipelinePlan | None:
-    """Return None where every rank has all layers."""
+    """Return the plan of pipeline parallelism, or raise if the layout is impossible; None if pp is 1."""
     if section.pp == 1:
         _refuse_without_pipeline(section)
         return None

@@ -1,4 +1,4 @@
-"""Describe pipeline schedules: their requirements, the rank of each stage, and how long ranks wait.
+"""Describe pipeline schedules: requirements, the rank of each stage, and the fraction of time that ranks wait.
 
 No process group is needed.
 """
@@ -18,18 +18,20 @@ from tessera.errors import TesseraError
 from tessera.runtime.torch_internals import schedule_actions
 
 SINGLE: tuple[Schedule, ...] = ("gpipe", "1f1b")  # one stage on each rank
-SPLITS_BACKWARD: tuple[Schedule, ...] = ("interleaved-zb", "zbv")  # gradients of inputs first, of weights later
-_WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a stage, in forward passes: the usual share
+SPLITS_BACKWARD: tuple[Schedule, ...] = (
+    "interleaved-zb",
+    "zbv",
+)  # backward computes gradients of inputs first, of weights later
+_WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # cost of an action relative to a forward pass
 _WORK_UNSPLIT = {"F": 1.0, "B": 2.0, "I": 2.0, "W": 0.0}
 _SPELLED = re.compile(r"(\d+)([FBIW])(\d+)")  # an action as torch prints it
-_SEEN = 4  # rounds of micro-batches that are simulated; every further one costs the work of the slowest rank
+_SEEN = 4  # simulated rounds of micro-batches; each further micro-batch adds the work of the slowest rank
 
 Action = tuple[int, str, int]  # stage; F forward, B backward, I and W its two halves; micro-batch
 
 
 def schedule_class(schedule: Schedule) -> Any:
-    """Return torch's class of a schedule. Its package is imported here: it brings the compiler along, and takes longer
-    than all of Tessera."""
+    """Return torch's class of a schedule. The import is slow, because the package imports the compiler."""
     from torch.distributed import pipelining
 
     classes: dict[Schedule, Any] = {
@@ -45,7 +47,7 @@ def schedule_class(schedule: Schedule) -> Any:
 def resolve_schedule(section: ParallelSection, microbatches: int) -> tuple[Schedule, int]:
     """Return (schedule, stages on each rank), with defaults for absent keys.
 
-    Fewer micro-batches than ranks fill and drain the pipeline alone: gpipe does that, and torch's 1f1b refuses them.
+    With fewer micro-batches than ranks the default is gpipe, since torch's 1f1b refuses them.
     """
     virtual = section.virtual or (2 if section.schedule == "zbv" else 1)
     single: Schedule = "1f1b" if microbatches >= section.pp else "gpipe"
@@ -68,15 +70,15 @@ def resolve_schedule(section: ParallelSection, microbatches: int) -> tuple[Sched
 
 
 def placement(schedule: Schedule, pp: int, count: int) -> tuple[int, ...]:
-    """Return the position of each stage: round robin; for zbv forth and back, as torch expects it."""
+    """Return the pipeline rank of each stage: round robin, or for zbv forth and back."""
     if schedule == "zbv":
         return tuple(stage if stage < pp else count - 1 - stage for stage in range(count))
     return tuple(stage % pp for stage in range(count))
 
 
 def check_microbatches(schedule: Schedule, pp: int, microbatches: int, rows_of_each: int) -> None:
-    """Refuse a number of micro-batches that a schedule cannot run. `rows_of_each`: rows of a micro-batch on all
-    ranks."""
+    """Raise if a schedule does not support this number of micro-batches. `rows_of_each`: rows of a micro-batch over all
+    data ranks."""
     if _serves(schedule, pp, microbatches):
         return
     below = next((m for m in range(microbatches - 1, 0, -1) if _serves(schedule, pp, m)), None)
@@ -112,8 +114,10 @@ class _Twice(torch.autograd.Function):
 
 
 def splits_at_functions() -> bool:
-    """Return whether autograd can start at a Python Function node, such as our loss, whose output was detached. Torch
-    2.11 cannot; this is tested here because no release notes mention it."""
+    """Return whether torch can compute gradients from a custom `autograd.Function` whose output was detached.
+
+    Torch 2.11 cannot. It is tested here because release notes do not mention it.
+    """
     x = torch.ones((), requires_grad=True)
     y = _Twice.apply(x)
     node = y.grad_fn
@@ -136,7 +140,7 @@ def bubble_share(
     microbatches: int,
     unsplit: Sequence[int] = (),
 ) -> float:
-    """Return the share of a step that ranks wait on average: for their input, and for more expensive stages."""
+    """Return the average fraction of a step in which ranks wait for input or for slower stages."""
     played = min(microbatches, _SEEN * pp)
     orders = actions_of_ranks(schedule, pp, len(costs), played)
     work = [3 * sum(cost for stage, cost in enumerate(costs) if owner[stage] == rank) for rank in range(pp)]
@@ -166,7 +170,7 @@ def actions_of_ranks(schedule: Schedule, pp: int, count: int, microbatches: int)
 
 
 def _play(orders: Sequence[Sequence[Action]], costs: Sequence[float], unsplit: Sequence[int]) -> float:
-    """Return when the last rank is done, if sending takes no time."""
+    """Simulate the actions of all ranks without communication time; return the time of the last action."""
     done: dict[Action, float] = {}
     clock, at = [0.0] * len(orders), [0] * len(orders)
     moving = True
@@ -188,7 +192,7 @@ def _play(orders: Sequence[Sequence[Action]], costs: Sequence[float], unsplit: S
 
 
 def _ready(action: Action, done: dict[Action, float], count: int) -> float | None:
-    """Return when the input of an action is ready; None where it is not yet."""
+    """Return the time at which the input of an action is ready; None if it is not computed yet."""
     stage, kind, microbatch = action
     if kind == "F":
         return 0.0 if stage == 0 else done.get((stage - 1, "F", microbatch))

@@ -1,5 +1,5 @@
-"""Split a model into the pipeline stages of this rank, run them one after another without a schedule (evaluation,
-generation), and keep copies of a tied weight equal."""
+"""Split a model into pipeline stages, run them without a schedule for evaluation and generation, and keep copies of
+tied weights equal."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Work(Protocol):
 class StageModule(nn.Module):
     """Hold one stage: a model without the modules of other stages. `clean_name` removes `_stage_model` from names.
 
-    Its forward pass is `work`, so that all of it, also a loss that reads the head's weight, runs while the weights of
-    the stage are gathered.
+    Its forward pass calls `work`, which includes the loss, so that FSDP's gathered weights of the stage are available.
     """
 
     def __init__(self, model: nn.Module, number: int, count: int) -> None:
@@ -160,8 +159,8 @@ class SequentialStages:
 
 
 class PipelinedModel:
-    """Call the stages of several ranks like one language model, for `inference.generate`. All ranks of the pipeline
-    call it together and get the same logits."""
+    """Call the stages of all pipeline ranks like one language model, for `inference.generate`. All ranks must call it,
+    and get the same logits."""
 
     def __init__(self, stages: LocalStages, plan: Plan, mesh: Mesh, device: torch.device) -> None:
         self.stages = SequentialStages(stages, plan, mesh, device)
@@ -193,12 +192,12 @@ class PipelinedModel:
 
 
 class TiedCopies:
-    """Keep two copies of a weight equal: they start equal and get the sum of both gradients."""
+    """Keep the copies of a tied weight on two stages equal: both get the sum of their gradients."""
 
     def __init__(self, stages: LocalStages, pipeline: PipelinePlan, mesh: Mesh) -> None:
         self.group = mesh.group(PP)
-        self.pairs: list[tuple[Tensor, Tensor]] = []  # owner's and copy, both on this rank
-        self.apart: list[tuple[Tensor, int]] = []  # one of them, and the position of the rank that has the other
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # original and copy, both on this rank
+        self.apart: list[tuple[Tensor, int]] = []  # original or copy, and the pipeline position of the other
         here, last = stages.here(), len(pipeline.stages) - 1
         for name in pipeline.copies:
             home = pipeline.home(name)
@@ -219,7 +218,7 @@ class TiedCopies:
                 self._exchange(_gradient(parameter), peer)
 
     def _exchange(self, mine: Tensor, peer: int) -> None:
-        """Exchange gradients with a peer and add them. The sum of two numbers is the same on both sides."""
+        """Exchange gradients with a peer and add them: both ranks get the same sum."""
         theirs = torch.empty_like(mine)
         operations = [
             dist.P2POp(dist.isend, mine.clone(), group=self.group, group_peer=peer),
@@ -230,7 +229,7 @@ class TiedCopies:
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
-        """Copy values and optimizer state between copies on one rank: they share a name, so loading fills only one."""
+        """Copy loaded values and optimizer state to the copy on this rank: loading by name fills only the original."""
         for first, second in self.pairs:
             local_shard(second).copy_(local_shard(first))
             for key, value in optimizer.state.get(first, {}).items():

@@ -1,4 +1,4 @@
-"""Hold the resolved layout of a run: how a model is split over ranks. Frozen data, made without a process group.
+"""Define the plan of a run: how a model is split over ranks, as frozen data without a process group.
 
 `make_plan` makes it, and `plan_text` describes it.
 """
@@ -30,7 +30,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe the work of a step, as far as a plan depends on it."""
+    """Hold the numbers of a step that a plan depends on."""
 
     tokens: int = 0  # of one micro-batch
     elements: Mapping[str, int] = field(default_factory=dict)  # of a typical one, by encoder
@@ -40,9 +40,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Describe how ranks that share a copy of the model gather its weights and sum its gradients (fully_shard)."""
+    """Hold the settings of FSDP."""
 
-    active: bool  # whether fully_shard runs at all
+    active: bool  # whether FSDP is used
     reshard_after_forward: bool | int
     accumulate: Literal["reduce", "local"]
     prefetch_forward: int
@@ -53,25 +53,27 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Precision:
-    """Hold the types of numbers, as the recipe's section of this name."""
+    """Hold the dtypes of the recipe section `precision`."""
 
     weights: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     output: torch.dtype | None
     cast_inputs: bool
-    modules: Mapping[str, torch.dtype]  # modules that compute in another type than the rest
-    float32: tuple[str, ...]  # modules whose weights stay in float32 where the rest is computed in another type
+    modules: Mapping[str, torch.dtype]  # modules that compute in another dtype
+    float32: tuple[str, ...]  # modules with float32 weights, if the model computes in another dtype
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Count the bytes that ranks hold between steps."""
+    """Hold the memory of ranks between steps, in bytes."""
 
-    by_position: tuple[MemoryBytes, ...]  # in the pipeline, on the rank there that has the most
-    whole_gradients: int  # on top of these while micro-batches accumulate locally
+    by_position: tuple[MemoryBytes, ...]  # the largest rank at each pipeline position
+    whole_gradients: int  # unsharded gradients while micro-batches accumulate locally
     frozen: Mapping[str, FrozenBytes] = field(default_factory=dict)  # components of the task, by name
-    encoded_ahead: tuple[int, int] | None = None  # steps that are encoded together, and bytes that wait for them
+    encoded_ahead: tuple[int, int] | None = (
+        None  # number of steps that are encoded together, and bytes of their results
+    )
 
     @property
     def heaviest(self) -> MemoryBytes:
@@ -81,11 +83,11 @@ class MemoryPlan:
 @dataclass(frozen=True, repr=False)
 class Plan:
     axes: Axes
-    tensor: TensorPlan | None  # how layers are computed by several ranks
-    context: ContextPlan | None  # how sequences, and the input of encoders, are split over ranks
-    experts: ExpertPlan | None  # how experts are distributed
-    pipeline: PipelinePlan | None  # how layers are distributed over stages
-    roles: ModulePlan  # modules that are shard groups, recomputed, offloaded, compiled
+    tensor: TensorPlan | None  # tensor parallelism
+    context: ContextPlan | None  # context parallelism, and how inputs of encoders are distributed
+    experts: ExpertPlan | None  # expert parallelism
+    pipeline: PipelinePlan | None  # pipeline parallelism
+    roles: ModulePlan  # modules that are FSDP groups, recomputed, offloaded or compiled
     sharding: Sharding
     precision: Precision
     memory: MemoryPlan
@@ -94,9 +96,9 @@ class Plan:
     microbatches: int  # of one rank in a step
     parameters: int  # of the unsharded model
     trained: int
-    param_shards: tuple[ParamShard, ...]  # every parameter, as the rank that has it computes with it
-    device_fit: DeviceFit | None = None  # where a device was named
-    notes: tuple[str, ...] = ()  # further remarks for the reader
+    param_shards: tuple[ParamShard, ...]  # all parameters
+    device_fit: DeviceFit | None = None  # set by `tessera plan --device`
+    notes: tuple[str, ...] = ()  # lines to print after the plan
 
     def __repr__(self) -> str:
         return (
@@ -116,13 +118,13 @@ class Plan:
 
     @property
     def batch_sharding(self) -> BatchSharding | None:
-        """Return how micro-batches are split over ranks; None where every rank has full ones."""
+        """Return how micro-batches are split over ranks; None if every rank has full micro-batches."""
         return None if self.context is None else self.context.sharding
 
     @property
     def float32_whole(self) -> tuple[str, ...]:
-        """Return the float32 modules inside of blocks. A shard group there would tear a compiled block apart, so every
-        rank holds them unsharded."""
+        """Return the float32 modules inside of blocks. They are not sharded: an FSDP group would break the graph of a
+        compiled block."""
         return tuple(path for path in self.precision.float32 if home(path, self.roles.blocks) is not None)
 
     def rows_at(self, path: str) -> int:

@@ -24,8 +24,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def modules_text(plan: Plan) -> str:
-    """Return a line for every module that holds weights. Those that differ in numbers alone share one, by their
-    pattern."""
+    """Return a line for each pattern of modules with weights, such as `text.layers.{*}.attn.q`."""
     counts: dict[tuple[str, str], int] = {}
     for path, shards in groupby(plan.param_shards, key=lambda shard: shard.name.rpartition(".")[0]):
         shapes = ", ".join(f"{shard.name.rpartition('.')[2]} {list(shard.shape)}" for shard in shards)
@@ -86,7 +85,7 @@ def _axes(plan: Plan) -> list[tuple[str, str]]:
     """Return a line for each axis over which ranks work together."""
     rows: list[tuple[str, str]] = []
     if plan.tensor is not None:
-        tokens = "each keeps a part of the tokens between them" if plan.tensor.sequence else "tokens whole between them"
+        tokens = "tokens sharded between layers" if plan.tensor.sequence else "all tokens on each rank"
         rows.append(("tensor", f"{len(plan.tensor.layers)} layers over {plan.axes.size(TENSOR)} ranks, {tokens}"))
     if plan.context is not None and plan.axes.size(CONTEXT) > 1:
         ring, ulysses = plan.axes.size(RING), plan.axes.size(ULYSSES)
@@ -96,7 +95,7 @@ def _axes(plan: Plan) -> list[tuple[str, str]]:
     for path, views in plan.axes.encoders.items():
         if plan.axes.size(views.dp) > 1:
             dp, tp = plan.axes.size(views.dp), plan.axes.size(views.tensor)
-            rows.append(("encoder", f"inputs of {path} distributed among {dp}, each computed by {tp} ranks"))
+            rows.append(("encoder", f"inputs of {path} distributed over {dp} groups of {tp} ranks"))
     if plan.experts is not None and plan.axes.size(EP) > 1:
         rows.append(("experts", f"of {len(plan.experts.modules)} layers, distributed over {plan.axes.size(EP)} ranks"))
     if plan.pipeline is not None:
@@ -104,7 +103,7 @@ def _axes(plan: Plan) -> list[tuple[str, str]]:
         head = f"{pipeline.schedule}, {pipeline.microbatches} micro-batches, ranks wait {pipeline.bubble:.1%} of a step"
         rows.append(("pipeline", head))
         for number, stage in enumerate(pipeline.stages):
-            where = f"on rank {pipeline.owner[number]} of it, {stage.cost:.1%} of the work"
+            where = f"on pipeline rank {pipeline.owner[number]}, {stage.cost:.1%} of the work"
             rows.append((f"  stage {number}", f"{where}: {_summary(stage.modules)}"))
         if pipeline.copies:
             rows.append(("  copied", f"{', '.join(pipeline.copies)} in the last stage as well"))
@@ -121,15 +120,15 @@ def _encoded_ahead(plan: Plan) -> list[tuple[str, str]]:
     if plan.memory.encoded_ahead is None:
         return []
     steps, size = plan.memory.encoded_ahead
-    return [("encoded ahead", f"{steps} steps together, {readable(size)} per rank at most wait for them")]
+    return [("encoded ahead", f"{steps} steps together, at most {readable(size)} of results per rank")]
 
 
 def _memory(plan: Plan) -> str:
-    """Return the memory of the rank that holds most. Buffers are shown where there are some, such as 4-bit weights."""
+    """Return the memory of the largest rank. Buffers, such as quantized weights, are listed if there are any."""
     most = plan.memory.heaviest
     words = f"parameters {readable(most.parameters)}"
     if most.buffers:
-        words += f", buffers {readable(most.buffers)} (whole on every rank)"
+        words += f", buffers {readable(most.buffers)} (not sharded)"
     words += f", gradients {readable(most.gradients)}, optimizer {readable(most.optimizer)}"
     return f"{words}, blocks in use {readable(most.window)}" if most.window else words
 
@@ -181,10 +180,10 @@ def _prefetch(plan: Plan) -> str:
 
 
 def _prefetched(plan: Plan, forward: bool) -> str:
-    """Return the prefetch of one block as an example: every block gathers the same number of blocks ahead."""
+    """Return the prefetch of the first block as an example: all blocks prefetch the same number."""
     count = plan.sharding.prefetch_forward if forward else plan.sharding.prefetch_backward
     if not count:
-        return "each when needed" if forward else "the one that ran before"
+        return "none" if forward else "one block"
     at = 0 if forward else len(plan.roles.blocks) - 1
     ahead = plan.ahead(at, "forward" if forward else "backward")
     return f"{count} ahead" + (f" ({plan.roles.blocks[at]} -> {_summary(ahead)})" if ahead else "")
@@ -220,8 +219,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data. Memory and communication are listed by pipeline position, of the largest rank
-    there."""
+    """Return the plan as plain data. Memory and communication are those of the largest rank at each pipeline position."""
     return {
         "world": plan.axes.world,
         "axes": dict(plan.axes.root),
@@ -238,17 +236,19 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
 
 
 class DescribedPlan(Plan):
-    """Add the text of a plan to it, for people who ask for one by `tessera.plan`."""
+    """Add text and JSON forms to a plan, for users of `tessera.plan`."""
 
     def describe(self) -> str:
-        """Return the plan in words, as `tessera plan` prints it."""
+        """Return the plan as text, as `tessera plan` prints it."""
         return plan_text(self)
 
     def modules(self) -> str:
-        """Return the modules that hold weights by name, one line for those of all layers, as `tessera plan --modules`
-        prints them. Keys that choose modules, such as `model.lora.targets`, take these names."""
+        """Return the patterns of modules with weights, as `tessera plan --modules` prints them.
+
+        Keys such as `model.lora.targets` accept these patterns.
+        """
         return modules_text(self)
 
     def figures(self) -> dict[str, Any]:
-        """Return the plan in numbers, as `tessera plan --json` writes it."""
+        """Return the plan as plain data, as `tessera plan --json` prints it."""
         return plan_figures(self)

@@ -1,9 +1,8 @@
-"""Assign the elements of a micro-batch to ranks, and give each rank its part of the data set (`RankDataset`): plain
-arithmetic and slicing, on the host, in the loader's processes.
+"""Shard micro-batches over ranks, on the host, in the loader's processes (`RankDataset`).
 
-An *element* is what lies along the sequence dimension of an activation: a token of the main sequence, or whatever an
-encoder reads. Two ways of sharding exist. Ranks of a context group each get a part of every sequence
-(`SequenceSharding`). Ranks that have an encoder to themselves each get full input sequences (`assign_sequences`).
+An *element* is an entry of the sequence dimension: a token of the main sequence, or of the input of an encoder. Context
+parallel ranks each get a part of every sequence (`SequenceSharding`). Ranks that compute an encoder independently each
+get full sequences (`assign_sequences`).
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ Range = tuple[int, int]  # elements [start, end)
 class SequenceSharding:
     """Split a sequence over `ring` x `ulysses` ranks; `unit` neighbouring elements stay together.
 
-    Under a causal mask late elements attend to more than early ones. So each position of the ring owns a chunk near the
-    beginning and the mirrored one near the end, which makes the work equal. These are split further into as many parts
-    as ranks exchange heads.
+    Under a causal mask late elements attend to more than early ones. So each ring position has a chunk near the
+    beginning and the mirrored chunk near the end, which balances the work. The ulysses ranks of a ring position split
+    both chunks.
     """
 
     ring: int
@@ -48,19 +47,19 @@ class SequenceSharding:
         return (2 * self.ring if self.ring > 1 else 1) * self.ulysses * self.unit
 
     def ring_ranges(self, length: int, at: int) -> list[Range]:
-        """Return what all ranks at one position of the ring own together."""
+        """Return the ranges of all ranks at one ring position."""
         if self.ring == 1:
             return [(0, length)]
         return [self._part(length, 2 * self.ring, chunk) for chunk in (at, 2 * self.ring - 1 - at)]
 
     def sizes(self, length: int, at: int) -> list[int]:
-        """Return how many of these each of the ranks there owns."""
+        """Return the number of elements of each ulysses rank at a ring position."""
         joined = sum(end - start for start, end in self.ring_ranges(length, at))
         parts = (self._part(joined, self.ulysses, number) for number in range(self.ulysses))
         return [end - start for start, end in parts]
 
     def ranges(self, length: int, position: int) -> list[Range]:
-        """Return the ranges of the rank at `position`; the ring is the outer dimension of positions."""
+        """Return the ranges of a rank. `position`: ring position x ulysses + ulysses position."""
         at, number = divmod(position, self.ulysses)
         joined = self.ring_ranges(length, at)
         start, end = self._part(sum(stop - first for first, stop in joined), self.ulysses, number)
@@ -73,7 +72,7 @@ class SequenceSharding:
         return parts
 
     def _part(self, length: int, parts: int, number: int) -> Range:
-        """Return one of `parts` that are as equal as can be. A rest that fills no unit belongs to the last one."""
+        """Return part `number` of nearly equal `parts`, in full units. The last part also has an incomplete unit."""
         units = length // self.unit
         end = length if number == parts - 1 else units * (number + 1) // parts * self.unit
         return units * number // parts * self.unit, end
@@ -85,14 +84,14 @@ class EncoderSharding:
 
     name: str
     stream: Stream
-    dp: int = 1  # ranks among which full sequences are distributed
-    split: SequenceSharding | None = None  # how a context group splits each of these; None: every rank has all of it
-    attention: tuple[str, ...] = ()  # modules whose attention then spans the context group
+    dp: int = 1  # number of ranks over which full sequences are distributed
+    split: SequenceSharding | None = None  # how context parallel ranks split each sequence; None: not split
+    attention: tuple[str, ...] = ()  # attention modules over the context group, with `split`
     dp_view: str = ""  # the mesh view of `dp`
 
     @property
     def dp_key(self) -> str:
-        """Name the segments with the number of elements of each rank, and the tensor with their order when gathered."""
+        """Name the batch entries with the elements of each dp rank, and with their order after the all-gather."""
         return f"{self.name}.dp"
 
     @property
@@ -102,7 +101,7 @@ class EncoderSharding:
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """Describe how micro-batches are split over the ranks that work on them together."""
+    """Describe how a micro-batch is split over its context parallel and encoder ranks."""
 
     main: Stream
     split: SequenceSharding
@@ -121,11 +120,10 @@ def too_short(length: int, minimum: int) -> TesseraError:
 def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: Mapping[str, int]) -> Batch:
     """Return the part of a micro-batch for the rank at `position` of its context group.
 
-    `dp_positions` gives, by encoder, its position among the ranks that distribute full sequences. Segments of the main
-    sequence stay those of the full sequence, because attention reaches over all of it. Slots become positions among the
-    rank's own elements, and `Stream.sources` holds the encoder output of each of them. Positions in the main sequence
-    are treated alike: a tensor with one entry for each of them (such as latents) stays unsharded. The task
-    that makes the model's input of it takes this rank's part.
+    `dp_positions`: the rank's position in `dp` of each encoder. Segments of the main sequence are not sharded, because
+    attention spans all of it. Slots become indices into this rank's elements, and the tensor `Stream.sources` has the
+    index of the encoder output for each slot. `Stream.positions` are treated alike; tensors with one entry for each
+    position, such as latents, are not sharded, and the task selects this rank's entries.
     """
     tensors, segments = dict(batch.tensors), dict(batch.segments)
     main = plan.main
@@ -158,7 +156,7 @@ def shard_batch(batch: Batch, plan: BatchSharding, position: int, dp_positions: 
 def _distribute_sequences(
     tensors: dict[str, Tensor], segments: dict[str, Segments], encoder: EncoderSharding, position: int
 ) -> None:
-    """Keep the sequences of this rank. A rank without any has its encoder run on a blank input."""
+    """Keep the sequences of this rank. A rank without sequences runs its encoder on a blank input."""
     if encoder.dp == 1:
         return
     stream = encoder.stream
@@ -186,8 +184,8 @@ def _split_sequences(
     split: SequenceSharding,
     position: int,
 ) -> None:
-    """Keep this rank's part of every sequence. Either all ranks have elements or none has: where there are too few for
-    that, zeros are appended as one more sequence."""
+    """Keep this rank's part of every sequence. If there are fewer elements than ranks, zeros are appended as one more
+    sequence, so that all ranks have elements."""
     stream = encoder.stream
     lengths = segments[stream.segments].lengths if stream.segments in segments else ()
     length = sum(lengths)
@@ -211,7 +209,7 @@ def _split_sequences(
 
 
 def assign_sequences(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the numbers of the sequences of each rank: the longest first, to the rank with the least work so far."""
+    """Assign sequences to ranks: the longest first, each to the rank with the least work so far."""
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
@@ -222,7 +220,7 @@ def assign_sequences(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def take(tensor: Tensor, ranges: Sequence[Range], dim: int) -> Tensor:
-    """Return the elements in some ranges, as a copy: a slice would keep the full tensor alive."""
+    """Return the elements in these ranges as a copy: a view would keep the full tensor in memory."""
     return torch.cat([tensor.narrow(dim, start, end - start) for start, end in ranges], dim)
 
 
@@ -231,7 +229,7 @@ def indices(ranges: Sequence[Range]) -> Tensor:
 
 
 def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor, Tensor]:
-    """Return the positions inside of the ranges, counted among the elements of the ranges, and their indices."""
+    """Return the positions inside of these ranges as indices into the ranges' elements, and their original indices."""
     local, which, before = [], [], 0
     for start, end in ranges:
         inside = ((positions >= start) & (positions < end)).nonzero().flatten()
@@ -242,8 +240,10 @@ def local_positions(positions: Tensor, ranges: Sequence[Range]) -> tuple[Tensor,
 
 
 def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
-    """Return the index of each element after an all-gather, in which every rank's part is padded to the longest one.
-    `by_rank` holds the elements of each rank."""
+    """Return the index of each element after an all-gather, which pads every rank's part to the longest.
+
+    `by_rank`: the elements of each rank.
+    """
     longest = max((len(elements) for elements in by_rank), default=0)
     order = torch.zeros(length, dtype=torch.int64)
     for rank, elements in enumerate(by_rank):
@@ -254,7 +254,7 @@ def gathered_order(by_rank: Sequence[Tensor], length: int) -> Tensor:
 def _note_order(
     tensors: dict[str, Tensor], segments: dict[str, Segments], key: str, by_rank: Sequence[Tensor], length: int
 ) -> None:
-    """Add to the batch what puts the outputs of all ranks in order again."""
+    """Add the order of gathered outputs and the number of elements of each rank to the batch."""
     tensors[key] = gathered_order(by_rank, length)
     segments[key] = Segments.of([len(own) for own in by_rank])
 
@@ -266,7 +266,7 @@ def _keep(tensors: dict[str, Tensor], stream: Stream, ranges: Sequence[Range]) -
 
 
 def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
-    """Return the lengths of the segments inside of some ranges, which begin and end where segments do."""
+    """Return the lengths of the segments inside of these ranges, whose ends are ends of segments."""
     ends = list(itertools.accumulate(lengths, initial=0))
     starts = {start: number for number, start in enumerate(ends[:-1])}
     inner: list[int] = []
@@ -279,7 +279,7 @@ def _inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
 
 
 def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]:
-    """Return how many elements of each segment are inside of some ranges. Ranges are in order."""
+    """Return the number of elements of each segment inside of these ordered ranges."""
     ends = list(itertools.accumulate(lengths, initial=0))
     return [
         sum(max(0, min(last, end) - max(first, start)) for first, last in ranges)
@@ -290,7 +290,7 @@ def lengths_inside(lengths: Sequence[int], ranges: Sequence[Range]) -> list[int]
 class RankDataset(RowSource):
     """Wrap a `RowSource` and return this rank's part of each batch. It runs on the host, in the loader's processes.
 
-    One of the ranks that read the same rows reports their ids and counts; for the others these are empty.
+    Only one of the ranks with the same rows reports their ids and counts; on the other ranks these are empty.
     """
 
     def __init__(

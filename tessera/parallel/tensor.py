@@ -1,7 +1,7 @@
-"""Split each parameter over the ranks that compute a layer together, by DTensor styles (tensor parallelism).
+"""Tensor parallelism: split parameters of a layer over ranks with DTensor.
 
-Parameters become DTensors. Activations between modules stay plain tensors: of all tokens, or, with sequence parallelism
-and inside of the decoder, of this rank's part of the tokens.
+Parameters become DTensors. Activations between modules stay plain tensors: of all tokens, or with sequence parallelism
+inside of the decoder, of the tokens of this rank.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from tessera.parallel.mesh import TENSOR, Axes, Mesh, divisors
 from tessera.parallel.modules import present
 from tessera.runtime.modules import FeatureStatistics, clean_name
 
-Split = Literal["column", "row", "vocab"]  # of a weight: over output features, input features, tokens
+Split = Literal["column", "row", "vocab"]  # a weight is split by output features, input features or vocabulary
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     styles: Mapping[str, TensorStyle]  # parameter -> style, of every parameter
-    sequence: bool  # between layers, each rank keeps a part of the tokens
-    layers: Mapping[str, Split]  # module -> how its weight is split; experts are not among them
-    entries: tuple[str, ...]  # modules at whose input tokens enter layers that are split by columns
+    sequence: bool  # whether tokens are sharded between layers
+    layers: Mapping[str, Split]  # module -> how its weight is split, without experts
+    entries: tuple[str, ...]  # modules whose input goes to layers that are split by columns
     # Children of layers (adapters) whose weight is split as well.
     inner: Mapping[str, Split] = field(default_factory=dict)
     # Norms over all features, of which each rank has a part.
     feature_norms: tuple[str, ...] = ()
-    decoder: str = ""  # with `sequence`: the module inside of which ranks keep parts of the tokens
+    decoder: str = ""  # with `sequence`: the module inside of which tokens are sharded
 
     def in_decoder(self, path: str) -> bool:
         return self.sequence and home(path, [self.decoder]) is not None
 
     def partial(self, name: str) -> bool:
-        """Return whether each rank computes only the part of a gradient that comes from its tokens or heads."""
+        """Return whether each rank computes a part of the parameter's gradient, from its tokens or heads."""
         style = self.styles[name]
         return style == "heads" or (style == "sequence" and self.in_decoder(name))
 
 
 @dataclass(frozen=True)
 class _Divisible:
-    """Name a size that has to divide evenly over ranks."""
+    """Hold a size that the tp degree must divide."""
 
     what: str
     size: int
@@ -64,11 +64,11 @@ class _Divisible:
 def plan_tensor(
     section: ParallelSection, model_plan: ModelPlan, module: nn.Module, axes: Axes, tokens: int
 ) -> TensorPlan | None:
-    """Return None where every rank computes full layers."""
+    """Return the plan of tensor parallelism, or raise if the layout is impossible; None if tp is 1."""
     if section.tp == 1:
         if section.sequence_parallel:
             raise TesseraError(
-                "sequence_parallel needs ranks that compute layers together",
+                "sequence_parallel needs parallel.tp above 1",
                 where="parallel.sequence_parallel",
                 fix="set parallel.tp above 1, or leave sequence_parallel out",
                 code="layout.sequence-parallel-alone",
@@ -119,7 +119,7 @@ def _styles(patterns: Mapping[str, TensorStyle], module: nn.Module) -> dict[str,
 
 
 def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Sequence[str]) -> dict[str, Split]:
-    """Return the split of each layer, which is the style of its weight. A bias is not split where the input is."""
+    """Return the split of each layer: the style of its weight. Biases are split by columns only."""
     layers: dict[str, Split] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
@@ -141,7 +141,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
 
 
 def _feature_norms(styles: Mapping[str, TensorStyle], module: nn.Module) -> tuple[str, ...]:
-    """Return the modules whose vectors are split like the features that they are applied to."""
+    """Return the norms whose weight vectors are split with the features."""
     norms = dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "features")
     for path in norms:
         if not isinstance(module.get_submodule(path), FeatureStatistics):
@@ -154,7 +154,7 @@ def _feature_norms(styles: Mapping[str, TensorStyle], module: nn.Module) -> tupl
 
 
 def _inside_layer(path: str, module: nn.Module) -> bool:
-    """Return whether a module is a child of a linear layer, which calls it (an adapter)."""
+    """Return whether a module is a child of a linear layer: an adapter."""
     return isinstance(module.get_submodule(path.rpartition(".")[0]), nn.Linear)
 
 
@@ -172,7 +172,8 @@ def _sizes(layers: Mapping[str, Split], model_plan: ModelPlan, module: nn.Module
 
 
 def _check_sizes(section: ParallelSection, model_plan: ModelPlan, axes: Axes, parts: Sequence[_Divisible]) -> None:
-    """Refuse degrees that do not divide. Heads come first: they give the reason, and features follow from them."""
+    """Raise for tp degrees that do not divide a size. Heads are checked first, since they explain the sizes of
+    features."""
     degrees = {name: axes.size(axes.tensor_view(stream.module)) for name, stream in model_plan.encoders.items()}
     degrees[""] = section.tp
     common = {name: gcd(*(part.size for part in parts if part.encoder == name)) for name in degrees}
@@ -212,7 +213,7 @@ def _check_tokens(section: ParallelSection, tokens: int) -> None:
 
 
 def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
-    """Return the innermost module that contains all that is applied to parts of the tokens."""
+    """Return the innermost module that contains all parameters with style `sequence`."""
     paths = [name.split(".")[:-2] for name, s in styles.items() if s == "sequence" and axes.encoder(name) is None]
     common: list[str] = []
     for level in zip(*paths, strict=False):
@@ -221,7 +222,7 @@ def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
         common.append(level[0])
     if not common:
         raise TesseraError(
-            "sequence_parallel, but this model family has no one module that could keep parts of the tokens",
+            "this model family declares no parameters of style `sequence`, which sequence_parallel needs",
             where="parallel.sequence_parallel",
             allowed=["false"],
             code="layout.sequence-style-missing",
@@ -230,10 +231,10 @@ def _decoder(styles: Mapping[str, TensorStyle], axes: Axes) -> str:
 
 
 def _entries(layers: Mapping[str, Split], module: nn.Module) -> tuple[str, ...]:
-    """Return the modules whose input enters layers split by columns, where its gradient is summed over ranks.
+    """Return the modules at whose input gradients are summed over ranks: before layers that are split by columns.
 
-    Layers that share one input should let it enter once. So a module that has only split layers, several of them by
-    columns, is taken to pass its input to these unchanged.
+    For layers with a common input that is their parent module, so that the gradient is summed once. The parent must
+    have no other layers with weights, and several layers that are split by columns.
     """
     entries: dict[str, None] = {}
     for path, split in layers.items():
@@ -282,7 +283,7 @@ def apply_tensor(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> None:
 
 
 def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[GradientSync]:
-    """Return the sums of gradients that each rank computed from its part of the tokens or heads only."""
+    """Return the reductions of gradients of which each rank has computed a part, from its tokens or heads."""
     trained = {clean_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     syncs = []
     for view in dict.fromkeys((TENSOR, *(encoder.tensor for encoder in mesh.axes.encoders.values()))):
@@ -294,8 +295,7 @@ def partial_gradients(module: nn.Module, plan: TensorPlan, mesh: Mesh) -> list[G
 
 
 class FeatureTotal(nn.Module):
-    """Sum over the ranks that have the other features of a token. Each rank uses the sum for its own features, so that
-    its gradient is summed as well."""
+    """Sum over the ranks that share the features of a token, in forward and backward."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -311,22 +311,22 @@ class FeatureTotal(nn.Module):
 
 
 class TokenPlacement:
-    """Define how ranks hold tokens between layers, with hooks for both ends: each has all of them, or, with `split`, an
-    equal part."""
+    """Hold how tokens are placed between layers, with hooks that convert them: all tokens on each rank, or with `split`
+    equal shards."""
 
     def __init__(self, mesh: DeviceMesh, split: bool) -> None:
         self.mesh = mesh
         self.placement: Placement = Shard(0) if split else Replicate()
-        # Number of tokens in the current pass, where they are split. It is constant in training; of a prompt any number
-        # may come, and the parts then differ by one.
+        # Number of tokens in the current pass. It is constant in training. A prompt may have any number of tokens, and
+        # shards then differ by one token.
         self.total = 0
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Bring tokens into layers split by columns. Backward sums the gradients of all ranks' columns here."""
+        """Gather tokens before layers that are split by columns. Backward sums the gradients of all ranks."""
         return (self._spread(args[0]).redistribute(placements=[Replicate()]), *args[1:])
 
     def shard(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Split tokens at the entry of the decoder. Positions and bounds are not split."""
+        """Shard tokens at the entry of the decoder. Positions and bounds are not sharded."""
         x: Tensor = args[0]
         self.total = x.shape[0]
         spread = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
@@ -336,7 +336,7 @@ class TokenPlacement:
         """Gather tokens at the exit of the decoder, for the loss or the next stage. Other outputs stay unchanged."""
         tokens, *beside = output if isinstance(output, tuple) else (output,)
         whole: Tensor = self._spread(tokens).redistribute(placements=[Replicate()]).to_local()
-        # Not a view: schedules that split the backward pass detach a stage's output in place, which views forbid.
+        # Clone: schedules that split the backward pass detach a stage's output in place, which fails for views.
         return (whole.clone(), *beside) if beside else whole.clone()
 
     def _spread(self, x: Tensor) -> DTensor:
@@ -348,7 +348,7 @@ class TokenPlacement:
 
 
 def _split_layer(layer: nn.Module, split: Split, tokens: TokenPlacement) -> None:
-    """Split the weight of a layer. Nothing is sent: all ranks fill their shards later."""
+    """Split the weight of a layer without communication: values are loaded later."""
     if split == "vocab" and type(layer) is not nn.Linear and type(layer) is not nn.Embedding:
         # Other classes read their table through `ops.vocab`, which takes a sharded one.
         _distribute(layer, tokens, Shard(0))
@@ -359,7 +359,7 @@ def _split_layer(layer: nn.Module, split: Split, tokens: TokenPlacement) -> None
     elif split == "row":
         style = RowwiseParallel(output_layouts=tokens.placement)
     elif isinstance(layer, nn.Linear):
-        style = ColwiseParallel(output_layouts=Replicate())  # a head's logits, where they are asked for
+        style = ColwiseParallel(output_layouts=Replicate())  # logits of a head
     else:
         style = RowwiseParallel(input_layouts=Replicate())
     with _bare(layer):
@@ -374,7 +374,7 @@ def _distribute(layer: nn.Module, tokens: TokenPlacement, placement: Placement) 
 
 @contextlib.contextmanager
 def _bare(layer: nn.Module) -> Iterator[None]:
-    """Remove the children of a layer for a while: torch's styles would split them like the layer itself."""
+    """Remove the children of a layer during the block, so that torch does not split them like the layer."""
     parts = dict(layer.named_children())
     for name in parts:
         delattr(layer, name)

@@ -1,7 +1,7 @@
-"""Write pages as one HTML file each: no script, nothing loaded from elsewhere, readable in light and dark.
+"""Write HTML pages without scripts or external files, for light and dark mode.
 
-The report of a run and the data doctor's page are made of these parts. Every function returns markup. Arguments that
-are text are escaped; arguments named `body`, `cells` and `note` are markup already.
+The report of a run and the page of the data doctor use these functions. Each returns markup. Text arguments are
+escaped; arguments named `body`, `cells` and `note` are markup.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 
-HOVERED = 100  # strips of a line chart that show their values
-COLUMNS = 800  # of a line chart: each shows the lowest and the highest point of its range
+HOVERED = 100  # maximum number of tooltips of a line chart
+COLUMNS = 800  # of a line chart, each with the lowest and the highest point of its range
 Point = tuple[float, float]
 _WIDTH, _HEIGHT = 560, 230  # of a line chart
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 58, 26, 14, 30

@@ -1,9 +1,8 @@
 """Wrap every private symbol of torch and transformers that the library uses.
 
-No other file imports one (`tests/unit/test_house.py`), so a new release is examined here. Each entry states what it is
-for, the public alternative to move to, and the releases it holds for: torch 2.11 to 2.15 and transformers 5.17 to 5.23
-unless it says otherwise. `tests/unit/test_torch_internals.py` fails when one of them goes away. Imports that are slow,
-or that only some runs need, happen inside the functions.
+No other file uses one (`tests/unit/test_house.py`), so only this file must be checked for a new release. Each entry
+states its purpose and the public alternative, and works with torch 2.11 to 2.15 and transformers 5.17 to 5.23 unless it
+names others. `tests/unit/test_torch_internals.py` fails if a symbol is missing. Slow imports are inside of functions.
 """
 
 from __future__ import annotations
@@ -49,18 +48,16 @@ __all__ = [
 def default_store() -> dist.Store:
     """Return the store of the default process group.
 
-    Public alternative: keep the store that was given to `init_process_group`; a group that the caller has set up does
-    not offer its store.
+    Public alternative: the store that was passed to `init_process_group`, if the caller did not make the group.
     """
     return _get_default_store()
 
 
 @contextmanager
 def without_advice_on_gathers() -> Iterator[None]:
-    """Keep torch from advising to join collectives while a tensor that is sharded twice (tp and FSDP) is gathered.
+    """Silence a warning of torch about gathers of tensors that are sharded by tp and FSDP.
 
-    It happens once, for an export, and gathers add nothing up. Public alternative: none; the logger is the module's
-    own.
+    It advises to merge collectives, which does not apply to an export. Public alternative: none.
     """
     advice = logging.getLogger("torch.distributed.tensor._redistribute")
     level = advice.level
@@ -72,7 +69,7 @@ def without_advice_on_gathers() -> Iterator[None]:
 
 
 def fake_store() -> dist.Store:
-    """Return the store of the process group "fake", which has any number of ranks in one process.
+    """Return the store of the process group "fake", which simulates any number of ranks in one process.
 
     Public alternative: none; the backend itself is a test utility of torch.
     """
@@ -82,10 +79,10 @@ def fake_store() -> dist.Store:
 
 
 def fake_tensor_mode() -> FakeTensorMode:
-    """Return the mode in which tensors have shapes and no memory, also where real ones are passed in.
+    """Return a mode in which new tensors have shapes but no memory.
 
-    Public alternative: the meta device, once operations on it keep the device that was asked for. In torch 2.11 a
-    product with a wider sum (`addmm` with `out_dtype`) takes the dtype for a factor there; its result is `out`.
+    Public alternative: the meta device, which loses the requested device. In torch 2.11 the fake form of `addmm` with
+    `out_dtype` is wrong, so its `out` argument is returned.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -104,9 +101,9 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def slice_flattened_mesh(root: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh of axes of which some were made by `flatten_mesh`.
+    """Return a submesh whose axes may include those of `flatten_mesh`.
 
-    torch has announced the end of this by a warning, and its successor (`DeviceMesh._concatenate`) is private too.
+    Torch warns that this is deprecated; its successor (`DeviceMesh._concatenate`) is private, too.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
@@ -128,9 +125,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that two tensors share if they show the same elements of one storage, unaltered in between.
+    """Return a key that is equal for two views of the same elements with the same version.
 
-    The key holds as long as the storage lives. Public alternative: none for the version of a tensor's data.
+    It is valid while the storage exists. Public alternative: none for the version of a tensor.
     """
     storage = tensor.untyped_storage()
     return (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -142,7 +139,7 @@ def view_base(tensor: Tensor) -> Tensor | None:
 
 
 def local_chunks(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """Return offsets and sizes of what this rank holds of a DTensor, without empty parts; of any other tensor, all.
+    """Return offsets and sizes of the local chunks of a DTensor, without empty chunks; one chunk for other tensors.
 
     Public alternative: none; torch's own checkpoint planners ask a DTensor by this method.
     """
@@ -179,9 +176,9 @@ foreach_sub_ = torch._foreach_sub_
 def init_adamw_group(
     optimizer: torch.optim.AdamW, group: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Make the state of a parameter group if it is missing; return parameters, gradients, both moments and steps.
+    """Create missing AdamW state of a parameter group; return parameters, gradients, moments and steps.
 
-    Public alternative: an optimizer that writes the same state itself.
+    Public alternative: an own implementation of the state.
     """
     params: list[Tensor] = []
     grads: list[Tensor] = []
@@ -228,7 +225,7 @@ def flash_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values. `out` and `lse` may span more keys than `k` holds."""
-    dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # asked for also without dropout
+    dropout_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # required also without dropout
     unused = torch.empty(0, device=q.device)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *bounds, *longest, 0.0, causal, dropout_state, unused, scale=scale
@@ -250,13 +247,13 @@ def cudnn_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, from the gradient of the result, all three and the result.
 
-    The gradient is given the strides of the result. torch 2.11 keeps plans by the strides of all tensors but this one:
-    a plan for a part of wider rows, as blocks with parallel branches give it, then reads past the end of another.
+    The gradient is copied to the strides of the result. The plan cache of torch 2.11 ignores the strides of the
+    gradient: a plan for other strides would read outside of the tensor.
     """
     grad, q, k, v, out = tensors
     if grad.stride() != out.stride():
         grad = torch.empty_like(out).copy_(grad)
-    dropout_state = torch.empty((), dtype=torch.int64, device=q.device)  # asked for also without dropout
+    dropout_state = torch.empty((), dtype=torch.int64, device=q.device)  # required also without dropout
     lengths = (q.shape[2], k.shape[2])
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(grad, q, k, v, out, lse, dropout_state, dropout_state, None, None, None, *lengths, 0.0, causal),
@@ -269,11 +266,11 @@ def cudnn_attention_backward(
 
 
 def self_loop_stage() -> type[PipelineStage]:
-    """Return a class of pipeline stages that never greet their own rank.
+    """Return a class of pipeline stages that send no initial message to their own rank.
 
-    torch before 2.13 begins by sending a message to the neighbours of each stage. In a schedule that returns to the
-    rank where it began, a neighbour may be the rank itself, and not every backend can send to itself. Public
-    alternative: `PipelineStage` itself, when 2.13 is the oldest release.
+    Before 2.13 torch sends a message to the neighbours of each stage. In some schedules a neighbour is on the same
+    rank, and not every backend can send to itself. Public alternative: `PipelineStage`, when 2.13 is the oldest
+    release.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -286,9 +283,9 @@ def self_loop_stage() -> type[PipelineStage]:
 
 
 def lone_stage() -> type[PipelineStage]:
-    """Return a class of pipeline stages that ask no other rank, for one process in a fake world.
+    """Return a class of pipeline stages without communication about shapes, for one process in a fake world.
 
-    In 2.13 and 2.14 stages vote whether shapes are known beforehand. Public alternative: `PipelineStage`, since 2.15.
+    In 2.13 and 2.14 stages vote whether shapes are declared. Public alternative: `PipelineStage`, since 2.15.
     """
 
     class Agreed:
@@ -308,7 +305,7 @@ def lone_stage() -> type[PipelineStage]:
 def schedule_actions(
     schedule: Callable[..., Any], stages: Iterable[int], num_stages: int, ranks: int, microbatches: int
 ) -> dict[int, list[Any]]:
-    """Return what each rank does in one of torch's multi-stage schedules, in order, with None for idle steps.
+    """Return the actions of each rank in a multi-stage schedule of torch, in order, with None for idle steps.
 
     `stages` are those of rank 0. Public alternative: none; the order is an attribute of a schedule with real stages.
     """
@@ -332,7 +329,7 @@ def schedule_actions(
 
 
 def raise_recompile_limit(limit: int) -> None:
-    """Let a process compile more forms of one function. Only for torch 2.11 and 2.12.
+    """Raise the limit of compiled variants of a function, for torch 2.11 and 2.12.
 
     Public alternative: the argument `recompile_limit` of `torch.compile`, when 2.13 is the oldest release.
     """
@@ -342,7 +339,7 @@ def raise_recompile_limit(limit: int) -> None:
 
 
 def open_range(name: str) -> Callable[[], None]:
-    """Begin a range in a profiler's recording and return what ends it.
+    """Begin a named range of the profiler; return the function that ends it.
 
     Public alternative: `torch.profiler.record_function`, which costs ten times as much for each range.
     """
@@ -357,7 +354,7 @@ def inside_backward() -> bool:
 
 
 def record_allocations(device: torch.device, enabled: bool) -> None:
-    """Begin or end to record the allocations of an accelerator. Public alternative: none."""
+    """Start or stop recording the allocations of an accelerator. Public alternative: none."""
     torch.get_device_module(device).memory._record_memory_history("all" if enabled else None)
 
 

@@ -100,7 +100,7 @@ def another_family() -> None:
     Path("hf/config.json").write_text(json.dumps(config | {"tie_word_embeddings": not config["tie_word_embeddings"]}))
 
 
-@case("not of the kind that belongs there", *TO_MM)
+@case("has an unexpected type", *TO_MM)
 def a_number_for_a_mapping_in_the_configuration() -> None:
     config = json.loads(Path("hf/config.json").read_text())
     Path("hf/config.json").write_text(json.dumps(config | {"vision_config": 5}))

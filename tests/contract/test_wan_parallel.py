@@ -35,7 +35,7 @@ def refused(world: int = 2, **parallel: Any) -> str:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    assert "no one module that could keep parts of the tokens" in refused(tp=2, sequence_parallel=True)
+    assert "no parameters of style `sequence`" in refused(tp=2, sequence_parallel=True)
     assert "does not divide the 4 heads" in refused(world=3, tp=3)
 
 

@@ -93,7 +93,7 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
             "allowed: 1$",
         ],
     ),
-    (1, {"parallel__sequence_parallel": True}, ["needs ranks that compute layers together", "parallel.tp above 1"]),
+    (1, {"parallel__sequence_parallel": True}, ["needs parallel.tp above 1", "parallel.tp above 1"]),
     (
         2,
         {**SEQUENCE, "data__length": 191},
