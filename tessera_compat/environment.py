@@ -129,7 +129,7 @@ _FOREIGN = re.compile(r"(?:ASCEND|HCCL|ACLNN|NPU|PYTORCH_NPU)_\w+")
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Raise for an invalid value. Return a line for each set variable that has no effect, or another effect, here."""
+    """Raise for an invalid value. Return a line for each variable that has no effect, or another effect, in Tessera."""
     lines = []
     for name, value in sorted(environ.items()):
         variable = VARIABLES.get(name)

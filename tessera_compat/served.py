@@ -320,7 +320,7 @@ def _register(module: ModuleType, file: Path) -> None:
 def serving() -> Iterator[None]:
     """Provide the packages `megatron`, `mindspeed` and `mindspeed_mm` in this block.
 
-    Installed packages of these names are ignored, with a warning. If one is already imported, that is an error.
+    Installed packages of these names are ignored, with a warning. Raise if one of them is already imported.
     """
     imported = sorted(root for root in ROOTS if root in sys.modules)
     if imported:

@@ -308,7 +308,7 @@ class MLP(MegatronModule):
         self.activation_func = config.activation_func
         width = config.ffn_hidden_size
         assert width is not None
-        # The weight holds the gate projection, then the up projection. Each is split over ranks.
+        # The weight contains the gate projection, then the up projection. Each of the two is split over ranks.
         gated = {"stride": 2} if config.gated_linear_unit else {}
         self.linear_fc1 = build_module(
             submodules.linear_fc1,

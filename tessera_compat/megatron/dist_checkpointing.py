@@ -155,7 +155,7 @@ def _as_json(value: Any, name: str) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError):
         raise CheckpointingException(
-            f"{name} is a {type(value).__name__}, which JSON cannot hold; nothing is pickled here",
+            f"{name} is a {type(value).__name__}, which JSON cannot store, and nothing is pickled",
             where="dist_checkpointing.save",
             fix="save numbers, strings, lists, dicts and tensors; wrap objects of this process in "
             "LocalNonpersistentObject",
@@ -200,11 +200,13 @@ def _metadata(checkpoint_dir: str | Path) -> dict[str, Any]:
     folder = Path(checkpoint_dir)
     if not (folder / METADATA).is_file():
         fix = "its writing was not finished" if (folder / COMMON).exists() else "name the folder that save() wrote"
-        raise CheckpointingException("this is no checkpoint", where=str(folder), fix=fix, code="megatron.no-checkpoint")
+        raise CheckpointingException(
+            "the folder contains no complete checkpoint", where=str(folder), fix=fix, code="megatron.no-checkpoint"
+        )
     metadata = read_json_mapping(folder / METADATA)
     if metadata.get("sharded_backend") != BACKEND:
         raise CheckpointingException(
-            f"the format {metadata.get('sharded_backend')!r} is not read here: its files contain pickles",
+            f"the format {metadata.get('sharded_backend')!r} is not supported: its files contain pickles",
             where=str(folder / METADATA),
             fix="export the weights to safetensors where they were made, or load them there and save again",
             code="megatron.checkpoint-format",
@@ -229,7 +231,9 @@ def load(
         for path, size in sizes.items():
             if not path.is_file() or path.stat().st_size != size:
                 raise CheckpointingException(
-                    "a file is missing or has another size", where=str(path), code="megatron.checkpoint-file-changed"
+                    "a file of the checkpoint is missing or has another size",
+                    where=str(path),
+                    code="megatron.checkpoint-file-changed",
                 )
     leaves: dict[tuple[Any, ...], Any] = {}
     with _OpenFiles(folder) as files, foreign_values(str(folder / METADATA)):

@@ -70,8 +70,8 @@ def parse_args(
 ) -> Args:
     """Parse the arguments of a job.
 
-    `argv`: words after the name of the script; default: those of this process. `extra_args_provider` adds flags of the
-    user's own to the parser, as in Megatron. `args_defaults`: values for arguments that are missing.
+    `argv`: words after the name of the script; default: the command line of this process. `extra_args_provider`: adds
+    flags of the user to the parser, as in Megatron. `args_defaults`: values for missing arguments.
     `allow_refused`: raise no error for unsupported flags; a report lists them. `world_size`: number of ranks; default:
     as the launcher has set it.
     """
@@ -119,7 +119,7 @@ def given_flags(args: Args) -> list[Flag]:
 
 
 def flag_report(args: Args) -> JobReport:
-    """Report for each flag of the command line what becomes of it."""
+    """Report the outcome of each flag on the command line: mapped, not needed, differs or not supported."""
     report = JobReport(places={"model.freeze": "freeze in model.json, or requires_grad_(False) in model_provider"})
     if args.fsdp2_config_path is not None:
         report.places |= {ours: f"{theirs} of {args.fsdp2_config_path}" for theirs, ours in FSDP2_KEYS.items()}

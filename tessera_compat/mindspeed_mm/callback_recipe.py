@@ -87,7 +87,7 @@ def _check_parallel(args: Any) -> None:
                 f"--{name}-model-parallel-size {size}: nothing describes how to split the layers "
                 "of a model that model_provider returns",
                 where="pretrain",
-                fix="leave the flag out: --use-torch-fsdp2 or --use-distributed-optimizer shards the model over the "
+                fix="remove the flag: --use-torch-fsdp2 or --use-distributed-optimizer shards the model over the "
                 f"ranks. A family of Tessera is split by parallel.{key}={size} in a recipe "
                 "(docs/how-to/add-a-model-family.md makes one of your model)",
                 code="job.provided-model-parallel",

@@ -54,7 +54,7 @@ def refuse_change(saved: RunConfig, key: str, report: JobReport, folder: Path) -
         raise TesseraError(
             f"{flags_of(key, report)}: the run in {folder} was trained with {was}; {_FIXED[key]}",
             where="--load",
-            fix=f"set it as it was, or begin a new run with its weights: --load {folder} --save ANOTHER_FOLDER",
+            fix=f"set the old value, or start a new run from its weights: --load {folder} --save ANOTHER_FOLDER",
             code="job.fixed-setting",
         )
 

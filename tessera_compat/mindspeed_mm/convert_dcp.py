@@ -1,7 +1,6 @@
 """The methods of `mm-convert` between Hugging Face folders and the torch DCP folders of FSDP2 jobs.
 
-Names of a job are `model.`, a prefix, and the name in the Hugging Face folder. A `Naming` describes further
-differences; `weight_map` builds the table of one folder from it, with the names of the job on the native side.
+Names of a job are `model.`, a prefix, and the name in the Hugging Face folder. A `Naming` describes the differences.
 """
 
 from __future__ import annotations
@@ -262,12 +261,8 @@ def lora_hf_to_dcp(folder: Path, target: Path) -> Path:
 
     def job(name: str) -> str:
         if not _LORA_NAME.fullmatch(name) or not name.startswith("base_model."):
-            raise TesseraError(
-                f"the tensor {name} is no adapter weight",
-                where=str(folder),
-                fix="pass a PEFT folder",
-                code="adapter.unknown-tensor",
-            )
+            what = f"the tensor {name} is no adapter weight"
+            raise TesseraError(what, where=str(folder), fix="pass a PEFT folder", code="adapter.unknown-tensor")
         return "base_model.model." + name.removeprefix("base_model.").removesuffix(".weight") + ".default.weight"
 
     with SafetensorsForm(folder) as stored:

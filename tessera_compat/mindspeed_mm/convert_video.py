@@ -98,7 +98,10 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
         )
     if options.get(f"{_TARGET}ep_size", 1) not in (0, 1):
         raise TesseraError(
-            "these models have no experts", where=f"{where}ep_size", allowed=[1], code="layout.experts-refused"
+            "video models have no experts, so ep_size must be 1",
+            where=f"{where}ep_size",
+            allowed=[1],
+            code="layout.experts-refused",
         )
     return {"tp": tp, **({"dit": layers} if stages > 1 else {})}
 

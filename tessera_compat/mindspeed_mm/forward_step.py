@@ -149,7 +149,7 @@ class ForwardStepTask(Task):
                 f"{name} returned no number of tokens, and --calculate-per-token-loss divides by it",
                 where=name,
                 allowed=["(sum of losses, number of tokens, report)"],
-                fix="return three values, or leave the flag out",
+                fix="return three values, or remove the flag",
                 code="job.token-count-missing",
             )
         return loss.reshape(()), tokens, {str(key): self._ratio(name, str(key), value) for key, value in report.items()}

@@ -111,8 +111,7 @@ class ProvidedRows(LoaderBatches):
         return MicroBatch.of(self.take(number, note), row, self.samples)
 
     def evaluation(self, count: int) -> Iterator[MicroBatch]:
-        """Yield so many micro-batches of this rank: from the beginning where the data can begin again, otherwise those
-        that come next."""
+        """Yield `count` micro-batches of this rank, from the beginning of the data; of an iterator, the next ones."""
         self._first = None
         for number in range(count):
             batch = self.batch([number * self._ranks + self._position])

@@ -321,7 +321,7 @@ def compare_with_folder(folder: str, model: ModelFile) -> None:
 def lora_targets(names: Sequence[str], parts: Sequence[str], where: str) -> list[str]:
     """Translate `--lora-target-modules` to patterns of Tessera's linear layers.
 
-    Names are those of Megatron or of transformers, or paths that end in one.
+    A name is one of Megatron or transformers, or a path that ends in such a name.
     """
     chosen = {_PARTS.get(part, "") for part in parts if part != "all"} or {"text", "vision"}
     if "" in chosen:

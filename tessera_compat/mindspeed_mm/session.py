@@ -358,7 +358,7 @@ def _groups(
     scale_lr: Condition | None,
     lr_mult: float,
 ) -> list[GroupSection]:
-    """Return the parameter groups that Megatron's two conditions describe, one for each trained parameter, and those of
+    """Return the parameter groups of the user's conditions for weight decay and learning rate, and of the flags
     `--lr-scale-modules` and `--weight-decay-exclude-modules`.
 
     A condition of the user replaces the rule that vectors have no weight decay."""

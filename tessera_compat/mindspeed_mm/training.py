@@ -78,7 +78,7 @@ def initialize_megatron(
     if skip_mpu_initialization or unused:
         words = ", ".join(["skip_mpu_initialization"] * skip_mpu_initialization + list(unused))
         raise TesseraError(
-            f"initialize_megatron does not support {words}", fix="leave it out", code="job.unsupported-option"
+            f"initialize_megatron does not support {words}", fix="remove it", code="job.unsupported-option"
         )
     session = _begin(extra_args_provider, args_defaults)
     atexit.register(session.abandon)
@@ -200,8 +200,8 @@ def load_checkpoint(
     """Load the newest checkpoint of the run. Return its iteration, and 0 for the number of FLOPs."""
     if options:
         raise TesseraError(
-            f"load_checkpoint does not take {', '.join(options)} here",
-            fix="leave it out",
+            f"load_checkpoint does not support {', '.join(options)}",
+            fix="remove it",
             code="job.unsupported-option",
         )
     trainer = current_session().trainer

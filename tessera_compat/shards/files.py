@@ -308,7 +308,7 @@ def _models(path: Path, iterations: dict[Any, Path]) -> list[dict[str, StoredTen
         chunks.append(content[f"model{len(chunks)}"])
     if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
         raise TesseraError(
-            "it holds no model",
+            "the file contains no model",
             where=str(path),
             fix="pass a checkpoint with the key `model` or `model0`",
             code="weights.no-model-in-file",
@@ -320,9 +320,7 @@ def _tensors(chunk: Mapping[Any, Any], path: Path) -> Iterator[tuple[str, Stored
     for name, value in chunk.items():
         if isinstance(value, StoredTensor):
             yield str(name), value
-        elif value is not None and not str(name).endswith(
-            "_extra_state"
-        ):  # what Transformer Engine keeps beside layers
+        elif value is not None and not str(name).endswith("_extra_state"):  # state of Transformer Engine, not a weight
             raise TesseraError(
                 f"the entry {name} of the model is not a tensor", where=str(path), code="weights.not-a-tensor"
             )

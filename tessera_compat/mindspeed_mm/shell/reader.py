@@ -54,11 +54,11 @@ class _Branch:
     line: int
     outer: bool | None  # whether the `if` itself is reached; None: unknown
     runs: bool | None  # whether the current commands run
-    passed: bool = False  # an earlier condition holds
+    passed: bool = False  # an earlier condition of the `if` is true
     doubtful: bool = False  # an earlier condition is unknown
 
     def enter(self, condition: bool | None) -> None:
-        """Begin the commands after `then`, or, with the condition True, after `else`."""
+        """Set the state for the commands after `then`. For `else`, pass the condition True."""
         doubtful = self.doubtful or condition is None or self.outer is None
         self.runs = False if self.passed or False in (self.outer, condition) else None if doubtful else True
         self.passed = self.passed or (condition is True and not self.doubtful)
@@ -96,7 +96,7 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, mach
                 "the script exits in this line, before it starts a job",
                 where=f"{path}:{ended}",
                 allowed=allowed,
-                fix="change the script, or this machine, so that the condition before the exit does not hold",
+                fix="change the condition before the exit, or the files that it tests",
                 code="job.script-ends-early",
             )
         raise TesseraError(
@@ -110,7 +110,7 @@ def read_shell(path: Path, environment: Mapping[str, str] | None = None, *, mach
 
 
 class _Reader:
-    """Follow the commands of a script. A status is True, False, or None if it depends on running a program."""
+    """Evaluate the commands of a script. A status is True, False, or None if it depends on running a program."""
 
     def __init__(self, path: Path, environment: Mapping[str, str], machines: int) -> None:
         self.path, self.job = path, ShellJob()
@@ -133,7 +133,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------------ lists of commands
 
     def run(self, tokens: Sequence[Token]) -> bool | None:
-        """Follow commands in a row and return the status of the last one."""
+        """Evaluate commands in order, and return the status of the last command."""
         status: bool | None = True
         at, join, depth, negated = 0, ";", len(self.branches), False
         while at < len(tokens):
@@ -310,7 +310,7 @@ class _Reader:
         return True
 
     def _builtin(self, name: str, words: list[str], line: int) -> bool | None:
-        """Follow a builtin of the shell. Other programs are not run, and their status is unknown."""
+        """Evaluate a builtin of the shell. Other programs are not run, and their status is unknown."""
         text = " ".join(words)
         if name in ("true", ":", "set", "echo", "shift", "trap", "ulimit", "alias", "wait"):
             if name == "echo" and self.printed is not None:
