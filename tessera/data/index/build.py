@@ -194,7 +194,7 @@ class IndexMaker:
                 cut = measure_all(work, workers=self.workers, title=f"long samples of {name}")
             fitted = self._write(file, key, with_cuts(Measured.of(tables), cut, long), parts)
         log.info(
-            "%s: longer than data.length %d: %s samples cut by turns, %s dropped",
+            "%s: of the samples longer than data.length %d, %s samples cut by turns, %s dropped",
             *(name, self.length, fitted.about["cut"], fitted.about["dropped"]),
         )
         return fitted
@@ -245,7 +245,7 @@ def _content(tables: AnyTables) -> str:
 
 
 def _spread(rows: np.ndarray) -> np.ndarray:
-    """Return at most `_COMPARED` of these rows, evenly spaced."""
+    """Return at most 256 (`_COMPARED`) of these rows, evenly spaced."""
     return rows[np.linspace(0, len(rows) - 1, min(len(rows), _COMPARED)).astype(np.int64)]
 
 

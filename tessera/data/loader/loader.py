@@ -102,7 +102,7 @@ _WINDOW = 8  # steps per decision
 _LONG_S = 2.0  # seconds of waiting after which a decision is made before a window is full
 _WORTH_S = 5.0  # seconds that the first worker processes must save over the run
 _UNSETTLED = 2  # steps that are ignored at the start and after each change
-_WINDOWS = 8  # decisions at most
+_WINDOWS = 8  # limit of decisions; after that the number of workers stays
 
 
 class Tuner:

@@ -108,8 +108,10 @@ def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    starts: np.ndarray  # [sets + 1]: first sample of each set
-    draws: np.ndarray  # [sets + 1]: first draw of each set
+    """Map draws to samples. A draw is a place in an epoch, which takes one sample of its data set."""
+
+    starts: np.ndarray  # [sets + 1]: number of the first sample of each set
+    draws: np.ndarray  # [sets + 1]: number of the first draw of each set
     by_similarity: np.ndarray | None  # samples of each set, sorted so that neighbours are similar; None: not sorted
 
     def __len__(self) -> int:
@@ -124,7 +126,7 @@ class Mixture:
         return position if self.by_similarity is None else int(self.by_similarity[position])
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """Return for each draw the largest value of the samples that it takes in any epoch."""
+        """Return for each draw the largest of `values` over all samples that it takes in any epoch."""
         if self.by_similarity is not None:
             values = values[self.by_similarity]
         parts = [self._largest(values, which) for which in range(len(self.starts) - 1)]

@@ -29,7 +29,7 @@ class Samples:
     """Hold the measures of all samples, one data set after another."""
 
     tokens: np.ndarray  # [N]
-    starts: np.ndarray  # [sets + 1]: first sample of each set
+    starts: np.ndarray  # [sets + 1]: number of the first sample of each set
     weights: tuple[float, ...] | None = None  # weight of each set in the mixture
     work: Mapping[str, np.ndarray] = field(default_factory=dict)  # FLOPs of each sample by stream; empty: unknown
     token_work: Mapping[str, float] = field(default_factory=dict)  # FLOPs of one padding token by stream

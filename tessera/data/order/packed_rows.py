@@ -107,7 +107,7 @@ class PackedRows(RowSource):
     def collate(
         self, rows: Sequence[int], encoded: list[list[Any]], seeds: Sequence[int], problems: Sequence[tuple[str, str]]
     ) -> Batch:
-        """Make a micro-batch of encoded rows. `rows`: their numbers."""
+        """Make a micro-batch of encoded rows with the numbers `rows`."""
         batch = self.processor.collate(encoded, self.length).with_tensors(**self.constants)
         return replace(
             batch,
