@@ -1,4 +1,4 @@
-"""Adafactor: of a matrix it keeps the mean square of each row and each column in place of every number's.
+"""Adafactor: store mean squares of rows and columns of a matrix instead of every element.
 
 The update of a matrix is its gradient over the roots of what rows and columns say together, no longer than one in the
 mean, times the size of the weights themselves: `lr` is relative to that. What is summed over a row or a column is
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from tessera.runtime.modules import local_shard
 
-_DECAY = -0.8  # the mean follows the newest square by step ** this
-_SMALLEST = 1e-3  # weights that are smaller in the mean are taken to be so large
+_DECAY = -0.8  # exponent: the newest square has the weight step ** -0.8
+_SMALLEST = 1e-3  # lower bound of the RMS of weights, to which the learning rate is relative
 
 
 class Adafactor(Optimizer):
-    """Update weights by Adafactor. State is kept in fp32: rows and columns of matrices, all numbers of vectors."""
+    """Update weights by Adafactor. State is fp32: rows and columns of matrices, all elements of vectors."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 1e-2, "weight_decay": 0.0})
@@ -76,7 +76,7 @@ class Adafactor(Optimizer):
 
 
 def _statistic(parameter: Tensor, dim: int) -> Tensor:
-    """Return zeros of a parameter's shape with one number along `dim`, sharded as the parameter is in all others."""
+    """Return zeros of a parameter's shape with size 1 in `dim`, sharded like the parameter in other dimensions."""
     shape = list(parameter.shape)
     shape[dim] = 1
     if not isinstance(parameter, DTensor):
@@ -101,7 +101,7 @@ def _statistic(parameter: Tensor, dim: int) -> Tensor:
 
 
 def _summed(values: Tensor, parameter: Tensor, over: Callable[[int], bool]) -> Tensor:
-    """Return values summed over the ranks that share a dimension of the parameter for which `over` is true."""
+    """Sum values over the mesh axes that shard a dimension for which `over` is true."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for axis, placement in enumerate(parameter.placements):

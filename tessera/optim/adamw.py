@@ -21,12 +21,12 @@ from tessera.runtime.gradients import scale_gradients
 from tessera.runtime.modules import local_shard
 from tessera.runtime.torch_internals import foreach_add_, foreach_sub_, init_adamw_group
 
-_WIDE = 16  # bytes that one instruction moves at most
-_UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # types that lose nothing when computed in fp32
+_WIDE = 16  # maximum bytes of one load instruction
+_UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that fp32 represents exactly
 
 
 class AdamW(torch.optim.AdamW):
-    """Update as torch's AdamW does, with gradients multiplied by `clip_factor` on the way.
+    """Update like torch's AdamW, with gradients multiplied by `clip_factor`.
 
     `together`: update all tensors of a kind in one launch, which takes a device that runs Triton.
     """
@@ -41,14 +41,14 @@ class AdamW(torch.optim.AdamW):
         together: bool = False,
     ) -> None:
         super().__init__(groups, betas=betas, eps=eps, fused=fused)
-        # The next step, and that one alone, multiplies gradients by it. The gradients themselves stay as they are.
+        # The next step multiplies gradients by it in the update, without changing the gradients.
         self.clip_factor: Tensor | None = None
         self._together = together
         self._blocks: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters; like torch's own, do nothing if `found_inf` is set and 1 when kernels run."""
+        """Update the parameters, unless the tensor `found_inf` is 1, as in torch's AdamW."""
         assert closure is None, "gradients are there already"
         scale, self.clip_factor = self.clip_factor, None
         if not self._together:
@@ -56,13 +56,15 @@ class AdamW(torch.optim.AdamW):
                 scale_gradients((p.grad for group in self.param_groups for p in group["params"]), scale)
             super().step()
             return
-        bad: Tensor | None = getattr(self, "found_inf", None)  # set from outside, by torch's convention
+        bad: Tensor | None = getattr(self, "found_inf", None)  # torch's gradient scaler sets it
         by_kind: dict[Any, list[_LocalState]] = {}
         for group in self.param_groups:
             for five in zip(*init_adamw_group(self, group), strict=True):
                 param, grad, mean, square, step = map(local_shard, five)
                 local = _LocalState(param, grad, mean, square, step, group["lr"], group["weight_decay"])
-                by_kind.setdefault(local.kind, []).append(local)  # also empty shards: their steps count like the others
+                by_kind.setdefault(local.kind, []).append(
+                    local
+                )  # also empty shards, whose step counts increase as well
         for kind, states in by_kind.items():
             if isinstance(kind, _TensorKind):
                 self._step_in_one_launch(kind, states, scale, bad)
@@ -70,13 +72,13 @@ class AdamW(torch.optim.AdamW):
                 self._step_by_torch(states, scale, bad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.clip_factor = None  # it belonged to the gradients that are dropped here
+        self.clip_factor = None  # it belongs to the gradients that are cleared here
         super().zero_grad(set_to_none)
 
     def _step_in_one_launch(
         self, kind: _TensorKind, states: Sequence[_LocalState], scale: Tensor | None, bad: Tensor | None
     ) -> None:
-        import triton.language as tl  # not on every machine
+        import triton.language as tl  # Triton is not installed on every machine
 
         from tessera.optim.adamw_kernel import BLOCK, WARPS, adamw_update
 
@@ -86,7 +88,7 @@ class AdamW(torch.optim.AdamW):
         bad = torch.zeros((), device=device) if bad is None else bad.float()
         steps = [one.step for one in states]
         foreach_add_(steps, 1)
-        foreach_sub_(steps, [bad] * len(steps))  # as a list: the host would read a single one
+        foreach_sub_(steps, [bad] * len(steps))  # a list of tensors: a single tensor would be read on the host
         count = torch.stack(steps)
         rates = devices.send([one.rate for one in states], torch.float32, device)
         shrinks = devices.send([1 - one.rate * one.decay for one in states], torch.float32, device)
@@ -146,15 +148,15 @@ class AdamW(torch.optim.AdamW):
 
 @dataclass(frozen=True)
 class _TensorKind:
-    """Describe tensors that one launch can update together."""
+    """Hold the properties that tensors of one kernel launch have in common."""
 
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]  # of parameters, gradients and moments
-    aligned: int  # bytes that all their addresses are multiples of; gradients may be slices of a summed buffer
+    aligned: int  # common alignment of addresses in bytes; gradients may be slices of a buffer
 
 
 @dataclass(frozen=True)
 class _LocalState:
-    """Hold this rank's shard of a parameter, of its gradient and of its state."""
+    """Hold this rank's shards of a parameter, its gradient and its state."""
 
     param: Tensor
     grad: Tensor
@@ -170,7 +172,7 @@ class _LocalState:
 
     @property
     def kind(self) -> _TensorKind | None:
-        """Return the kind of these tensors; None if one is not contiguous, or has more bits than fp32."""
+        """Return the common properties; None if a tensor is not contiguous or fp32 cannot represent its dtype."""
         if not all(x.is_contiguous() and x.dtype in _UP_TO_FP32 for x in self.tensors):
             return None
         dtypes = (self.param.dtype, self.grad.dtype, self.mean.dtype)

@@ -1,4 +1,4 @@
-"""Lion: the sign of an average of gradients is the update. One state for each parameter, half of AdamW's.
+"""Lion: update by the sign of an average of gradients. Its state is half of AdamW's.
 
 Everything is computed element by element, so each rank updates its own shards, and a checkpoint reshards as any other.
 """
@@ -14,7 +14,7 @@ from tessera.runtime.modules import local_shard
 
 
 class Lion(Optimizer):
-    """Update by the sign of `beta1` m + (1 - `beta1`) g, then let m follow g by `beta2`; weight decay is decoupled."""
+    """Update by sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g. Weight decay is decoupled."""
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": 1e-4, "weight_decay": 0.0, "betas": betas})

@@ -22,27 +22,27 @@ from tessera.runtime import device as devices
 from tessera.runtime.modules import StackedExperts, clean_name, local_shard
 from tessera.runtime.torch_internals import local_chunks, tensor_of_chunk
 
-HEADS = ("head", "lm_head", "score")  # of tokens or values: rows that are looked up, not a map between hidden states
-_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5  # of Muon's authors
+HEADS = ("head", "lm_head", "score")  # modules with output rows per token or value, which Muon does not update
+_COEFFICIENTS, _STEPS = (3.4445, -4.7750, 2.0315), 5  # of the Newton-Schulz iteration, by Muon's authors
 _EPS = 1e-7
 
 
 def matrices_of(module: nn.Module) -> set[str]:
-    """Return the parameters that Muon updates: weights of linear layers but heads, experts, and adapters."""
+    """Return the parameters that Muon updates: weights of linear layers except heads, of experts and of adapters."""
     names: set[str] = set()
     for path, part in module.named_modules():
         for kind, parameter in part.named_parameters(recurse=False):
             name = clean_name(f"{path}.{kind}")
             linear = isinstance(part, nn.Linear) and kind == "weight" and path.rpartition(".")[2] not in HEADS
             experts = isinstance(part, StackedExperts) and parameter.dim() == 3
-            adapter = is_factor(name) and parameter.dim() >= 2  # of experts they are stacked
+            adapter = is_factor(name) and parameter.dim() >= 2  # adapters of experts are stacked matrices
             if experts or adapter or (linear and parameter.dim() == 2):
                 names.add(name)
     return names
 
 
 class Muon(AdamW):
-    """Update groups with `muon: True` by Muon, the others as `AdamW` does."""
+    """Update groups with `muon: True` by Muon, and other groups by AdamW."""
 
     def __init__(
         self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, *, momentum: float, **how: Any
@@ -51,7 +51,7 @@ class Muon(AdamW):
         self.momentum = momentum
         for group in self.param_groups:
             if group.get("muon"):
-                group["fused"] = False  # its update does not look at a flag on the device: the host decides
+                group["fused"] = False  # the update has no flag on the device
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -79,7 +79,7 @@ class Muon(AdamW):
         if scale is not None:
             grad = grad * scale.to(grad.device, grad.dtype)
         mean.lerp_(grad, 1 - self.momentum)
-        ahead = grad.lerp(mean, self.momentum)  # Nesterov's
+        ahead = grad.lerp(mean, self.momentum)  # Nesterov momentum
         local_shard(parameter).mul_(1 - rate * decay)
         rate *= 0.2 * math.sqrt(max(parameter.shape[-2:]))
         if _has_whole_matrices(parameter):
@@ -102,8 +102,7 @@ class Muon(AdamW):
 
 
 def _has_whole_matrices(parameter: Tensor) -> bool:
-    """Return whether the local shard consists of full matrices: of stacked ones, dimensions before the last two may be
-    split."""
+    """Return whether the local shard consists of full matrices: the last two dimensions are not sharded."""
     if not isinstance(parameter, DTensor):
         return True
     stacked = range(parameter.dim() - 2)
@@ -114,7 +113,7 @@ def _has_whole_matrices(parameter: Tensor) -> bool:
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return the matrix, or each of stacked ones, with singular values near 1, in its own type.
+    """Orthogonalize a matrix, or each of stacked matrices: singular values become about 1. The dtype is kept.
 
     In bf16 where the device multiplies that much faster, otherwise in fp32.
     """

@@ -1,4 +1,4 @@
-"""Parameter groups by pattern, the optimizer over them, its learning rate, and clipping by the norm of all gradients.
+"""Build parameter groups and the optimizer, set its learning rate, and clip gradients by their global norm.
 
 The learning rate is a pure function of the step, so that resuming needs no state. Nothing here waits for the device.
 """
@@ -36,7 +36,7 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
 
     `names`: all trained parameters of the model, where `module` may be a part of it; patterns are matched with these.
     """
-    # Two stages of a pipeline on one rank may have copies of one parameter, with one name: both are trained.
+    # Two pipeline stages on one rank may have copies of a tied parameter with the same name: both are trained.
     trained: dict[str, list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -49,7 +49,7 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
     for number, group in enumerate(section.groups):
         for name in select_trees([group.pattern], names or trained, f"optim.groups.{number}.pattern"):
             if name not in settings:
-                continue  # on another stage
+                continue  # the parameter is on another pipeline stage
             lr, decay = settings[name]
             settings[name] = (
                 lr if group.lr is None else group.lr,
@@ -64,7 +64,7 @@ def parameter_groups(module: nn.Module, section: OptimSection, names: Collection
                 )
             if group.optimizer is not None:
                 (matrices.add if group.optimizer == "muon" else matrices.discard)(name)
-    # Unsharded parameters have a separate group: torch updates no mixture of plain and sharded tensors at once.
+    # Unsharded parameters have a separate group: torch does not mix tensors and DTensors in one update.
     by_setting: dict[tuple[float, float, bool, bool], list[str]] = {}
     for name, setting in settings.items():
         kind = (isinstance(trained[name][0], DTensor), name in matrices)
@@ -90,14 +90,14 @@ def build_optimizer(
     offloaded: bool = False,
     make: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
 ) -> Optimizer:
-    """Return the optimizer over all trained parameters. `offloaded`: they are in host memory and are updated there.
+    """Return the optimizer of all trained parameters. `offloaded`: parameters are in host memory.
 
     `make` is the caller's own: it is given the parameter groups with their learning rates and weight decays.
     """
     groups = parameter_groups(module, section, names)
     if not groups and not names:
         raise TesseraError("no parameter is trained", where="model.freeze", code="model.all-frozen")
-    if not groups:  # a stage that is frozen as a whole: an optimizer over nothing
+    if not groups:  # a pipeline stage without trained parameters
         groups = [{"params": [], "names": [], "lr": section.lr, "base_lr": section.lr}]
     names = [group.pop("names") for group in groups]
     optimizer: Optimizer
@@ -173,7 +173,7 @@ def state_bytes(section: OptimSection, module: nn.Module) -> Callable[[str, int,
             return adafactor_bytes(shape)
         if section.name == "lion" or name in matrices:
             return size
-        return 2 * size + 4  # two moments, and one number that counts the steps
+        return 2 * size + 4  # two moments and a step count
 
     return bytes_of
 
@@ -212,7 +212,7 @@ def clip_gradients(
     others: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
-    """Return the norm of all gradients, on `device`, and have the update clip them to `max_norm`.
+    """Return the norm of all gradients, and let the next update clip them to `max_norm`.
 
     Our AdamW clips as part of its update; for any other optimizer the gradients are scaled here. `others`: ranks that
     hold other parameters of the same model. Of a parameter that several of them hold, one counts it.
@@ -237,7 +237,7 @@ def multiply_update(optimizer: Optimizer, factor: Tensor) -> None:
 def total_norm(
     grads: Iterable[Tensor], device: torch.device | None = None, others: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the 2-norm of gradients, each summed over just the mesh axes that shard it.
+    """Return the 2-norm of all gradients, reduced over the mesh axes that shard them.
 
     The result is on `device`; by default where the gradients are. `others`: ranks that hold further gradients.
     """
@@ -252,10 +252,10 @@ def total_norm(
     total = torch.zeros((), dtype=wide, device=device)
     for (mesh, placements), tensors in by_layout.items():
         norms = torch.stack(foreach_norm(tensors, dtype=torch.float32))
-        # Moved before it is summed over ranks: the axes of a mesh belong to the device, not to the host.
+        # Move to the device before the all-reduce: the mesh belongs to the device, also with CPU offload.
         squares = norms.to(device=device, dtype=wide).square().sum()
         for axis, placement in enumerate(placements):
-            if not placement.is_replicate():  # a shard of shards does not call itself one
+            if not placement.is_replicate():  # a strided shard is no `Shard`, so test for replicas
                 dist.all_reduce(squares, group=mesh.get_group(axis))  # type: ignore[attr-defined]
         total += squares
     if others is not None:

@@ -26,7 +26,7 @@ from tessera.parallel.modules import present, wrap_submodule
 from tessera.parallel.sequence_sharding import BatchSharding, EncoderSharding, SequenceSharding, too_short
 from tessera.runtime.modules import AttentionCore
 
-WIDE = 4  # bytes: gradients of keys travel in fp32
+WIDE = 4  # bytes of a gradient of keys, which is sent in fp32
 
 
 @dataclass(frozen=True)

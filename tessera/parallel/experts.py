@@ -40,7 +40,7 @@ from tessera.parallel.modules import present
 from tessera.runtime.modules import ExpertBalance, RowStatistics, StackedExperts, local_shard
 
 WHERE = "the model's plan (experts)"
-INDEX = 8  # bytes of the number of an expert
+INDEX = 8  # bytes of an expert index
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Plan:
     precision: Precision
     memory: MemoryPlan
     workload: Workload
-    rows: Mapping[str, int]  # module -> rows that a rank computes there in a typical micro-batch; "": of tokens
+    rows: Mapping[str, int]  # module -> elements that a rank computes in a typical micro-batch; "": tokens
     microbatches: int  # of one rank in a step
     parameters: int  # of the unsharded model
     trained: int

@@ -219,7 +219,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def plan_figures(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data: memory and communication of the largest rank at each pipeline position."""
+    """Return the plan as plain data. Memory and communication: of the largest rank at each pipeline position."""
     return {
         "world": plan.axes.world,
         "axes": dict(plan.axes.root),

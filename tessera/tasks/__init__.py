@@ -10,13 +10,13 @@ from tessera.config.registry import Maker, Registry, check_arguments
 from tessera.core.task import Task
 from tessera.errors import TesseraError
 
-REFERENCE_MODEL = "reference"  # the frozen component that is a copy of the model with its initial weights
+REFERENCE_MODEL = "reference"  # name of the frozen copy of the model with its initial weights
 
 TASKS: Registry[Callable[..., Task]] = Registry(TASK_NAMES, Maker("task", bases=(Task,)))
 
 
 def build_task(name: str, options: Mapping[str, Any]) -> Task:
-    """Return the task that a recipe names, by the name of a module here or an import path."""
+    """Return the task of a recipe: a module name of this package, or an import path."""
     make = TASKS.get(name)
     check_arguments(make, options, f"task {name}", "train.task_options")
     task = make(**options)

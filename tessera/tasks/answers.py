@@ -31,8 +31,8 @@ from tessera.runtime.distributed import World
 from tessera.tasks import REFERENCE_MODEL
 
 REFERENCE = "reference_log_probs"
-PAIRS = "pairs"  # the count
-_KINDS = {  # of data that has answers, and the tasks that learn from them
+PAIRS = "pairs"  # name of the count of pairs
+_KINDS = {  # kind of data with answers -> tasks for it
     "preference": "train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "train.task=kto",
 }
@@ -41,10 +41,10 @@ _KINDS = {  # of data that has answers, and the tasks that learn from them
 class AnswerTask(Task):
     """Base of objectives over pairs of full answers."""
 
-    name = "preference"  # of the objective, for messages
+    name = "preference"  # name of the objective in messages
     reads: tuple[str, ...] = (LOGITS,)
-    kind = "preference"  # of the data
-    section: ClassVar[type[Section]]  # of `train.task_options`
+    kind = "preference"  # kind of data
+    section: ClassVar[type[Section]]  # declares `train.task_options`
     options: Any
 
     def __init__(self, **options: Any) -> None:
@@ -92,7 +92,7 @@ class AnswerTask(Task):
 
 
 class AdaptersOff(Reference):
-    """Turn adapters off: the reference is the base model."""
+    """Compute the reference with adapters turned off."""
 
     def active(self, module: nn.Module) -> AbstractContextManager[None]:
         return without_adapters(module)
@@ -145,7 +145,7 @@ class ReferencedTask(AnswerTask):
             return batch.with_tensors(**{REFERENCE: answer_log_probs(model(batch), batch)})
 
     def compared(self, log_probs: Tensor, batch: Batch) -> Tensor:
-        """Return the logarithms of the ratios between the probabilities of answers and those of the reference."""
+        """Return the log-probabilities of answers minus those of the reference."""
         return log_probs if self.reference_free else log_probs - batch[REFERENCE]
 
 
@@ -153,26 +153,26 @@ def answer_log_probs(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the log-probabilities of the answers of every pair, better and worse in turn: [2 x pairs], in fp32."""
     hidden, head = projection(outputs, LOGITS)
     weight, labels, pair = head.weight, batch["labels"], batch["pair"]
-    if "trained" in batch:  # logits are expensive, and those of questions are not needed
+    if "trained" in batch:  # skip the logits of questions, which are expensive
         hidden = take_rows(hidden, batch["trained"])
         labels, pair = (x.index_select(0, batch["trained"]) for x in (labels, pair))
     return sum_over_answers(token_log_probs(hidden.to(weight.dtype), weight, labels), pair, batch)
 
 
 def answer_lengths(batch: Batch) -> Tensor:
-    """Return how many tokens with a label each answer has: [2 x pairs], in fp32."""
+    """Return the number of labelled tokens of each answer: [2 x pairs], in fp32."""
     return sum_over_answers((batch["labels"] != IGNORE).float(), batch["pair"], batch)
 
 
 def whole_pairs(batch: Batch) -> Tensor:
-    """Return which pairs have labels in both answers. A sample that could not be read has none."""
+    """Return which pairs have labels in both answers. Masked samples have none."""
     return (answer_lengths(batch).view(-1, 2) > 0).all(1)
 
 
 def sum_over_answers(values: Tensor, pair: Tensor, batch: Batch) -> Tensor:
-    """Return the sums of values over the tokens of each answer; values of other tokens are left out."""
+    """Return the sum of values over the tokens of each answer."""
     answers = 2 * batch["pair_ids"].shape[0]
-    index = pair.where(pair >= 0, answers)  # tokens of no answer are summed behind the last one
+    index = pair.where(pair >= 0, answers)  # tokens outside of answers are summed in an extra entry
     return values.new_zeros(answers + 1).index_add(0, index, values)[:answers]
 
 

@@ -24,7 +24,7 @@ from tessera.core.task import Counts, Losses, LossTerm, Metric
 from tessera.errors import TesseraError
 from tessera.tasks.answers import ReferencedTask, answer_lengths, answer_log_probs
 
-SAMPLES, GOOD, BAD = "samples", "good", "bad"  # the counts
+SAMPLES, GOOD, BAD = "samples", "good", "bad"  # names of the counts
 
 
 class KtoOptions(Section):
@@ -49,7 +49,7 @@ class KtoTask(ReferencedTask):
         super().__init__(**options)
         if not (self.options.desirable_weight or self.options.undesirable_weight):
             raise TesseraError(
-                "with both weights 0 nothing is learned",
+                "both weights are 0, so the loss is always 0",
                 where="train.task_options.desirable_weight",
                 code="task.zero-weights",
             )
@@ -86,7 +86,7 @@ class KtoTask(ReferencedTask):
 
 
 def _read_samples(batch: Batch) -> Tensor:
-    """Return which samples have labels. A sample that could not be read has none."""
+    """Return which samples have labels. Masked samples have none."""
     return answer_lengths(batch).view(-1, 2)[:, 0] > 0
 
 
@@ -94,7 +94,7 @@ def _moved(ratios: Tensor, batch: Batch) -> Tensor:
     """Return for each sample the mean of `ratios`, of answers moved to other questions, in its row; at least 0."""
     row = batch["pair_row"]
     has = (answer_lengths(batch).view(-1, 2)[:, 1] > 0).to(ratios)
-    rows = max(1, len(batch.seeds), ratios.shape[0])  # a number that the host knows, and no row is beyond it
+    rows = max(1, len(batch.seeds), ratios.shape[0])  # an upper bound of the row index that needs no synchronization
     sums, counts = (ratios.new_zeros(rows).index_add(0, row, value) for value in (ratios * has, has))
     return (sums / counts.clamp(min=1)).clamp(min=0).index_select(0, row)
 

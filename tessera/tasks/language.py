@@ -19,7 +19,7 @@ from tessera.ops.rows import take_rows
 from tessera.runtime import device as devices
 from tessera.runtime.rng import generator
 
-LABELS = "labels"  # the count: tokens that are trained on
+LABELS = "labels"  # name of the count of trained tokens
 LANGUAGE_LOSS = "language_loss"
 
 
@@ -69,7 +69,7 @@ class LanguageTask(Task):
     def losses(self, outputs: Outputs, batch: Batch) -> Losses:
         hidden, head = projection(outputs, LOGITS)
         weight, labels = head.weight, batch["labels"]
-        # Logits are expensive; those of images and of questions are not needed.
+        # Compute logits of trained positions only: logits are expensive.
         if "trained" in batch:
             hidden, labels = take_rows(hidden, batch["trained"]), labels.index_select(0, batch["trained"])
         # `precision.output` may have widened the hidden states; the product is taken in the head's type.
@@ -104,7 +104,7 @@ def embedding_noise(batch: Batch, alpha: float, width: int) -> Tensor:
 
 
 def label_count(batch: Batch) -> int | Tensor:
-    """Return how many tokens of a micro-batch have a label."""
+    """Return the number of labelled tokens of a micro-batch."""
     return batch["trained"].shape[0] if "trained" in batch else (batch["labels"] != IGNORE).sum()
 
 

@@ -20,7 +20,7 @@ from tessera.core.outputs import Outputs
 from tessera.core.task import Counts, Losses, LossTerm
 from tessera.tasks.answers import PAIRS, AnswerTask, answer_lengths, answer_log_probs, pair_metrics, whole_pairs
 
-CHOSEN_LABELS = "chosen_labels"  # the count: tokens of better answers
+CHOSEN_LABELS = "chosen_labels"  # name of the count of tokens in better answers
 
 
 class OrpoOptions(Section):
@@ -54,7 +54,7 @@ class OrpoTask(AnswerTask):
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """Return the logarithm of p / (1 - p). An answer without a token, and one that is certain, have finite odds."""
+    """Return log(p / (1 - p)), clamped so that it is finite for answers without tokens and for p = 1."""
     below = log_prob.clamp(max=-torch.finfo(torch.float32).eps)
     return below - torch.log(-torch.expm1(below))
 

@@ -1,4 +1,4 @@
-"""Train models that compute their own loss: what they return is made into a sum and a count.
+"""Train models that compute their own loss.
 
 A model may return a scalar; a mapping with `loss` and perhaps `count`; or an object with such attributes (outputs of
 `transformers` are both). Gradients of micro-batches and ranks are added and divided once, by the global count, so
@@ -49,7 +49,7 @@ class ReturnsLossTask(Task):
         self.count_labels = options.count_labels
 
     def counts(self, batch: Batch) -> None:
-        """Return nothing: the model may return a count of its own, so the count is known only after forward."""
+        """Return None: the model may return the count, so it is known after forward."""
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         loss = _part(outputs, "loss")
@@ -65,7 +65,7 @@ class ReturnsLossTask(Task):
             )
         loss = loss.reshape(())
         count = self._count(outputs, batch, loss)
-        # A mean over nothing is nan, and nan times zero stays nan: it must not reach the other samples of the step.
+        # The mean of an empty micro-batch is nan, and nan times zero is nan: replace it by zero.
         total = loss if self.reduction == "sum" else torch.where(count > 0, loss, loss.new_zeros(())) * count
         return Losses([LossTerm("loss", total, COUNT)], counts={COUNT: count})
 
@@ -87,7 +87,7 @@ class ReturnsLossTask(Task):
 
 
 def _part(outputs: Any, name: str) -> Any:
-    """Return `outputs["loss"]` or `outputs.loss`, for example; methods of a tensor or a list are no parts of it."""
+    """Return `outputs[name]` or `outputs.name`, but no methods of tensors or lists."""
     if isinstance(outputs, Tensor):
         return None
     if isinstance(outputs, Mapping):

@@ -31,7 +31,7 @@ class RewardOptions(Section):
 
 
 class RewardTask(AnswerTask):
-    """Rank two answers by one number each."""
+    """Train a reward for each answer, higher for the better answer of a pair."""
 
     name = "reward"
     reads = (REWARDS,)
@@ -61,8 +61,8 @@ def answer_rewards(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the reward of every answer, better and worse in turn: [2 x pairs], in fp32."""
     pair, answers = batch["pair"], 2 * batch["pair_ids"].shape[0]
     at = torch.arange(pair.shape[0], device=pair.device)
-    # Tokens of no answer have an entry behind the last answer. An answer without tokens gets the reward of some token,
-    # which does not count.
+    # Tokens outside of answers have an extra entry. An answer without tokens gets the reward of another token, but its
+    # pair is masked.
     last = pair.new_zeros(answers + 1).scatter_reduce(0, pair.where(pair >= 0, answers), at, "amax")[:answers]
     hidden, head = projection(outputs, REWARDS)
     wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -37,7 +37,7 @@ class TransformersTask(Task):
         self.shift = build(TransformersOptions, {"shift": shift}, "train.task_options").shift
 
     def counts(self, batch: Batch) -> Counts | None:
-        """Return the number of labels; None without `shift`, when only the outputs show what is counted."""
+        """Return the number of labels; None without `shift`, when it depends on the outputs."""
         return None if self.shift is None else {"labels": (self._targets(batch["labels"], self.shift) != IGNORE).sum()}
 
     def inputs(self, batch: Batch) -> Batch:
@@ -54,7 +54,7 @@ class TransformersTask(Task):
 
     def losses(self, outputs: Any, batch: Batch) -> Losses:
         logits, labels = getattr(outputs, "logits", None), batch[LABELS]
-        # The labels of a classifier are of samples, which do not shift.
+        # Labels of a classifier belong to samples and are not shifted.
         classifies = logits is not None and logits.dim() == 2 and self.shift is not False
         if logits is None or logits.shape[:-1] != labels.shape or classifies:
             shape = "no logits" if logits is None else f"logits of shape {list(logits.shape)}"
@@ -71,7 +71,7 @@ class TransformersTask(Task):
 
     @staticmethod
     def _targets(labels: Tensor, shift: bool) -> Tensor:
-        """Return the label of every position. The labels move, not the logits: a shifted view of those is a copy."""
+        """Return the label of every position. Labels are shifted, not logits, which would be a large copy."""
         return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORE)], dim=-1) if shift else labels
 
 
