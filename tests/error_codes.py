@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.error_cures import CURES
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tessera", "tessera_compat")
 PAGE = ROOT / "docs" / "reference" / "error-codes.md"
@@ -150,7 +152,10 @@ def page() -> str:
             rows.setdefault(error.code, []).append(error)
     sections = [HEAD]
     for subject, title in SUBJECTS.items():
-        lines = [f"| `{code}` | {_cell(rows[code], 'cause')} | {_cell(rows[code], 'cure')} |" for code in sorted(rows)]
+        lines = [
+            f"| `{code}` | {_cell(rows[code], 'cause')} | {_cell(rows[code], 'cure') or CURES.get(code, '')} |"
+            for code in sorted(rows)
+        ]
         lines = [line for line in lines if line.startswith(f"| `{subject}.")]
         if lines:
             sections.append("\n".join([f"\n## {title}\n", "| code | cause | cure |", "|---|---|---|", *lines, ""]))

@@ -6,6 +6,7 @@ import ast
 
 from tessera.errors import TesseraError
 from tests.error_codes import CODE, PAGE, all_raised, page, raised
+from tests.error_cures import CURES
 
 
 def test_every_error_has_a_code_of_a_listed_subject() -> None:
@@ -18,6 +19,15 @@ def test_every_error_has_a_code_of_a_listed_subject() -> None:
 
 def test_the_page_lists_every_code() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tests.error_codes"
+
+
+def test_every_code_has_a_cure() -> None:
+    cures = {row.split(" | ")[0]: row.rstrip(" |").count(" | ") for row in page().splitlines() if row.startswith("| `")}
+    assert [code for code, columns in cures.items() if columns < 2] == [], (
+        "add a fix= or a line of tests/error_cures.py"
+    )
+    codes = {error.code for error in all_raised()}
+    assert sorted(CURES.keys() - codes) == [], "these codes are gone"
 
 
 def test_a_planted_error_without_a_code_is_found() -> None:
