@@ -527,7 +527,7 @@ def test_migrate_writes_the_recipe_and_reports(here: Path, tmp_path: Path) -> No
     assert "mapped        HCCL_CONNECT_TIMEOUT = '1200': parallel.join_timeout_s" in refused.output
     for words, said in (
         (["migrate", "nowhere.sh"], "no such file"),
-        (["migrate", "workspace"], "needs a folder"),
+        (["migrate", "workspace"], "job.workspace-folder"),
     ):
         assert said in str(runner.invoke(app, words).exception)
 

@@ -199,5 +199,5 @@ def test_a_model_that_shards_itself_keeps_its_ties_and_trains_like_one_process(
 
 
 def test_a_model_that_leaves_parameters_out_is_refused() -> None:
-    with pytest.raises(RankError, match=r"Forgetful shards itself and leaves embed\.weight out"):
+    with pytest.raises(RankError, match=r"Forgetful .*embed\.weight"):
         run_ranks(train_net, 2, Forgetful)

@@ -95,7 +95,7 @@ def test_where_nothing_can_be_written(run: Any, recipe: Path, data: Path) -> Non
         ("data.train_on=[asistant]", "asistant"),
         ("data.processor.min_pixel=3", "min_pixels"),
         ("data.processor.train_on=[user]", "data.train_on"),
-        ("data.length=8", "no usable sample"),
+        ("data.length=8", "data.no-usable-sample"),
         ("parallel.recompute=[text.layer]", "did you mean: text.layers"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_run_that_cannot_use_what_it_reads_ends_and_so_does_one_without_a_held
     path.write_text(yaml.safe_dump(recipe))
     code, said = run("train", path, f"data.train={torn}", "data.eval=[]", "train.eval_every=0", "guard.coverage=off")
     assert code == 2
-    assert "nothing is trained" in said
+    assert "data.no-usable-sample" in said
     assert 5 <= len((tmp_path / "runs/chat/quarantine.jsonl").read_text().splitlines()) <= 32
     code, said = run("train", path, f"data.eval={torn}", "name=held-out")
     assert code == 2

@@ -94,6 +94,6 @@ def test_text_and_figures_tell_of_it(tmp_path: Path) -> None:
     assert figures["axes"] == {"pp": 2, "dp_shard": 1}
     assert figures["communication"][0][0]["kind"] == "send"
     (line,) = [line for line in done.output.splitlines() if line.startswith("per rank")]
-    assert f"buffers {planned.memory.heaviest.buffers / 1024:.2f} KiB (whole on every rank)" in line
+    assert f"buffers {planned.memory.heaviest.buffers / 1024:.2f} KiB (not sharded)" in line
     plain = tessera.plan(recipe({**FOUR_BITS, "lora": {}}))
     assert "buffers" not in plain.describe()

@@ -54,7 +54,7 @@ def test_an_interval_is_a_number_and_a_unit(value: int | str, meant: Interval) -
 
 @pytest.mark.parametrize("text", ["", "often", "1.5steps", "-1epoch", "10 apples", "1e99h", "epoch", "ten minutes"])
 def test_what_is_no_interval_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"steps|number"):
+    with pytest.raises(ValueError, match=r"steps|number|interval"):
         parse_interval(text)
 
 

@@ -92,8 +92,8 @@ def test_weights_of_sets_hold_over_steps() -> None:
 @pytest.mark.parametrize(
     ("size", "packing", "message"),
     [
-        (StepSize(8), {"shuffle": False}, "data.shuffle is off"),
-        (StepSize(8, multiple=16), {}, "cannot fill"),
+        (StepSize(8), {"shuffle": False}, "data.steps-need-shuffle"),
+        (StepSize(8, multiple=16), {}, "run.too-few-samples-per-step"),
         (StepSize(6, multiple=4), {"pack": False}, "train.samples_per_step=8"),
     ],
 )
