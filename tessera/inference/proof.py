@@ -8,7 +8,7 @@ computed again with every weight changed by one float32 rounding.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,7 +21,6 @@ from tessera.checkpoint.collective import Ranks
 from tessera.checkpoint.folder_tensors import FolderTensors
 from tessera.checkpoint.hf import load_folder
 from tessera.checkpoint.state import model_tensors, tied_names
-from tessera.config.run_config import ModelSection
 from tessera.core.batch import Batch
 from tessera.core.outputs import LATENTS, LOGITS, REWARDS
 from tessera.core.sample import Message, Part, Sample
@@ -36,7 +35,7 @@ from tessera.diffusion.samples import EncodedMedia
 from tessera.errors import TesseraError, few_names, first_line, nearest
 from tessera.inference.reference import DiffusersModel, StockModel, TransformersReference, UnreadableError
 from tessera.inference.weight_source import allocated
-from tessera.models import build_on_meta, resolve
+from tessera.models import build_on_meta, folder_config
 from tessera.models.files.exported_config import config_differences
 from tessera.models.transformers import ClassProcessor
 from tessera.runtime import device as devices
@@ -114,7 +113,7 @@ def _untrue_fields(folder: Path, spec: ModelSpec, config: Any) -> list[str]:
     """Return descriptions of the fields of a folder's config.json that contradict the trained `config`."""
     if not spec.hf_types:  # a class of the user or of transformers: it has no config of Tessera to compare
         return []
-    _, stored = resolve(ModelSection(path=folder, family=spec.name))
+    stored = folder_config(spec, folder)  # not by the name of the family: one of the user's has an import path
     trained = config.model_dump(mode="json")
     return [f"config.json: {one}" for one in config_differences(stored.model_dump(mode="json"), trained, "training")]
 
@@ -174,7 +173,10 @@ def _compare_logits(folder: Path, spec: ModelSpec, config: Any) -> Proof:
     inputs_text = f"{len(_tokens(batch))} tokens" + (
         " with an image" if any("pixel" in name for name in inputs) else ""
     )
-    return _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
+    proof = _judged("transformers", "logits", stock, (logits, moved, expected), inputs_text, tuple(warnings))
+    if spec.generate is None:
+        return proof
+    return replace(proof, line=f"{proof.line}; Tessera computes with the same class, not with a family of its own")
 
 
 def _judged(
@@ -210,8 +212,10 @@ def _obstacle(folder: Path, spec: ModelSpec, config: Any, when: Prove) -> str | 
     if spec.gives(REWARDS):
         return "a reward model has no token logits"
     foreign = spec.generate is not None
-    if not foreign and (str(data.get("model_type")) not in spec.hf_types or spec.example is None):
-        return f"Tessera has no built-in model for this folder (family {spec.name})"
+    if not foreign and str(data.get("model_type")) not in spec.hf_types:
+        return f"the family {spec.name} does not list the model_type of this folder (ModelSpec.hf_types)"
+    if not foreign and spec.example is None:
+        return f"the family {spec.name} has no example batch (ModelSpec.example)"
     if "quantization_config" in data:
         return "transformers computes with quantized weights in another way"
     if importlib.util.find_spec("transformers") is None:

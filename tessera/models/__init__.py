@@ -136,14 +136,21 @@ def _resolve(section: ModelSection) -> tuple[ModelSpec, Section]:
         # No family of Tessera has a head for several classes, so the class of transformers is used.
         name = section.family or (FOREIGN if number_of_classes(data) not in (None, 1) else None)
         spec = FAMILIES.get(name) if name else family_of(kind, with_code=bool(data.get("auto_map")))
-        with foreign_values(str(section.path / CONFIG_FILE)), _or_by_the_library(spec, kind):
-            original = spec.originals.get(str(data.get("model_type")))
-            read = spec.config.from_hf(data if original is None else original(section.path, data))  # type: ignore[attr-defined]
-        return spec, _with_changes(spec, read, section.config)
+        return spec, _with_changes(spec, folder_config(spec, section.path), section.config)
     assert section.family is not None, "ModelSection checks that a family or a path is given"
     spec = FAMILIES.get(section.family)
     base = {} if section.preset is None else _preset(spec, section.preset)
     return spec, build(spec.config, _merged(base, section.config), f"model ({spec.name})")
+
+
+def folder_config(spec: ModelSpec, folder: Path) -> Section:
+    """Return the configuration that a family reads from the config.json of a folder."""
+    data = folder_layout(folder).config()
+    kind = str(data.get("model_type") or data.get(CLASS_NAME, ""))
+    with foreign_values(str(folder / CONFIG_FILE)), _or_by_the_library(spec, kind):
+        original = spec.originals.get(str(data.get("model_type")))
+        config: Section = spec.config.from_hf(data if original is None else original(folder, data))  # type: ignore[attr-defined]
+    return config
 
 
 @contextmanager

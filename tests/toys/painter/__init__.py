@@ -46,7 +46,7 @@ def example(config: PainterConfig, tokens: int) -> Batch:
 
 
 SPEC = generation_family(
-    "tests.toys.painter",
+    "painter",
     PainterConfig,
     {"quickstart": {}},
     build=Painter,
