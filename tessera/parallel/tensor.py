@@ -123,16 +123,23 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
     layers: dict[str, Split] = {}
     for name, style in styles.items():
         path, _, kind = name.rpartition(".")
+        if kind == "bias" and styles.get(f"{path}.weight") == "row" and style != "replicate":
+            # It is added to the sum over all ranks. Under `sequence`, its gradient would be summed twice.
+            raise TesseraError(
+                f"{name} has the style {style}: the bias of a layer that is split by row is replicated",
+                where="the `tensor` table in the model's plan",
+                allowed=["replicate"],
+                code="layout.style-of-row-bias",
+            )
         if style not in ("column", "row", "vocab") or home(path, experts) is not None:
             continue
         owner = module.get_submodule(path)
         kinds = (nn.Embedding, nn.Linear) if style == "vocab" else (nn.Linear,)
         if not (isinstance(owner, kinds) or _inside_layer(path, module)) or (kind != "weight" and style != "column"):
             raise TesseraError(
-                f"{name} cannot be split by {style}: {type(owner).__name__} is none of "
-                + ", ".join(k.__name__ for k in kinds)
-                + ", or this is no weight",
+                f"{name} ({type(owner).__name__}) cannot be split by {style}",
                 where="the `tensor` table in the model's plan",
+                allowed=[f"the weight of {' or '.join(k.__name__ for k in kinds)}"],
                 code="layout.style-kind",
             )
         if kind == "weight":

@@ -120,15 +120,22 @@ class Decoder(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(4, bias=False)
         self.up = nn.Linear(4, 8, bias=False)
-        self.down = nn.Linear(8, 4, bias=False)
+        self.down = nn.Linear(8, 4)
 
 
-TABLE: dict[str, TensorStyle] = {"norm.weight": "sequence", "up.weight": "column", "down.weight": "row"}
+TABLE: dict[str, TensorStyle] = {
+    "norm.weight": "sequence",
+    "up.weight": "column",
+    "down.weight": "row",
+    "down.bias": "replicate",
+}
 BAD_TABLES: list[tuple[dict[str, TensorStyle], dict[str, Any], str]] = [
     ({}, {}, "layout.styles-not-declared"),
     ({"norm.weight": "sequence", "up.weight": "column"}, {}, "layout.style-count down.weight"),
     ({**TABLE, "*.weight": "replicate"}, {}, "layout.style-count norm.weight"),
     ({**TABLE, "norm.weight": "column"}, {}, "layout.style-kind norm.weight LayerNorm"),
+    ({**TABLE, "down.bias": "row"}, {}, "layout.style-of-row-bias down.bias"),
+    ({**TABLE, "down.bias": "sequence"}, {}, "layout.style-of-row-bias down.bias"),
     (TABLE, {"sequence_parallel": True}, "layout.sequence-style-missing"),  # it would be the whole model
     ({**TABLE, "norm.weight": "replicate"}, {"sequence_parallel": True}, "layout.sequence-style-missing"),
 ]
