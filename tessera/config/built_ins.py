@@ -45,11 +45,14 @@ class BuiltIns:
 
     def unknown(self, name: str) -> TesseraError:
         names = self.names()
+        near = nearest(name, names)
+        module = near is None and name.isidentifier()  # perhaps one of the user's, without a package
         return TesseraError(
             f"unknown {self.kind}: {name[:200]!r}",
             where=self.key,
             allowed=[*names, "an import path such as my_package.my_module or my_module:NAME"],
-            nearest=nearest(name, names),
+            nearest=near,
+            fix=f"write {name}:{self.attribute} if {name} is a module of your own" if module else None,
             code="recipe.unknown-name",
         )
 

@@ -180,16 +180,20 @@ class GenerationProcessor:
 
     # ------------------------------------------------------------------------------------------ one sample
 
-    def tokenize(self, caption: str) -> tuple[list[list[int]], bool]:
-        """Return the token ids of a caption for each text encoder, and whether the caption was truncated."""
-        if not self.tokenizers:
+    def check_tokenizers(self) -> None:
+        """Raise if the family reads captions and its tokenizers are missing."""
+        if self.family.captions and not self.tokenizers:
             names = ", ".join(reader.tokenizer for reader in self.family.captions)
             raise TesseraError(
                 f"captions cannot be tokenized: {names} missing",
                 where="model.path or model.tokenizer",
-                fix="name the folder of a complete diffusers pipeline",
+                fix="set model.tokenizer to the folder of a complete diffusers pipeline",
                 code="generation.missing-tokenizer",
             )
+
+    def tokenize(self, caption: str) -> tuple[list[list[int]], bool]:
+        """Return the token ids of a caption for each text encoder, and whether the caption was truncated."""
+        self.check_tokenizers()
         full = [tokenizer.ids(caption) for tokenizer in self.tokenizers]
         cut = [tokenizer.cut(ids) for tokenizer, ids in zip(self.tokenizers, full, strict=True)]
         # The text encoder with the largest length decides whether a caption is too long.

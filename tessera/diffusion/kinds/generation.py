@@ -56,6 +56,8 @@ def captioned_rows(request: RowRequest, processor: GenerationProcessor) -> RowSo
             fix=f"make features of the other data sets, or remove {features[0]}",
             code="data.features-mixed-with-media",
         )
+    if not features:
+        processor.check_tokenizers()  # one error of the recipe, not one of every sample
     request = replace(request, section=with_format(section, "generation"))
     rows = pack_rows(request, processor, hole=processor.hole, count_names=COUNTS)
     if features:

@@ -358,11 +358,12 @@ def first_template(encoder: ChatEncoder, templates: Sequence[ChatTemplate], fold
 
 
 def check_rope_length(length: int, longest: int | None) -> None:
-    """Raise an error for a sample that dynamic rope would scale by its length. `longest`: None without dynamic rope."""
+    """Raise an error for a sample with more tokens than positions: dynamic rope would scale it by its length, and a
+    table of positions has no entry for it. `longest`: None without a limit."""
     if longest is not None and length > longest:
         raise TesseraError(
-            f"the sample has {length} tokens, and with dynamic rope only {longest} are supported",
-            fix="shorten the sample, or use model.family=transformers, which scales the positions of each sample",
+            f"the sample has {length} tokens, and this model has positions for {longest}",
+            fix="shorten the sample; with dynamic rope, model.family=transformers scales the positions of each sample",
             code="data.sample-beyond-rope",
         )
 

@@ -2,7 +2,7 @@
 
 Counted are the matrix products of the model itself: half the square of causal attention inside each segment, no
 recomputation, no padding of shorter segments, no blank input of an idle encoder, and no gradient that is not needed
-(`core.types.Passes`).
+(`core.spec.Passes`).
 """
 
 from __future__ import annotations
