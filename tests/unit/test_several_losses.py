@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import tessera
-from tessera.core.batch import Batch
+from tessera.core.batch import IGNORE, Batch
 from tessera.core.callback import AsyncScalars, Callback
+from tessera.core.outputs import LOGITS, Projection
 from tessera.core.task import Counts, Losses, LossTerm, LossTotals, Metric, SumSpec, Task
 from tessera.parallel.engine import SimpleEngine
 from tests.close import assert_as_close
@@ -207,6 +208,20 @@ def test_the_page_s_example_is_the_formula() -> None:
     named = batch.with_tensors(value=batch["values"])
     totals = SimpleEngine(module).step(defined["TASK"](), [named])
     assert float(totals.loss()) == pytest.approx(exact()[0], rel=1e-5)
+
+
+def test_the_page_s_example_for_language_models_smooths_labels() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "write-an-objective.md").read_text(encoding="utf-8")
+    defined: dict[str, Any] = {}
+    exec(page.split("```python\n")[3].split("```")[0], defined)
+    labels, head = torch.tensor([3, IGNORE, 1, IGNORE]), nn.Linear(8, WORDS)
+    hidden = torch.randn(4, 8)
+    batch = Batch({"labels": labels})
+    task = defined["TASK"](smoothing=0.2)
+    (term,) = task.losses({LOGITS: Projection(hidden, head)}, batch).terms
+    expected = nn.functional.cross_entropy(head(hidden), labels, label_smoothing=0.2)
+    mean = (term.sum / task.counts(batch)[term.count]).item()
+    assert mean == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_metric_of_nothing_is_left_out() -> None:
