@@ -128,7 +128,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
             raise TesseraError(
                 f"{name} has the style {style}: the bias of a layer that is split by row is replicated",
                 where="the `tensor` table in the model's plan",
-                allowed=["replicate"],
+                fix=f"give {name} the style replicate",
                 code="layout.style-of-row-bias",
             )
         if style not in ("column", "row", "vocab") or home(path, experts) is not None:
@@ -140,6 +140,7 @@ def _layers(styles: Mapping[str, TensorStyle], module: nn.Module, experts: Seque
                 f"{name} ({type(owner).__name__}) cannot be split by {style}",
                 where="the `tensor` table in the model's plan",
                 allowed=[f"the weight of {' or '.join(k.__name__ for k in kinds)}"],
+                fix=f"give {name} another style; replicate suits every parameter",
                 code="layout.style-kind",
             )
         if kind == "weight":

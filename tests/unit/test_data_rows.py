@@ -299,6 +299,8 @@ def test_an_unknown_kind_is_explained() -> None:
     with raises("recipe.unknown-name") as raised:
         KINDS.get("chatt")
     assert raised.value.nearest == "chat"
+    with raises("recipe.unknown-name", "write zebra_rows:KIND"):
+        KINDS.get("zebra_rows")
     with raises("data.no-chat-processor"):
         KINDS.get("chat")(RowRequest(DataSection(), "train", None, 0))
 

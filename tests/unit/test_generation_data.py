@@ -474,6 +474,12 @@ def test_the_processor_is_what_rows_need_and_no_chat_processor(pipeline: Path, t
     assert processor_of(tmp_path / "kept").fingerprint == processor.fingerprint
     with raises("generation.missing-tokenizer"):
         GenerationProcessor.load(CROSS, None).tokenize("red")
+    write_image(tmp_path / "a.png")
+    with raises("generation.missing-tokenizer", "model.tokenizer"):  # not one bad sample after another
+        rows_of(
+            GenerationProcessor.load(CROSS, None),
+            str(write_jsonl(tmp_path / "s.jsonl", [{"path": "a.png", "cap": "red"}])),
+        )
 
 
 def test_a_family_of_images_leaves_videos_out(tmp_path: Path, pipeline: Path) -> None:
