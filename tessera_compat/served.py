@@ -277,7 +277,7 @@ class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return any(place.is_relative_to(folder) for folder in self.folders)
 
     def places(self, fullname: str) -> list[Path]:
-        """Return the possible paths of a user's module, without suffix."""
+        """Return where the file of a user's module may be: a path in each user folder, without `.py`."""
         return [folder.joinpath(*fullname.split(".")) for folder in self.folders]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

@@ -17,7 +17,7 @@ _MAX_NODES = 100_000
 _SLURM_NAME = re.compile(r"[\w.\-]+")
 _DNS_LABEL = re.compile(
     r"[a-z0-9](?:[a-z0-9\-]{0,51}[a-z0-9])?"
-)  # 53 characters, not 63: the operator appends -worker-NNN
+)  # at most 53 characters of the allowed 63: the training operator appends -worker-NNN
 _IMAGE = re.compile(r"[\w][\w./:@\-]*")
 _MASTER_PORT = 29500
 _RESTARTS = 3
@@ -25,7 +25,7 @@ _RESTARTS = 3
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describe the machines of a run: one, several with fixed numbers (static), or a range of machines (elastic)."""
+    """Describe the machines of a run: one, several with a fixed --node-rank each, or a varying number (elastic)."""
 
     nproc: int = 1
     min_nodes: int = 1
@@ -152,7 +152,7 @@ class Job:
     ranks_per_node: int
 
     def start_line(self, node_rank: str, endpoint: str) -> str:
-        """Return the shell line that starts training. The job passes `words` as "$@", so that no word is parsed.
+        """Return the shell line that starts training. The job passes `words` as "$@", so the shell expands nothing.
 
         If the scheduler starts the job again, --or-resume continues the run.
         """
@@ -202,7 +202,7 @@ def kubernetes_manifest(job: Job, image: str | None, pvc: str | None = None) -> 
     container: dict[str, Any] = {
         "name": "pytorch",  # the training operator requires this container name
         "image": _check(_IMAGE, image, "--image", "REGISTRY/NAME:TAG"),
-        # The training operator sets RANK (the number of the pod), MASTER_ADDR and MASTER_PORT in every pod.
+        # The training operator sets RANK (the index of the pod), MASTER_ADDR and MASTER_PORT in every pod.
         "command": ["sh", "-c", job.start_line("$RANK", "$MASTER_ADDR:$MASTER_PORT"), "sh"],
         "args": list(job.words),
         "ports": [{"name": "pytorchjob-port", "containerPort": _MASTER_PORT}],

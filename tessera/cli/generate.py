@@ -21,7 +21,7 @@ Images = Annotated[
     typer.Option("--image", help="image to ask about, first frame, or image to edit; may be given again"),
 ]
 
-# Names of arguments, by the kind of model that uses them.
+# Argument names of this command: SHARED for all models, the others for one kind of model each.
 SHARED = ("model", "question", "image", "seed", "device", "trust", "adapter", "strength")
 ANSWERS = ("video", "system", "max_new_tokens", "temperature", "top_k", "top_p")
 SAMPLING = (  # fields of a `Request`
@@ -183,7 +183,7 @@ def _started(ctx: typer.Context, nproc: int | None) -> bool:
 
 
 def _words(ctx: typer.Context) -> list[str]:
-    """Return the arguments of this command, without `--nproc`."""
+    """Return the words of this command line, without `--nproc`."""
     options: list[str] = []
     arguments: list[str] = []
     for parameter in ctx.command.params:

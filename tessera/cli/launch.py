@@ -42,7 +42,7 @@ def launch(words: Sequence[str], cluster: Cluster, config: RunConfig) -> None:
 
 
 def start_ranks(words: Sequence[str], cluster: Cluster, join_timeout_s: float, folder: Path | None = None) -> None:
-    """Run `tessera WORDS` on the ranks of this machine. `folder`: the run folder; None: the command is not a run."""
+    """Run `tessera WORDS` on the ranks of this machine. `folder`: the run folder; None: the command does not train."""
     _quiet_launcher()
     announce_launcher()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // cluster.nproc)))
@@ -104,10 +104,10 @@ def _settings(cluster: Cluster, join_timeout_s: float) -> LaunchConfig:
 
 
 def _check_nodes(cluster: Cluster, timeout_s: float) -> Store | None:
-    """Wait until all machines with fixed numbers have joined. Raise with the numbers of missing machines.
+    """Wait until the machines of all --node-rank values have joined. Raise an error that names the missing ones.
 
-    Machines with the same number, or with another number of ranks, are refused. Return the store of the rendezvous;
-    a single machine serves its own store on localhost. Elastic machines are not checked, and None is returned.
+    Machines with the same --node-rank, or with different --nproc, are refused. Return the store of the rendezvous; a
+    single machine serves its own store on localhost. Elastic machines are not checked, and None is returned.
     """
     if cluster.elastic:
         return None

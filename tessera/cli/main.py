@@ -107,7 +107,7 @@ def plan(
         with log.on_screen():
             result = make(recipe, changes, world=world, device=device)
     except TesseraError:
-        # A wrong pattern in the recipe may be the cause: print the module names to choose from.
+        # A pattern in the recipe may match no module: with --modules, print the module names to choose from.
         if modules:
             with contextlib.suppress(TesseraError):
                 typer.echo(make(recipe, changes, patterns=False).modules())
@@ -323,7 +323,7 @@ def _tell_other_ranks(error: TesseraError) -> None:
 
 
 def _refuse_foreign_options(words: list[str]) -> None:
-    """Raise for an option of another trainer, such as --learning_rate, and name the key of Tessera for it."""
+    """Raise for an option of another trainer, such as --learning_rate. The error names the recipe key for it."""
     if not words or words[0] not in ("train", "resume", "plan", "preflight", "launch"):
         return
     for word, following in zip(words, [*words[1:], ""], strict=True):

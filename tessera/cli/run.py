@@ -80,7 +80,7 @@ def train(
             fix="leave --overwrite out",
             code="run.overwrite-with-resume",
         )
-    if or_resume and os.environ.get("RANK", "0") == "0":  # other ranks would wait for the lock of their own main rank
+    if or_resume and os.environ.get("RANK", "0") == "0":  # on other ranks this would wait for a lock that rank 0 holds
         from tessera.training.lock import wait_for_owner
 
         wait_for_owner(config.folder)

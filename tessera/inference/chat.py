@@ -11,7 +11,7 @@ from tessera.core.batch import Batch
 
 
 class Answers(Protocol):
-    """Declare the method of a model that a conversation calls."""
+    """Protocol of models that a conversation can use: `generate` answers a prompt."""
 
     def generate(
         self,

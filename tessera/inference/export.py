@@ -42,9 +42,10 @@ _log = logging.getLogger("tessera")
 
 @dataclass(frozen=True)
 class FolderTarget:
-    """Describe a folder to write. `add_files` writes the side files (tokenizer, template, preprocessor).
+    """Describe a folder to write. `add_files` writes the tokenizer, chat template and preprocessor files.
 
-    `shards`: name of tensor -> file name, as in the source folder. `tied`: second native name -> name, of tied weights.
+    `shards`: tensor name -> safetensors file, as in the source folder. `tied`: for tied weights, second name in the
+    module -> first name.
     """
 
     table: WeightMap
@@ -87,7 +88,8 @@ def export_folder(
     if any(name not in tensors for weights in here for name in weights):
         raise TesseraError(
             "adapters cannot be merged into quantized weights",
-            fix="write only the adapters (tessera convert --adapters), then convert them with --like BASE_MODEL",
+            fix="write only the adapters (tessera convert --adapters), then merge them into the unquantized model: "
+            "tessera convert ADAPTERS FOLDER --like BASE_MODEL",
             code="adapter.merge-into-quantized",
         )
     stored = {name: tensor for name, tensor in tensors.items() if not is_factor(name)}
@@ -109,7 +111,7 @@ def trained_target(
     files: Path | None,
     base: Path | None,
 ) -> FolderTarget:
-    """Describe the Hugging Face folder of a trained model. `tensors`: native tensors, maybe without data."""
+    """Describe the Hugging Face folder of a trained model. `tensors`: the module's tensors, maybe on meta."""
     read = None if spec.processor is None else functools.partial(spec.processor, config)
     add_files = functools.partial(write_side_files, processor=processor, read=read, source=files, weights=files)
     described = exported_config(config, base_config(files), main_dtype(tensors), spec.gives(REWARDS))
@@ -135,7 +137,7 @@ def folder_job(
     base: Path | None,
     prove: Prove,
 ) -> WriteJob:
-    """Return the job that writes a target. `weights`: the weight map to read the written folder again."""
+    """Return the description of what to write and check. `weights`: weight map by which the folder is read again."""
     shapes = {name: plan.shape for name, plan in native.plans.items()}
     plan = plan_folder(native.blanks(), target.table, target.config, like=target.shards)
 
@@ -151,7 +153,7 @@ def folder_job(
 
 
 def _seal(staging: Path, spec: ModelSpec, config: Any, base: Path | None, prove: Prove) -> None:
-    """Check a finished staging folder and write its record. Raise if a check fails."""
+    """Check a complete staging folder, and write its `tessera_export.json`. Raise if a check fails."""
     proof = prove_folder(staging, spec, config, prove)
     if proof.problems:
         raise TesseraError(

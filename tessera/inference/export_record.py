@@ -1,6 +1,6 @@
 """The file `tessera_export.json` in an exported folder: the SHA-256 of every file.
 
-It reveals later changes by accident. It is not signed, so it does not protect against intentional changes.
+It reveals accidental changes after the export. It is not signed, so it does not protect against intended changes.
 """
 
 from __future__ import annotations

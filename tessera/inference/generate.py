@@ -64,7 +64,7 @@ class Chooser:
         self._generators = [generator("cpu", sampling.seed, "sample", row) for row in range(rows)]
 
     def choose(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """Return sampled tokens, [rows], from logits, [rows, vocabulary]. `rows`: the row numbers; None: all rows."""
+        """Return sampled tokens, [rows], from logits, [rows, vocabulary]. `rows`: row indices; None: all rows."""
         if self._sampling.temperature == 0:
             return logits.argmax(dim=-1)
         generators = self._generators if rows is None else [self._generators[row] for row in rows]
@@ -73,14 +73,14 @@ class Chooser:
 
 
 def pick(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
-    """Sample tokens by inverse transform: find where the cumulative probability, likeliest first, exceeds `draws`."""
+    """Return the tokens where the cumulative probability, likeliest token first, exceeds `draws` (uniform numbers)."""
     scores, order = (logits.float() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if 0 < sampling.top_k < scores.shape[-1]:
         scores[:, sampling.top_k :] = -torch.inf
     chances = scores.softmax(dim=-1)
     before = chances.cumsum(dim=-1) - chances
     chances = chances.masked_fill(before >= sampling.top_p, 0.0)
-    chances[:, 0] += chances.sum(dim=-1) == 0  # keep the likeliest token if rounding removed all
+    chances[:, 0] += chances.sum(dim=-1) == 0  # keep the likeliest token if all probabilities are rounded to 0
     reached = chances.cumsum(dim=-1)
     position = torch.searchsorted(reached, draws[:, None] * reached[:, -1:], right=True)
     last = (chances > 0).sum(dim=-1, keepdim=True) - 1
@@ -151,7 +151,7 @@ def generate_tokens(
     rows = batch.segments["text"].bounds.numel() - 1
     if max_new_tokens < 0:
         raise TesseraError(
-            f"max_new_tokens must be 1 or more, got {max_new_tokens}",
+            f"max_new_tokens must be 0 or more, got {max_new_tokens}",
             allowed=["0 and above"],
             code="generation.max-tokens-too-small",
         )

@@ -130,8 +130,8 @@ def load(
 
     `base`: folder of the base model, if `path` contains adapters that do not name it.
 
-    `shards`: a torch DCP folder, or shards by rank, with the weights to load instead of the weights in the Hugging Face
-    folder `path`.
+    `shards`: a torch DCP folder, or a folder with one weight file per rank. Its weights replace those in the Hugging
+    Face folder `path`.
 
     `parallel`: a layout as in a recipe ({"tp": 2, "pp": 2}), for a model that does not fit into one device. All ranks
     of the process group must call this function and the methods of the model together, with the same arguments. All
@@ -259,7 +259,7 @@ def _fill_weights(
 
 
 def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcessor]:
-    """Load the weights of a run, a checkpoint or an export into a module of the user."""
+    """Load the weights of a run, a checkpoint or an exported folder into the user's module, and wrap it."""
     if not isinstance(module, nn.Module):
         fix = f"model={module.__name__}(...)" if isinstance(module, type) else "model=net, an object of its class"
         raise TesseraError(
@@ -279,7 +279,7 @@ def _filled(folder: Path, module: nn.Module) -> tuple[LoadedModel, LoadedProcess
     tensors = model_tensors(module)
     stored = (
         [] if detect_layout(folder) is not None else newest_names(folder)
-    )  # names in Hugging Face folders are checked by the reader
+    )  # for a Hugging Face folder, `fill_from` checks the names
     if unknown := [name for name in stored if name not in tensors]:
         raise TesseraError(
             f"{type(module).__name__} lacks trained tensors: {few_names(unknown)}",
@@ -325,7 +325,7 @@ def adapter_strengths(adapters: AdapterPaths | None) -> dict[Path, float]:
     by_path = {Path(path): float(strength) for path, strength in strengths.items()}
     for path in by_path:
         if not is_adapters(path):
-            origin_of(path)  # raises another error if the path does not exist
+            origin_of(path)  # if the path does not exist, this raises its own error
             raise TesseraError(
                 "this path is a model, not an adapter",
                 where=str(path),

@@ -43,12 +43,12 @@ from tessera.runtime.progress import human_bytes
 from tessera.weights.layouts import CLASS_NAME, folder_layout
 
 Prove = Literal["auto", "always", "never"]
-AUTO_BYTES = 4 << 30  # largest size of float32 weights for prove=auto; a larger model takes minutes
+AUTO_BYTES = 4 << 30  # prove=auto skips models with more bytes of float32 weights: they take minutes
 _SHARE = 4  # prove=auto uses at most 1/4 of the free memory
 _ROUNDINGS = 8.0  # allowed difference, in multiples of the effect of one rounding of the weights
 _TEXT = "What is this? Say red, 12 or tall."
 _TOKENS = 16
-_SCALARS = {"guidance": 3.5}  # inputs that are one number per sample
+_SCALARS = {"guidance": 3.5}  # model inputs with one value per sample
 _TIME = 500.0  # timestep; 500 and 500/1000 are exact in float32
 
 
@@ -98,7 +98,7 @@ def prove_folder(folder: Path, spec: ModelSpec, config: Any, when: Prove = "auto
         return Proof(f"not compared with {library}: {reason}")
     try:
         return (_compare_latents if library == "diffusers" else _compare_logits)(folder, spec, config)
-    except Exception as error:  # foreign code (the library, a template, a codec) may raise any exception
+    except Exception as error:  # code of the library, of a chat template or of a codec may raise any exception
         if isinstance(error.__cause__, RuntimeError):  # the weights do not fit the class: a problem of the folder
             return Proof(f"compared with {library}", (first_line(error),))
         if when == "always":
@@ -187,7 +187,7 @@ def _judged(
     inputs_text: str,
     warnings: tuple[str, ...] = (),
 ) -> Proof:
-    """Judge three outputs: of Tessera, of Tessera with rounded weights, and of the library."""
+    """Compare the outputs of Tessera and of the library. The outputs with rounded weights give the tolerance."""
     ours, moved, expected = results
     problems = [f"{library} finds no tensor for {few_names(stock.missing)}"] if stock.missing else []
     problems += [f"{library} has no use for {few_names(stock.unexpected)}"] if stock.unexpected else []

@@ -219,7 +219,7 @@ def _in_float32(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shape(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a key of names and shapes of all tensors, and of the values of grids and sizes."""
+    """Return a key that is equal for prompts that can share a batch: shapes of tensors, values of grids and sizes."""
     return tuple(
         (name, tuple(value.shape), tuple(value.flatten().tolist()) if "grid" in name or "size" in name else ())
         for name, value in sorted(inputs.items())

@@ -68,7 +68,7 @@ def _verified(path: Path) -> tuple[Path, Mapping[str, object]]:
 class TrainedForm(StoredForm):
     """Read trained weights in one dtype, with merged adapters."""
 
-    weight_map = WeightMap((), same_names=True)  # names are native names
+    weight_map = WeightMap((), same_names=True)  # tensors have the names of the module
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TrainedForm(StoredForm):
         dtype: torch.dtype,
         wide: Collection[str],
     ) -> None:
-        """Create the reader. `shapes`: native name -> shape, without adapters. `wide`: names that stay in float32."""
+        """Create the reader. `shapes`: tensor name in the module -> shape. `wide`: names that stay in float32."""
         self.where = where
         self._shapes, self._adapters, self._dtype, self._wide = shapes, adapters, dtype, wide
         self._stored: Mapping[str, SplitTensor] = {}
@@ -169,6 +169,6 @@ class TrainedForm(StoredForm):
 
 
 def _is_in(name: str, weight_map: WeightMap, names: Collection[str]) -> bool:
-    """Return whether `names` of a folder include a source of the native tensor `name`."""
+    """Return whether a folder with tensors `names` stores the module's tensor `name`, perhaps under another name."""
     match = weight_map.rule_for(name)
     return match is None or any(foreign in names for foreign in match[1])

@@ -30,9 +30,9 @@ from tessera.weights.map import WeightMap
 
 CONFIG = "config.yaml"
 RUN_FILE = "run.json"
-REPLACING = ".replacing"  # subfolder: --overwrite is moving files of the old run into it, or back
-REPLACED = ".replaced"  # subfolder: it contains the old run until the new run has applied a step
-ASIDE = (".restoring", REPLACED, REPLACING)  # subfolders that may contain a run; .restoring is of an older version
+REPLACING = ".replacing"  # subfolder into which --overwrite moves files of the old run; it exists only during the move
+REPLACED = ".replaced"  # subfolder that contains the old run until the new run has completed a step
+ASIDE = (".restoring", REPLACED, REPLACING)  # subfolders that may contain a run; older releases wrote .restoring
 
 _log = logging.getLogger("tessera")
 

@@ -14,7 +14,7 @@ from tessera.nn.cache import KVCache
 from tessera.nn.decoder import TextDecoder
 from tessera.nn.moe import RowIds, TokenRows, balance_loss
 
-ROUTER_AUX = "router_aux_loss"  # name of the output with the loss that keeps experts evenly used
+ROUTER_AUX = "router_aux_loss"  # name of the model output with the load-balancing loss of experts
 
 
 class CausalLMBase(nn.Module):
@@ -27,14 +27,14 @@ class CausalLMBase(nn.Module):
     initializer_range: float
 
     def _embed(self, batch: Batch) -> Tensor:
-        """Return the token embeddings, in training with the noise tensor of the batch."""
+        """Return the token embeddings. In training, add the noise tensor of the batch (NEFTune) if it has one."""
         assert self.text is not None
         x: Tensor = self.text.embed(batch["tokens"])
         noise = batch.get(EMBEDDING_NOISE) if self.training else None
         return x if noise is None else x + noise.to(x.dtype)
 
     def _rows(self, batch: Batch) -> RowIds | None:
-        """Return the rows for expert balancing, or None at inference (no labels)."""
+        """Return the packed row of each token, for the balance loss of experts; None without experts or labels."""
         return None if self.token_rows is None or "labels" not in batch else self.token_rows(batch)
 
     def _read(

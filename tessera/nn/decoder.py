@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.core = PackedAttention(True, shape.attention, shape.head_dim)
 
     def forward(self, x: Tensor, angles: Angles, segments: Segments, cache: LayerCache | None) -> Tensor:
-        # Without a fixed number of heads: under tensor parallelism a rank has some of them.
+        # -1 infers the number of heads: under tensor parallelism a rank has only some of them.
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -111,7 +111,7 @@ class TextDecoder(nn.Module):
     """Compute final hidden states from embeddings. Callers look up tokens in its `embed`.
 
     Embeddings may be wider than the decoder: further blocks of `hidden` channels (DeepStack features of images) are
-    added after the first, second ... layer. These layers must be in one pipeline stage.
+    added to the hidden states after layer 0, 1 and so on. These layers must be in one pipeline stage.
 
     Modules that are None belong to another pipeline stage and are skipped. `mlp`: returns the module that replaces a
     layer's MLP (a mixture of experts), by layer index; None keeps the MLP.
@@ -123,7 +123,7 @@ class TextDecoder(nn.Module):
         self.embed: nn.Embedding = TokenEmbedding(shape.vocab, shape.hidden)
         layers = [DecoderLayer(shape, mlp(index)) for index in range(shape.layers)]
         routers = [layer.mlp.router.shape for layer in layers if isinstance(layer.mlp, MoE)]
-        self.experts = routers[0] if routers else None  # shape of the experts, equal in all layers
+        self.experts = routers[0] if routers else None  # expert sizes, equal in all layers; None: no layer has experts
         self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm | None = RMSNorm(shape.hidden, shape.norm_eps)
 
@@ -147,12 +147,13 @@ class TextDecoder(nn.Module):
                 raise TesseraError(
                     f"the task reads hidden states of layer {index}, which this pipeline stage does not have",
                     where="train.task",
-                    fix=f"use layers 0 to {len(self.layers) - 1}; with parallel.pp, only layers of the last stage",
+                    fix=f"use layers 0 to {len(self.layers) - 1} of the full model; with parallel.pp, only those "
+                    "of the last pipeline stage",
                     code="task.layer-on-other-stage",
                 )
         states: dict[int, Tensor] = {}
         angles = self.shape.rope.angles(positions)
-        # Do not make a view if nothing is split off: a stage may return `x`, which schedules detach in place.
+        # Without DeepStack features keep `x` itself, not a view of it: pipeline schedules detach the output in place.
         x, *deeper = (x,) if x.shape[-1] == self.shape.hidden else torch.split(x, self.shape.hidden, dim=-1)
         used: Tensor | None = None
         for index, layer in enumerate(self.layers):

@@ -72,10 +72,10 @@ class TimeEmbedding(FeedForward):
 
 
 def time_index(batch: Batch) -> Tensor | None:
-    """Return the index into `timesteps` of each element of the main sequence.
+    """Return the index into `timesteps` of each token of the main sequence.
 
-    It is the sample's index, unless the batch has a `time_index` (several times within a sample). None: each element
-    has its own timestep.
+    It is the index of the token's sample, unless the batch has a `time_index` (several timesteps within a sample).
+    None: `timesteps` has one value per token.
     """
     index = batch.get("time_index")
     if index is not None:
@@ -88,7 +88,7 @@ def time_index(batch: Batch) -> Tensor | None:
 
 
 class _Spread(torch.autograd.Function):
-    """Select rows. The backward pass is a matrix product, which is deterministic, instead of a scatter-add."""
+    """Compute `values[index]`. The backward pass is a matrix product, because a scatter-add is not deterministic."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class _Spread(torch.autograd.Function):
 def spread(values: Tensor, index: Tensor | None) -> Tensor:
     """Return `values` [S, D] as [T, D] by `index` [T]. A single row stays [1, D] and is broadcast.
 
-    None: `values` already has a row for each element.
+    `index` None: `values` already has a row for each token.
     """
     if values.shape[0] == 1 or index is None:
         return values
@@ -233,7 +233,7 @@ class CrossAttention(nn.Module):
         self.out = nn.Linear(inner, size)
 
     def forward(self, x: Tensor, context: Tensor, segments: Segments, context_segments: Segments) -> Tensor:
-        """Return the output for tokens `x`. `segments`: of these tokens, which may be a rank's part of the sequence."""
+        """Return the output for tokens `x`. `segments`: the segments of `x`, which may be only this rank's tokens."""
         q = by_head(self.q(x), self.q_norm, self.head_dim)
         attended = self.attend(q, self.kv(context), self.k_norm, segments, context_segments)
         out: Tensor = self.out(attended.flatten(1))

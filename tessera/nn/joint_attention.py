@@ -48,10 +48,10 @@ class JointLayout:
     """
 
     segments: Segments  # one segment per sample in the main sequence
-    samples: Tensor  # sample index of each element
+    samples: Tensor  # sample index of each token
     text_samples: Tensor
     latent_samples: Tensor
-    angles: Angles | None = None  # rotation angles of each element; None: no rotation
+    angles: Angles | None = None  # rotation angles of each token; None: no rotation
     text_angles: Angles | None = None
     latent_angles: Angles | None = None
     order: Tensor | None = None
@@ -75,7 +75,7 @@ class JointLayout:
 def joint_layout(batch: Batch, angles: Angles | None = None, *, rotate_text: bool = True) -> JointLayout:
     """Return the layout of a batch from its `text_index`, `latent_index` and `sample_index`.
 
-    `angles`: rotation angles of each element of the main sequence.
+    `angles`: rotation angles of each token of the main sequence, text and latents.
     """
     text, latents, samples = batch["text_index"], batch["latent_index"], batch["sample_index"]
     segments, order = batch.segments["latents"], torch.cat([text, latents])
@@ -101,7 +101,8 @@ def joint_layout(batch: Batch, angles: Angles | None = None, *, rotate_text: boo
 def segments_by_kind(segments: Segments, text: Segments) -> Segments:
     """Return separate segments for the text and the latents of each sample.
 
-    `segments`: of the main sequence, where the text of a sample precedes its latents. `text`: of the text alone.
+    `segments`: one per sample in the main sequence, where the text of a sample precedes its latents. `text`: one per
+    sample in the text alone.
     """
     assert segments.bounds.shape == text.bounds.shape, "samples and texts are as many"
     starts = segments.bounds[:-1]
@@ -182,8 +183,8 @@ class LatentAttention(nn.Module):
 class DoubleBlock(nn.Module):
     """Compute joint attention and an MLP, with separate weights for text and latents.
 
-    The sample's condition gives shift and scale of their inputs and gates of their outputs. `dual`: add attention among
-    latents only.
+    Shift and scale of their inputs, and gates of their outputs, are computed from the sample's condition. `dual`: add
+    attention among latents only.
     """
 
     def __init__(self, shape: JointShape, rest: TextRest = "computed", dual: bool = False) -> None:
@@ -208,7 +209,7 @@ class DoubleBlock(nn.Module):
         text_shift, text_scale, *of_text = _vectors(
             self.text_modulation(condition), layout.text_samples, text.shape[-1]
         )
-        if self.text_mlp is None:  # with only one norm to modulate, folders store the scale before the shift
+        if self.text_mlp is None:  # without a text MLP, diffusers folders store the scale before the shift
             text_shift, text_scale = text_scale, text_shift
         attended, attended_text = self.attn(
             modulated_norm(latents, shift, scale, self.eps),
@@ -232,7 +233,7 @@ class SingleBlock(nn.Module):
     """Compute joint attention and a parallel MLP, with the same weights for text and latents.
 
     The columns of `out` are grouped by head: the output of a head, then its share of the MLP's features. Sharding by
-    columns is then sharding by heads. Folders store all heads first; the weight map converts.
+    columns is then sharding by heads. Diffusers folders store the columns of all heads first; the weight map reorders.
     """
 
     def __init__(self, shape: JointShape) -> None:
@@ -253,6 +254,6 @@ class SingleBlock(nn.Module):
 
 
 def _vectors(modulation: Tensor, samples: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Split a modulation [samples, n * size] into vectors, one row for each element or one for all."""
-    # Separate tensors, because backward needs some of them and views would keep all in memory.
+    """Split a modulation [samples, n * size] into n tensors [T, size], or [1, size] for a single sample."""
+    # Copies instead of views: backward needs only some of them, and a view would keep all in memory.
     return tuple(spread(vector, samples) for vector in torch.split(modulation, size, dim=-1))

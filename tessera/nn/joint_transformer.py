@@ -38,15 +38,15 @@ class TransformerShape:
     block: JointShape
     double: int  # number of double blocks
     single: int  # number of single blocks
-    latent_values: int  # values in an input patch
-    out_values: int  # values in a predicted patch
+    latent_values: int  # input channels of a token: values of one latent patch
+    out_values: int  # output channels of a token: values of one predicted patch
     text_width: int
     pooled_width: int = 0  # width of the pooled text embedding; 0: unused
     guidance: bool = False  # whether the model reads a guidance scale
     text_norm: bool = False  # RMS norm of text embeddings
     rope_axes: tuple[int, ...] = ()  # dimensions of a head that each position axis rotates; empty: no rotation
-    table: int = 0  # side of the table of fixed position embeddings; 0: none
-    table_base: int = 0  # side of the images for which the table is computed
+    table: int = 0  # rows and columns in the table of fixed position embeddings; 0: no table
+    table_base: int = 0  # rows and columns of the table are scaled to positions from 0 to this number
     dual_blocks: tuple[int, ...] = ()  # double blocks with additional attention among latents
     last_rest: TextRest = "kept"  # what the last double block does with text if no single block follows
     reference_time: bool = False  # whether latents of reference images have timestep 0
@@ -57,8 +57,8 @@ class TransformerShape:
 
 
 class PositionTable(nn.Module):
-    """Add fixed embeddings of rows and columns to latents. They are a frozen parameter, because folders contain
-    them."""
+    """Add fixed embeddings of rows and columns to latents. They are a frozen parameter, because diffusers
+    folders store them."""
 
     def __init__(self, side: int, hidden: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Embeddings(nn.Module):
 
     def _condition(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         times = batch["timesteps"]
-        if self.reference_time:  # two conditions per sample: of its timestep and of timestep 0
+        if self.reference_time:  # two conditions per sample: one for its timestep, one for timestep 0
             times = torch.cat([times, torch.zeros_like(times)])
         condition: Tensor = self.time(times).to(dtype)
         if self.guidance is not None:
@@ -124,7 +124,7 @@ class JointTransformer(nn.Module):
     """Predict latents from noisy latents and text, which form one sequence.
 
     Batch: `latents` [N, values], `text` [L, width], `latent_index` [N] and `text_index` [L] (indices in the main
-    sequence of N + L elements), `positions` [3, N + L], `sample_index` [N + L], `timesteps` [S] from 0 to 1000,
+    sequence of N + L tokens), `positions` [3, N + L], `sample_index` [N + L], `timesteps` [S] from 0 to 1000,
     segments "latents" of the main sequence; depending on options `pooled` [S, width], `guidance` [S], and segments
     "text", where the text of a sample precedes its latents.
 
@@ -193,7 +193,7 @@ class JointTransformer(nn.Module):
             tensor.normal_(0.0, INITIAL_RANGE, generator=generator)
 
     def _position_table(self) -> Tensor:
-        """Return sines and cosines of columns, then of rows, scaled to the images for which the table is computed."""
+        """Return the table [table * table, hidden]: sines and cosines of the column, then of the row."""
         side, width = self.shape.table, self.shape.block.hidden // 4
         at = torch.arange(side, dtype=torch.float32) / (side / self.shape.table_base)
         angles = at.double().unsqueeze(-1) / THETA ** (torch.arange(width, dtype=torch.float64) / width)

@@ -88,7 +88,7 @@ class TokenRows(RowStatistics):
         row = index // (tokens // count)
         segment = torch.searchsorted(segments.bounds[1:], index.to(segments.bounds.dtype), right=True)
         trained = (labels != IGNORE).float()
-        # trained labels of each row, then of each segment
+        # number of trained labels of each row, then of each segment
         totals = torch.zeros(count + segment_count, device=labels.device)
         totals = self.row_total(totals.index_add(0, row, trained).index_add(0, count + segment, trained))
         return RowIds(row, totals[count:].index_select(0, segment) > 0, totals[:count])
@@ -103,8 +103,8 @@ class Balance(ExpertBalance):
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
         self.coefficient = shape.balance
-        self.row_total = RowSum()  # sums over all ranks with tokens of a row
-        self.part_total = RowSum()  # sums over the ranks that compute one loss together
+        self.row_total = RowSum()  # sums over all ranks that have tokens of the same row
+        self.part_total = RowSum()  # sums over the ranks whose losses are parts of one loss
 
     def forward(self, shares: Tensor, ids: Tensor, rows: RowIds) -> Tensor | None:
         """Return statistics [2, R, E]: how often each expert was chosen in each row, and its summed router
@@ -135,12 +135,12 @@ def balance_loss(used: Tensor, top_k: int, rows: RowIds) -> Tensor:
 
     `used` [2, R, E] contains the statistics of `Balance`, summed over all layers with experts. The loss of a row is
     experts x sum over e of (choices of e per token) x (mean probability of e), with means over all layers and tokens of
-    the row, as in transformers; it is k for an even load. The global count later turns it into a mean over trained
-    tokens. Statistics are per row and not per micro-batch, so any split of a global batch gives the same gradient.
-    transformers returns the same number for a micro-batch of one row.
+    the row, as in transformers; it is k for an even load. The trainer later divides it by the number of trained tokens
+    of the global batch. Statistics are per row and not per micro-batch, so any split of a global batch gives the same
+    gradient. transformers returns the same number for a micro-batch of one row.
     """
     chosen, shares = used
-    tokens = (chosen.sum(1, keepdim=True) / top_k).clamp(min=1)  # tokens of a row times layers
+    tokens = (chosen.sum(1, keepdim=True) / top_k).clamp(min=1)  # number of tokens of a row, times number of layers
     of_rows = chosen.shape[1] * (chosen / tokens * (shares / tokens)).sum(1)
     total: Tensor = (of_rows * rows.trained).sum()
     return total
@@ -200,7 +200,7 @@ class ExpertAdapter(nn.Module, ABC):
 
     @abstractmethod
     def factors(self) -> LowRank | None:
-        """Return the current matrices, or None if the adapter is disabled."""
+        """Return the low-rank matrices A and B with their scale, or None if the adapter is disabled."""
 
 
 class Experts(StackedExperts):

@@ -26,8 +26,8 @@ from tessera.nn.moe import TokenRows
 class Encoder:
     """Describe an encoder of a model. Its modules are children of the model, at the paths in `stream`.
 
-    The encoder gets a batch and, in a pipeline, the features of its earlier blocks. It returns features [elements, any
-    width]. The projector turns features into embeddings [outputs, width].
+    The encoder gets a batch and, in a pipeline, the features of its earlier blocks. It returns features [patches or
+    audio frames, any width]. The projector turns features into embeddings [outputs, width].
     """
 
     stream: Stream
@@ -36,12 +36,12 @@ class Encoder:
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of the names of tensors that select features and embeddings: `PREFIX_slots`."""
+        """Return PREFIX in names of this encoder's batch tensors, such as `PREFIX_slots`; see `MultimodalModel`."""
         return self.stream.slots.removesuffix("_slots")
 
     @property
     def embeddings(self) -> str:
-        """Return the name of the tensor with precomputed embeddings."""
+        """Return the name of the batch tensor with precomputed embeddings."""
         return f"{self.prefix}_embeddings"
 
 
@@ -51,7 +51,7 @@ class MultimodalModel(CausalLMBase):
     Batch: `tokens` [T], `positions` [3, T] or [T], segments "text". For each encoder: the tensors of its stream, and
 
     - `PREFIX_slots` [M]: indices in the main sequence that its embeddings replace, in order;
-    - `PREFIX_slots.sources` [M], if a batch has some of the tokens: index of the embedding for each slot;
+    - `PREFIX_slots.sources` [M], if a rank has only some of the tokens: index of the embedding for each slot;
     - `PREFIX_patches`, optional: indices of the features that the projector gets;
     - `PREFIX_index` [M] or [M, K], optional, with `PREFIX_weights` [M, K]: index of the embedding for each slot, or of
       the embeddings that are averaged;
@@ -60,10 +60,10 @@ class MultimodalModel(CausalLMBase):
     A batch without input for an encoder runs it on a blank input. Other ranks may have input, so this keeps collectives
     in step and gives each parameter a gradient of zero.
 
-    Modules that are None belong to another pipeline stage. The model then continues from the `carry` of the previous
-    stage, or returns its own. Encoders run first, one after another; text starts in the stage with the last projector.
-    A carry between encoders has one row for each slot of finished encoders, then the features of the unfinished
-    encoder.
+    Modules that are None belong to another pipeline stage. The model then continues from `carry`, the output of the
+    previous stage, or returns its own output. Encoders run first, one after another; text starts in the stage with the
+    last projector. Before that, an output has one row for each slot of finished encoders, then the features of the
+    unfinished encoder.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class MultimodalModel(CausalLMBase):
             features: Tensor = module(_with_input(batch, stream), carry)
             if projector is None:
                 return embeddings, [features]
-            carry = None  # the rest of the carry is padding
+            carry = None  # the other rows of the previous stage's output are padding
             embeddings.append(_select(projector(_projected(features, batch, encoder)), batch, encoder))
         return embeddings, []
 
@@ -180,7 +180,7 @@ def _has_input(batch: Batch, encoder: Encoder) -> bool:
 
 
 def _with_input(batch: Batch, stream: Stream) -> Batch:
-    """Return the batch, with a blank input if it has no input for the encoder."""
+    """Return the batch. If it has no input for the encoder, add a blank one, such as an image of zeros."""
     if stream.elements(batch):
         return batch
     assert stream.blank is not None, f"a batch has no {stream.tensors[0]}, and its encoder takes no blank input"

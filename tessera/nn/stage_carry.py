@@ -1,4 +1,4 @@
-"""The activation between pipeline stages of generation models: tokens, and conditions from the first stage."""
+"""The tensor between pipeline stages of generation models: tokens, and conditions that the first stage computes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tessera.errors import TesseraError
 
-CARRY = 2  # rows of a carry per token: space for tokens and conditions
+CARRY = 2  # rows per token of the tensor between pipeline stages: tokens, then conditions (timestep, text), then zeros
 
 
 def pack_carry(x: Tensor, *conditions: Tensor) -> Tensor:
-    """Return tokens [T, D] and conditions [C, D] as one activation of `CARRY` x T rows."""
+    """Concatenate tokens [T, D] and conditions [C, D], and pad them with zeros to `CARRY` x T rows."""
     rows = torch.cat([x, *conditions])
     spare = CARRY * x.shape[0] - rows.shape[0]
     if spare < 0:
@@ -29,6 +29,6 @@ def pack_carry(x: Tensor, *conditions: Tensor) -> Tensor:
 
 
 def unpack_carry(carry: Tensor | None, *counts: int) -> Sequence[Tensor]:
-    """Split a carry into tokens and conditions with these numbers of rows."""
+    """Undo `pack_carry`. `counts`: number of rows of the tokens and of each condition; the padding is dropped."""
     assert carry is not None, "a stage without embeddings needs the activation of the stage before"
     return torch.split(carry, [*counts, carry.shape[0] - sum(counts)])[:-1]

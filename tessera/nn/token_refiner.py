@@ -1,4 +1,4 @@
-"""A small transformer over the text of each sample, which depends on the time and on the mean of the text."""
+"""A small transformer over the text of each sample, with gates from the timestep and the mean text embedding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def segment_means(x: Tensor, segments: Segments) -> Tensor:
 
 
 class RefinerBlock(nn.Module):
-    """Compute attention within each text and an MLP, with output gates from the condition."""
+    """Compute attention within the text of each sample and an MLP. `condition` gives the gates of their outputs."""
 
     def __init__(self, size: int, heads: int, attention: str) -> None:
         super().__init__()

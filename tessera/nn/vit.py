@@ -21,12 +21,12 @@ from tessera.ops.registry import AUTO
 class VisionShape:
     """Hold the sizes and options of a vision encoder."""
 
-    patch_values: int  # values in a flattened patch: channels x frames x height x width
+    patch_values: int  # length of a flattened patch: channels x frames x height x width
     hidden: int
     intermediate: int
     layers: int
     heads: int
-    merge: int  # patches along each axis that are merged into a token
+    merge: int  # merge x merge adjacent patches become one token
     activation: str
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
@@ -63,7 +63,7 @@ class VisionShape:
 
     @property
     def block_weights(self) -> int:
-        """Return the number of weights that a patch is multiplied by in one block."""
+        """Return the number of matrix weights of one block: multiply-adds per patch, without attention scores."""
         return self.hidden * (4 * self.hidden + (3 if self.gated else 2) * self.intermediate)
 
     @property
@@ -215,8 +215,8 @@ class PatchPositions(nn.Module):
 class VisionEncoder(nn.Module):
     """Compute features [P, width] from a batch's `pixels` [P, values], `patch_positions` [P, 2] and segments "vision".
 
-    Pixels are floats, or bytes with `pixel_scale` [2, values]. The processor orders patches by windows or by merged
-    blocks. Segments "vision.windows" are the windows of encoders with window attention.
+    Pixels are floats, or uint8 with `pixel_scale` [2, values] (factor and offset). The processor orders patches by
+    windows or by merged blocks. Segments "vision.windows" are the windows of encoders with window attention.
 
     Modules that are None belong to another pipeline stage. `carry` then contains the activation of the previous stage,
     padded at the end.
@@ -265,7 +265,7 @@ class VisionEncoder(nn.Module):
         x = x if self.norm_after is None or shape.num_blocks_used is not None else self.norm_after(x)
         if not shape.deepstack_blocks:
             return x
-        # A stage without the last DeepStack blocks returns zeros in their place.
+        # If later pipeline stages have the other DeepStack blocks, their features are zeros here.
         deepstack += [torch.zeros_like(x)] * (len(shape.deepstack_blocks) - len(deepstack))
         return torch.cat([x, *deepstack], dim=-1)
 
@@ -284,7 +284,7 @@ def blank_image(shape: VisionShape, device: torch.device) -> Batch:
 
 
 def _normalize(pixels: Tensor, scale: Tensor | None) -> Tensor:
-    """Return bytes times `scale[0]` plus `scale[1]`; return floats unchanged."""
+    """Return uint8 pixels times `scale[0]` plus `scale[1]`, as floats. Float pixels are returned unchanged."""
     if pixels.is_floating_point():
         return pixels
     assert scale is not None, "pixels in bytes need `pixel_scale`"

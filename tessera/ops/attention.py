@@ -20,7 +20,7 @@ from tessera.ops.rows import padded_slots, segment_of
 
 AttentionBackend = Literal["auto", "fused", "sdpa", "eager"]  # allowed values of model.config.attention
 
-# Up to this ratio of padded to real tokens, one call with padded segments is faster than a loop.
+# If padding multiplies the number of tokens by less than this, one padded call is faster than a loop.
 _MAX_PADDED_SHARE = 2.0
 
 
@@ -83,7 +83,7 @@ def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bo
         return _batched(q, k, v, count, None, causal, scale)
     if count * longest <= _MAX_PADDED_SHARE * tokens:
         return _padded(q, k, v, segments, causal, scale)
-    # the loop reads bounds on the host, which compiled graphs cannot
+    # a loop over segments reads `bounds` on the host, which compiled graphs cannot
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         return _looped(q, k, v, segments, causal, scale)
     if count * longest * longest <= tokens * tokens:

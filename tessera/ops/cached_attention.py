@@ -1,7 +1,7 @@
 """Attention of new tokens to a KV cache: chunks of prompts and single tokens of other rows in one packed call.
 
-The table of the `CacheStep` lists the blocks with a row's keys and values, so slotted and paged caches work alike. New
-keys and values are stored before the call.
+The table of the `CacheStep` lists the blocks with a row's keys and values, so one block per row and paged blocks work
+alike. New keys and values are stored before the call.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tessera.ops.rows import padded_slots, segment_of
 from tessera.runtime.torch_internals import flash_attention_backward, flash_attention_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-# Up to this ratio of padded to real tokens, one call with padded samples is faster than a loop.
+# If padding multiplies the number of tokens by less than this, one padded call is faster than a loop.
 _MAX_PADDED_SHARE = 2.0
 
 
@@ -127,7 +127,7 @@ def _forward(
     key_extent: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp. Lengths are tensors, because the compiler treats numbers as constants."""
+    """Return the output and log-sum-exp. Lengths are tensors, because torch.compile treats Python ints as constants."""
     longest, size = (int(extent[0]), int(key_extent[0])), q.shape[-1]
     first = int(extent[2]), int(key_extent[2])
     if _by_first_segment(q, bounds, first):

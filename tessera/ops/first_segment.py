@@ -16,11 +16,11 @@ from tessera.ops.block_attention import block_attention, block_attention_backwar
 from tessera.runtime import device as devices
 from tessera.runtime.torch_internals import cudnn_attention_backward, cudnn_attention_forward
 
-_VERY_LONG = 4096  # tokens of a segment for which building a cuDNN plan pays off
+_VERY_LONG = 4096  # least number of tokens of a segment for which building a cuDNN plan pays off
 
 
 def first_segment_serves(q: Tensor, count: int, first: int) -> bool:
-    """Return whether these kernels support `count` segments, the first with `first` queries."""
+    """Return whether a sequence of `count` segments should use these kernels. `first`: queries in the first segment."""
     size = q.shape[-1]
     return first >= _VERY_LONG and count <= 2 and serves_heads(q, size)
 

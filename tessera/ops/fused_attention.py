@@ -1,10 +1,10 @@
 """Packed attention on accelerators, as one custom operator for the compiler.
 
-The kernel is chosen at run time by values on the host, so that another kind of batch compiles nothing again. cuDNN is
-the fastest on Hopper and builds a plan on the host for every new shape: it serves shapes that are likely to recur, rows
-of the training length with one segment each, long segments of one length (images of one size), and a very long
-segment at the beginning (the video of a row, before its padding). Short segments (windows of an image) have a Triton
-kernel in `short_attention`; all others use flash attention.
+The kernel is chosen at run time by values on the host, so a batch that needs another kernel is not compiled again.
+cuDNN is the fastest on Hopper, but builds a plan on the host for every new shape. It is used for shapes that are likely
+to recur: rows of the training length with one segment each, long segments of one length (images of one size), and a
+very long segment at the beginning (the video of a row, before its padding). Short segments (windows of an image) have a
+Triton kernel in `short_attention`; all others use flash attention.
 """
 
 from __future__ import annotations

@@ -69,5 +69,5 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool, sign: float) -> T
 
 
 def _has_values(x: Tensor) -> bool:
-    """Return False for empty tensors and for tensors of a dry run, which have no values."""
+    """Return whether a kernel can read the tensor. It is False for empty tensors and for fake tensors of a dry run."""
     return x.numel() > 0 and not devices.supports(x.device, "no_values")

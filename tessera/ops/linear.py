@@ -20,7 +20,7 @@ _EIGHT, _TILE = 8, 64
 
 
 def tensor_core_padding(x: Tensor, width: int) -> int:
-    """Return how many zeros to append to an inner width so that half-precision products run at full speed.
+    """Return by how much to pad an inner width so that half-precision matrix products run at full speed.
 
     Return 0 if padding does not help: the width is aligned, `x` has full precision, or there are no tensor cores.
     """

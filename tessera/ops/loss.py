@@ -1,7 +1,7 @@
 """Output projection and loss in one, chunk by chunk, so that the logits of a long sequence never exist at once.
 
 `linear_cross_entropy` sums over tokens; `token_log_probs` returns one value per token, for other losses. The vocabulary
-may be sharded over ranks: they exchange three numbers per position instead of logits.
+may be sharded over ranks: they exchange three values per token instead of logits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def linear_cross_entropy(
     chunk: int = DEFAULT_CHUNK,
     implementation: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of logits `hidden` [T, D] @ `weight` [V, D]^T, in fp32, and the trained
-    positions.
+    """Return the summed cross-entropy of logits `hidden` [T, D] @ `weight` [V, D]^T, in fp32, and the number
+    of trained positions.
 
-    Positions with label IGNORE do not count; if all are, sum and gradients are 0. `weight` may be sharded by rows over
-    ranks with equal `hidden` and `labels` (see `ops.vocab`): each rank computes the logits of its rows, and all get the
-    same sum and the same gradient of `hidden`.
+    Positions with label IGNORE are skipped; if all labels are IGNORE, sum and gradients are 0. `weight` may be sharded
+    by rows over ranks with equal `hidden` and `labels` (see `ops.vocab`): each rank computes the logits of its rows,
+    and all get the same sum and the same gradient of `hidden`.
     """
     run = LINEAR_CROSS_ENTROPY.choose(implementation, "plain", hidden.device, hidden.dtype)
     total: Tensor = run(hidden, weight, labels, chunk)

@@ -31,7 +31,7 @@ class ExpertOrder:
 
     @staticmethod
     def of(ids: Tensor, experts: int) -> ExpertOrder:
-        """Return the order of expert `ids` of any shape. Sorting is stable, so sums are deterministic."""
+        """Return the order that sorts expert `ids` of any shape. Sorting is stable, so sums are deterministic."""
         ordered, order = ids.flatten().sort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         every = torch.arange(experts, device=order.device, dtype=ordered.dtype)
@@ -51,7 +51,7 @@ def collect_rows(y: Tensor, at: ExpertOrder) -> Tensor:
 def weigh_choices(y: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [T, D] of `y` [T * k, D], in order of choices, weighted by `weights` [T, k]."""
     sums = torch.bmm(weights.unsqueeze(1).to(y.dtype), y.view(*weights.shape, y.shape[1]))
-    # a sum over one element: `squeeze` would return a view, which FSDP hooks of experts do not support
+    # also for a single choice: `squeeze` would return a view, which FSDP hooks of experts do not support
     return sums.sum(1)
 
 
@@ -154,7 +154,7 @@ def _outside_of_graphs(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _counted(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Replace `_grouped` in dry runs, whose tensors have no values: distribute rows evenly, and keep as much memory."""
+    """Replace `_grouped` in dry runs, whose tensors have no values: split rows evenly, and use the same memory."""
     parts = x.tensor_split(weight.shape[0])
     return torch.cat([F.linear(part, weight[group]) for group, part in enumerate(parts)])
 

@@ -160,7 +160,7 @@ class YarnScaling:
     """Scale frequencies as YaRN does.
 
     Unlike `FrequencyScaling` it interpolates by the index of the frequency, between `slow` and `fast` rotations, and
-    multiplies queries and keys by `attention`. `whole`: interpolation starts and ends at integer indices.
+    multiplies queries and keys by the factor `attention`. `whole`: interpolation starts and ends at rounded indices.
     """
 
     factor: float
@@ -185,7 +185,7 @@ class YarnScaling:
 
 
 def yarn_attention(factor: float, scale: float | None = None, scale_all: float | None = None) -> float:
-    """Return YaRN's default factor of queries and keys."""
+    """Return the default of `YarnScaling.attention`."""
 
     def mscale(by: float) -> float:
         return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0

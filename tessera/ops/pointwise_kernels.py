@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # elements per thread block of SwiGLU
-_TILE = 4096  # largest number of elements per thread block of a rotation, unless a head has more
+_BLOCK = 1024  # tensor elements per thread block of SwiGLU
+_TILE = 4096  # at most so many tensor elements per thread block of a rotation, but at least one head
 
 
 def launch_swiglu(gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -81,7 +81,7 @@ def rope_kernel(
     WIDTH: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate some heads of a token. REST: power of two of at least the number of copied dimensions, or 0."""
+    """Rotate some heads of a token. REST: number of unrotated dimensions, rounded up to a power of two, or 0."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     angle = tl.arange(0, WIDTH)

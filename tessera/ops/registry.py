@@ -1,4 +1,4 @@
-"""The choice of an operation's implementation, by variant, by request, and by capabilities of the device.
+"""The choice of an operation's implementation, by the user's setting, and by what it supports (variant, dtype, device).
 
 Each operation declares its implementations as a constant tuple, best first. Nothing is registered at run time.
 Requesting an implementation that the device does not support is an error.

@@ -27,7 +27,7 @@ from tessera.models import resolve
 from tessera.runtime.progress import WorkProgress
 from tessera.weights.layouts import CONFIG_FILE, detect_layout, no_such_folder
 
-_MOST = 20  # problems that are printed
+_MOST = 20  # at most so many problems are printed
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,10 @@ def _proof(folder: Path, prove: Prove, exported: bool) -> Proof:
     try:
         spec, config = resolve(ModelSection(path=folder))
     except TesseraError as error:
+        # An export of the user's own model class has no family in Tessera; only its files are checked.
         if not exported:
             raise
-        return Proof(f"not compared with transformers: {error.what}")  # the class of the model may be the user's
+        return Proof(f"not compared with transformers: {error.what}")
     return prove_folder(folder, spec, config, prove)
 
 

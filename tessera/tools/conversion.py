@@ -56,7 +56,7 @@ class ConversionJob:
     """Describe one conversion between folders."""
 
     source: Path
-    form: str | None  # format of the source; None: a run, a checkpoint or adapters
+    form: str | None  # format of the source folder; None: it is a run, a checkpoint or adapters
     target: Path
     to: str
     prefix: str = ""
@@ -66,10 +66,10 @@ class ConversionJob:
     recipe: Recipe | None = None
     like: Path | None = None
     jobs: int | None = None
-    dtype: torch.dtype | None = None  # type of written weights, from hf to hf only; None: as stored
+    dtype: torch.dtype | None = None  # dtype of the written weights, for Hugging Face folders only; None: as stored
     trained: FoundModel | None = None
-    layout: Any = None  # layout of the target, parsed by the added format
-    source_layout: Any = None  # raise if the source has another layout
+    layout: Any = None  # value of --layout, parsed by the package that adds the target format
+    source_layout: Any = None  # expected layout of the source; another layout is an error
     fault: Fault = no_fault
 
 
@@ -133,7 +133,7 @@ def convert_folder(job: ConversionJob, model: ConvertedModel) -> None:
 
 
 def _plan(job: ConversionJob, form: ModelForm | None, native: NativeTensors, table: WeightMap) -> FolderPlan:
-    """Plan the files of an added format, or of a DCP folder."""
+    """Plan the files of a DCP folder, or of a format that another package adds."""
     tensors = {name: plan for group in native.groups(table) for name, plan in group.foreign.items()}
     if form is not None:
         return form.plan(tensors, job.layout, str(job.target))
@@ -141,7 +141,7 @@ def _plan(job: ConversionJob, form: ModelForm | None, native: NativeTensors, tab
 
 
 def _types(module: nn.Module, float32: tuple[str, ...], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return native name -> dtype of each floating point tensor, if a model is written as `dtype`."""
+    """Return the dtype in which each floating point tensor of the module is written: `dtype` or float32."""
     wide = float32_names(module, float32)
     floats = [name for name, tensor in model_tensors(module).items() if tensor.is_floating_point()]
     return {name: torch.float32 if name in wide else dtype for name in floats}
@@ -178,7 +178,10 @@ def _source(job: ConversionJob, model: ConvertedModel, module: nn.Module, form: 
 
 
 def _model_form(name: str | None, model: ConvertedModel, where: str) -> ModelForm | None:
-    """Return an added format for this model; None for a built-in format. Raise if it does not support the model."""
+    """Return the format `name` of another package for this model. None: `name` is a built-in format.
+
+    Raise if the format does not support the model.
+    """
     form = weight_form(name)
     if form is None:
         return None

@@ -50,10 +50,10 @@ def convert(
     """Write a model in another format, and return the new folder.
 
     `to`: "hf" (Hugging Face), "original" (the format of the model's authors), "dcp" (torch.distributed.checkpoint), or
-    a format that another package adds. `layout`: how an added format is split into shards (tp, ep, lists of layers for
-    vit and llm). `recipe`: take that layout from the plan of a recipe.
-    `like`: a folder with config.json and side files, if the source has none; the base model, if adapters do not name
-    it. `source_layout`: raise if the shards of the source have another layout. `prefix`: first part of names in a DCP
+    a format that another package adds. `layout`: how an added format splits the model over files (tp, ep, lists of
+    layers for vit and llm). `recipe`: take that layout from the plan of a recipe.
+    `like`: a folder with config.json and tokenizer, if the source has none; the base model, if adapters do not name
+    it. `source_layout`: raise if the source is split in another way. `prefix`: prefix of tensor names in a DCP
     folder. `dtype`: type of the written weights; None: as stored.
     `quantize`: write the projections of the text decoder as fp8 for vLLM, with a scale for each output ("fp8") or for
     each block of 128 x 128 ("fp8-block"). `jobs`: number of threads; None: two more than CPUs, at most 8.
@@ -89,7 +89,7 @@ def convert(
             where="--to",
             allowed=forms,
             nearest=nearest(to, forms),
-            fix=f"choose one of these formats, or install a package that adds the format (entry points {GROUP})",
+            fix=f"choose an allowed format, or install a package that adds {to!r} (entry points {GROUP})",
             code="output.unknown-form",
         )
     for option, value in (("--layout", layout), ("--recipe", recipe)):

@@ -18,7 +18,7 @@ from tessera.data.sources.container import RecordError
 from tessera.data.sources.source import Source, open_source
 from tessera.errors import TesseraError
 
-SHOWN = 5  # reasons that are kept, of the first skipped rows
+SHOWN = 5  # keep the reasons of the first so many skipped rows
 
 
 class MissingMediaError(RecordError):
@@ -97,7 +97,7 @@ def convert_llava(
             code="data.no-image-folder",
         )
 
-    @functools.cache  # one listing of a folder replaces a hundred thousand checks of single files
+    @functools.cache  # list a folder once, instead of checking each of 100,000 files
     def names_in(inner: str) -> frozenset[str]:
         here = base / folder / inner
         return frozenset(os.listdir(here)) if here.is_dir() else frozenset()

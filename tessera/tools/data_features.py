@@ -1,6 +1,7 @@
 """Write features of a data set: encode every sample once to latents and text embeddings, for all later runs.
 
-Ranks take shards in turn and skip complete shards. So a killed run continues where it stopped, on any number of ranks.
+The features are written as files of many samples each (shards). Ranks take shards in turn and skip complete ones, so a
+killed run continues where it stopped, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ INDEX = "index"
 
 @dataclass
 class Features:
-    """Count samples and shards. `missing`: shards that other ranks are still writing."""
+    """Hold the result of encoding: number of samples and of files. `missing`: files that other ranks still write."""
 
     folder: Path
     shards: int
     samples: int = 0
-    before: int = 0  # samples in shards of an earlier run
+    before: int = 0  # samples in files that an earlier run has written
     missing: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
     bad_count: int = 0
@@ -136,8 +137,7 @@ def _rows(starts: range, number: int, rows: PackedRows) -> range:
 def _prepare(
     config: RunConfig, folder: Path, split: Literal["train", "eval"], device: torch.device
 ) -> tuple[Encoders, PackedRows, dict[str, Any]]:
-    """Return the encoders, rows with one sample each in the order of the data, and the settings that features depend
-    on."""
+    """Return the encoders, rows of one sample each in the order of the data, and settings that change features."""
     sets = config.data.train if split == "train" else config.data.eval
     if any(data.weight is not None for data in sets):
         raise TesseraError(

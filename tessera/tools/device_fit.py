@@ -1,4 +1,4 @@
-"""Plan a recipe for a device: count the memory of a step, and search for keys of the recipe that make it fit."""
+"""Plan a recipe for a device: count the memory of a step, and search for changes of the recipe that make it fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tessera.training.memory_keys import MemoryKey, memory_keys
 from tessera.training.setup import build_meta_model
 
 _WORTH = 0.01  # a change must save at least this share of the memory to be suggested
-_TIMES = 3  # changes of one key, such as a micro-batch of a half, a quarter and an eighth
+_TIMES = 3  # try at most so many values of one key, such as half, a quarter and an eighth of the micro-batch
 
 
 def plan_for_device(config: RunConfig, world: int, device: str) -> DescribedPlan:
@@ -115,12 +115,12 @@ class _Search:
 
 
 def _in_turn(keys: Sequence[MemoryKey]) -> list[MemoryKey]:
-    """Return the keys in the order to try. Keys that a resumed run may change come first."""
+    """Return the recipe changes in the order to try. Keys that a resumed run may change come first."""
     return [key for key in keys if key.while_training] + [key for key in keys if not key.while_training]
 
 
 def _of_kind(key: MemoryKey, keys: Sequence[MemoryKey]) -> MemoryKey | None:
-    """Return the next change of the same key, such as an even smaller micro-batch; None: there is none."""
+    """Return the next change of the same recipe key, such as an even smaller micro-batch; None if no change is left."""
     return next((one for one in keys if one.settings.keys() == key.settings.keys()), None)
 
 

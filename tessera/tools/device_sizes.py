@@ -45,7 +45,7 @@ _RUNTIME = 0.8  # GiB for the driver, kernels and workspaces of libraries
 _COLLECTIVES = 1.0  # further GiB if ranks communicate
 _GAPS = 0.03  # share that the allocator cannot use because of fragmentation
 
-_LARGEST = 10_000  # GiB; a larger number was probably meant in another unit
+_LARGEST = 10_000  # GiB; a larger number is probably in another unit, such as MiB
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_size(name: str, where: str = "device") -> DeviceSize:
     """Return the size of a device from its name (`h200`, `24g`), or from a number of GiB (`96`)."""
     word = name.strip().lower().replace("_", "-").removeprefix("nvidia-").removeprefix("ascend-")
     word = word[:-1] if word.endswith("gb") else word
-    # Variants of one device with different memory sizes.
+    # The user named a device without its memory size: list all sizes of that device.
     sizes = [device for device in DEVICE_NAMES if device.startswith(f"{word}-")]
     if len(sizes) > 1:
         raise TesseraError(

@@ -55,10 +55,10 @@ from tessera.training.setup import ModelSetup, build_meta_model
 class Role:
     """Describe ranks that need the same memory and communication, and the figures of one of them.
 
-    The ranks differ in their data, in their shard of a layer, or in the number of their (otherwise equal) stage.
+    The ranks differ only in their data, in their shard of a layer, or in which of several equal stages they run.
     """
 
-    positions: tuple[int, ...]  # positions in the pipeline
+    positions: tuple[int, ...]  # indices of pipeline stages with this role
     ranks: int  # number of ranks with this role
     volumes: tuple[CommVolume, ...]
     seconds: float  # duration of the dry run
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def run_role(config: RunConfig, world: int, position: int) -> Role:
-    """Run one step of a rank at a position of the pipeline on fake tensors, and return its figures."""
+    """Run one step on fake tensors, as the first rank at a position in the pipeline. Return its memory and traffic."""
     began = time.perf_counter()
     setup = build_meta_model(config, world)  # parallelize_on_meta below changes its module
     plan = setup.plan
@@ -285,7 +285,7 @@ def example_batch(config: RunConfig, setup: ModelSetup, mesh: Mesh) -> Batch:
 
 
 def _as_pair(tokens: int) -> dict[str, Tensor]:
-    """Return the tensors that turn a row into a preference pair of two halves, or into one desirable answer."""
+    """Return batch tensors for preference tasks: each half of the row is an answer of one pair, and it is desirable."""
     pair = torch.arange(tokens) * 2 // max(1, tokens)
     first = torch.zeros(1, dtype=torch.int64)
     return {"pair": pair, "pair_ids": first, "pair_row": first.clone(), "desirable": torch.ones(1, dtype=torch.bool)}

@@ -1,4 +1,4 @@
-"""Describe the folder that a conversion writes: names of tensors, config.json and side files (tokenizer, template)."""
+"""Describe the folder that a conversion writes: tensor names, config.json, and the files of tokenizer and template."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def hf_target(
     *,
     is_source: bool = False,
 ) -> FolderTarget:
-    """Describe a Hugging Face folder with the side files of `folder` and the fields of its config.json, `raw`.
+    """Describe a Hugging Face folder with the tokenizer, template and preprocessor files of `folder` (side files).
 
-    `is_source`: `folder` is also the source of the weights; missing side files are then added. Side files of an
-    original checkpoint are rewritten, because transformers does not read them. `tensors`: native tensors, maybe without
-    data. If `folder` contains weights, the new folder has the same files, the same order of stacked experts, and a tied
-    head if `folder` stores one.
+    `raw`: content of its config.json. `is_source`: `folder` is also the source of the weights; missing side files are
+    then added. Side files of an original checkpoint are rewritten, because transformers does not read them. `tensors`:
+    tensors of the module, maybe without data. If `folder` contains weights, the new folder has the same files, the same
+    order of stacked experts, and a tied head if `folder` stores one.
     """
     described = exported_config(config, raw, main_dtype(tensors), spec.gives(REWARDS))
     original = is_original(spec, folder)
@@ -68,14 +68,14 @@ def _has_processor(spec: ModelSpec, folder: Path) -> bool:
 
 
 def _stored(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return the shape and the file of each tensor in a folder, by stored name."""
+    """Return the shape and the file of each tensor in a folder, by its name in the file."""
     if not any(folder.glob("*.safetensors")):
         return {}, {}
     try:
         with FolderTensors(folder) as stored:
             files = {name: file for name, file in stored.files.items() if name in stored.shapes}
             return dict(stored.shapes), files
-    except TesseraError as error:  # config.json and side files of the folder are enough
+    except TesseraError as error:  # its weights may be damaged: only config.json and tokenizer are needed
         _log.warning("the new folder does not follow the file layout of %s: %s", folder, error.what)
         return {}, {}
 
@@ -85,7 +85,7 @@ def original_target(
 ) -> FolderTarget:
     """Describe a folder in the original format of the model's authors, with all files of `folder` except weights.
 
-    `tensors`: native tensors, maybe without data. Their names and shapes must match the weights in `folder`.
+    `tensors`: tensors of the module, maybe without data. Their names and shapes must match the weights in `folder`.
     """
     if not spec.originals:
         raise TesseraError(

@@ -29,7 +29,7 @@ class LiveMemory(TorchDispatchMode):
         self._references: dict[int, StorageWeakRef] = {}
         self._sizes: dict[int, int] = {}  # id of a counted storage -> bytes
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._filled: set[int] = set()  # ids of resizable storages that have memory now
+        self._filled: set[int] = set()  # ids of storages that FSDP may resize, and that have memory now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

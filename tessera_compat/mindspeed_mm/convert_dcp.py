@@ -86,7 +86,9 @@ class Naming:
 
     prefix: str = ""  # prefix of names in the job, after `model.`
     replaced: str = ""  # prefix of names in the Hugging Face folder, replaced by `prefix`
-    renames: tuple[tuple[str, str], ...] = ()  # (prefix of names in the folder, prefix in the job)
+    renames: tuple[
+        tuple[str, str], ...
+    ] = ()  # (prefix of names in the Hugging Face folder, prefix of names in the DCP folder)
     fused: tuple[str, ...] = ()  # parts of names: 3-d tensors with such a name are flattened to two dimensions
     tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the job, tensor of the folder that is copied)
     merge: str = ""  # how matrices of experts are stacked: flat, stacked; empty: they are not stacked
@@ -342,7 +344,7 @@ class _Changed(StoredForm):
 
     @abstractmethod
     def changed(self, name: str) -> Tensor:
-        """Return a full tensor, changed if necessary."""
+        """Return the full tensor `name` after the change of the subclass: cast, replaced, or with a merged adapter."""
 
 
 class _InType(_Changed):

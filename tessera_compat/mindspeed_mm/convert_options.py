@@ -55,7 +55,7 @@ class Method:
     about: str
     run: Callable[[str, Options], Path] | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
-    prefix: str = "cfg."  # prefix of its options
+    prefix: str = "cfg."  # prefix of the option names on the command line: --cfg.NAME
     refused: str | None = None
     plain: tuple[str, ...] = ()  # options without the prefix
 

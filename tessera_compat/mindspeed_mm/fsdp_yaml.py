@@ -280,7 +280,10 @@ def _set_model(
     folder = described if converted else loaded or described
     if not folder:
         raise TesseraError(
-            "model.model_name_or_path does not name a folder", where=source, code="job.model-folder-missing"
+            "model.model_name_or_path is missing",
+            where=source,
+            fix="set model.model_name_or_path to a Hugging Face folder",
+            code="job.model-folder-missing",
         )
     model: dict[str, Any] = {"path": str(folder), **({"weights": str(loaded)} if converted else {})}
     report.add(source, "model.model_name_or_path", described, "mapped", "model.path")

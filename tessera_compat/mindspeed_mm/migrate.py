@@ -163,7 +163,10 @@ def join_values(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _launch_of(job: ShellJob) -> Launch:
-    """Return the training command of a script; without training, the first command. Raise for two training commands."""
+    """Return the training command of a script. A script without one gives its first inference or evaluation command.
+
+    Two training commands raise an error.
+    """
     training = [one for one in job.launches if Path(one.entry).name in (*_TRAINING, FSDP_TRAINER.name)]
     if len(training) > 1:
         lines = " and ".join(str(one.line) for one in training)

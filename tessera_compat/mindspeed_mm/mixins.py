@@ -60,7 +60,10 @@ class FSDP2Mixin:
         """Compute buffers after memory is allocated; see `AdjustsAfterInit`."""
 
     def shard_itself(self, plan: Plan, arguments: dict[str, Any]) -> None:
-        """Apply recompute, sharding and prefetch for a run of Tessera."""
+        """Shard this module by the plan of a Tessera run. `arguments`: keyword arguments of torch's fully_shard.
+
+        Recompute and prefetch are applied, too. Scripts without a plan call `fully_shard`.
+        """
         self.fsdp2_config, self.fsdp2_kwargs = Fsdp2Config.from_plan(plan), arguments
         self._run_fully_shard()
 

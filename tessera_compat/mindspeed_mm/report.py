@@ -37,7 +37,7 @@ class JobReport:
     """Collect the entries for all flags and keys of a job."""
 
     entries: list[ReportEntry] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)  # recipe key -> the place of the job that sets it
+    places: dict[str, str] = field(default_factory=dict)  # recipe key -> the flag or JSON key of the job that sets it
 
     def add(self, source: str, key: str, value: Any, outcome: Outcome, note: str) -> None:
         self.entries.append(ReportEntry(source, key, value, outcome, note))

@@ -128,10 +128,10 @@ class Session:
         model = call_provider(model_provider, "model_provider", pre_process=True, post_process=True)
         if not isinstance(model, nn.Module):
             raise TesseraError(
-                f"model_provider returned {described(model)}",
+                f"model_provider must return an nn.Module, but returned {described(model)}",
                 where="model_provider",
                 allowed=["an nn.Module"],
-                fix="return the full model; the run shards it",
+                fix="return the full, unsharded model; Tessera shards it",
                 code="job.provided-model",
             )
         optim = {"groups": _groups(model, self.config, self.args, no_weight_decay, scale_lr, lr_mult)}

@@ -156,7 +156,7 @@ class ParamScheduler:
         return float(param_group["base_lr"]) * lr_factor(schedule, self.num_steps, steps)
 
     def step(self, increment: int) -> NoReturn:
-        """Raise: `train_step` sets the learning rate."""
+        """Raise an error: scripts must not call this, because `train_step` sets the learning rate."""
         raise TesseraError(
             "opt_param_scheduler.step is not supported: train_step sets the learning rate",
             where="opt_param_scheduler.step",

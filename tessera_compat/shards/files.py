@@ -157,7 +157,7 @@ class MegatronTensor:
         return split.join_boxes([self.slices[rank].read(start, size) for rank, start, size in boxes])
 
     def read_rows(self) -> TensorRows:
-        """Return the full tensor as a list of memory-mapped parts, without copying."""
+        """Return the full tensor as blocks of rows, memory-mapped from the files of all ranks, without a copy."""
         split = self.form.split_of(self.name)
         if split is None or len(self.slices) == 1 or 0 in self.shape:
             return TensorRows.of(self.read())

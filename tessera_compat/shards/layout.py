@@ -77,10 +77,10 @@ def check_layout(form: MegatronForm, layout: MegatronLayout, where: str) -> None
             )
     if form.kv_heads % layout.tp and not form.splits:
         raise TesseraError(
-            f"tp {layout.tp} is not supported: shards of this family can only be split over pipeline stages",
+            f"tp {layout.tp} is not supported: Megatron shards of this family have no tensor parallelism",
             where=where,
             allowed=["tp=1"],
-            fix="remove tp, or split the layers over pipeline stages",
+            fix="remove tp; the layers can be split over pipeline stages instead",
             code="layout.tensor-ranks-refused",
         )
     if form.kv_heads % layout.tp:
@@ -196,9 +196,9 @@ def _stages_of(
     ranks = max(pipeline.owner) + 1
     if any(owner != stage % ranks for stage, owner in enumerate(pipeline.owner)):
         raise TesseraError(
-            f"shards do not support the stage order of schedule {pipeline.schedule}",
+            f"Megatron shards cannot store the order of stages of schedule {pipeline.schedule}",
             where=where,
-            fix="set another parallel.schedule, such as interleaved, or use --layout",
+            fix="set another parallel.schedule, such as interleaved, or list the layers of each stage in --layout",
             code="layout.schedule-not-for-shards",
         )
     stages: list[set[int]] = [set() for _ in pipeline.stages]

@@ -1,4 +1,4 @@
-"""Collect the measures of all data sets, and derive findings, sums, histograms and a forecast of row lengths.
+"""Collect the measures of all data sets: derive findings, sums and histograms, and predict how samples fill rows.
 
 Only numbers are kept of each sample. The few samples that a finding names are read again for their texts.
 """
@@ -32,8 +32,8 @@ from tessera.tools.data_doctor.histogram import Histogram, histogram
 from tessera.tools.data_doctor.look import Look
 
 ONE_ANSWER = 0.3  # a larger share of samples with the same answer is a finding
-FEW = 20  # least number of samples for a finding about shares
-PACKED = 200_000  # largest number of samples to pack for a forecast; more are extrapolated
+FEW = 20  # with fewer samples, shares such as ONE_ANSWER are not reported
+PACKED = 200_000  # a forecast packs at most so many samples, and extrapolates to all
 # Histograms as (title, unit, column of measures).
 _WITH_TOKENS = (
     ("Length of a sample", "tokens", "tokens"),
@@ -111,7 +111,7 @@ class ExaminedSet:
             return None
 
     def kind_of_bad(self, bad: BadRow) -> str:
-        """Return the kind of finding for a bad record: from the text of its reason, or by trying to read the record."""
+        """Return the kind of finding for a bad record: by the text of its reason, else by reading it again."""
         kind = kind_of(bad.reason)
         if kind is not None:
             return kind
@@ -122,7 +122,7 @@ class ExaminedSet:
 
 
 class Collection:
-    """Hold the measures of all usable samples, in the order of data sets. `length`: tokens of a row; None: no model."""
+    """Hold the measures of all usable samples, in the order of data sets. `length`: tokens per row; None: no model."""
 
     def __init__(self, sets: Sequence[ExaminedSet], length: int | None, truncate: Truncate) -> None:
         self.sets, self.length, self.truncate = sets, length, truncate
@@ -143,7 +143,7 @@ class Collection:
         return self.columns.get(name, np.zeros(int(self.starts[-1]), np.int64))
 
     def locate(self, at: int) -> tuple[ExaminedSet, int]:
-        """Return the data set of a sample, and the number of its record."""
+        """Return the data set of a sample, and the index of its record in the data set."""
         number = int(np.searchsorted(self.starts, at, side="right")) - 1
         return self.sets[number], int(self.sets[number].rows[at - int(self.starts[number])])
 
@@ -190,7 +190,7 @@ class Collection:
         return findings
 
     def _add(self, findings: dict[str, Finding], kind: str, samples: np.ndarray) -> None:
-        """Add a finding of this kind with the numbers of all affected samples."""
+        """Add a finding of this kind. `samples`: indices of all affected samples."""
         _set(findings, kind, len(samples), [self._location(at, kind) for at in samples[:MOST_LOCATIONS].tolist()])
 
     def _location(self, at: int, kind: str) -> SampleLocation:

@@ -18,9 +18,11 @@ from tessera.data.media.files import ArchiveMember
 
 Severity = Literal["loss", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("loss", "warning", "note")
-MOST_LOCATIONS = 5  # samples that are named per finding
-DETAIL = 240  # largest number of characters of a detail
-DECODING = "cannot be decoded: "  # first words of a reason: the header is readable and the content is not
+MOST_LOCATIONS = 5  # at most so many samples are named per finding
+DETAIL = 240  # at most so many characters of a detail are shown
+DECODING = (
+    "cannot be decoded: "  # beginning of the reason if the header of a media file is readable, but not its content
+)
 
 
 @dataclass(frozen=True)

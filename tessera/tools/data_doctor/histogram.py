@@ -109,7 +109,7 @@ def bars(data: Histogram, width: int = 48) -> str:
 
 
 def _position(data: Histogram, value: float) -> float:
-    """Return the position of a value on the axis, in bars from the left."""
+    """Return where a value is on the horizontal axis, as a fractional number of bars from the left."""
     edges = np.array(data.edges)
     at = int(np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(data.counts) - 1))
     return float(at + (value - edges[at]) / max(edges[at + 1] - edges[at], 1e-12))

@@ -42,7 +42,7 @@ from tessera.tools.data_doctor.findings import (
 )
 
 MEDIA_KINDS = ("image", "video", "audio")
-ENLARGED, SHRUNK = 1.5, 0.25  # limits of (pixels after resizing / pixels before)
+ENLARGED, SHRUNK = 1.5, 0.25  # report an image if (pixels after resizing / pixels before) is above or below
 NO_FAMILY = MediaSampling(audio=AudioSampling(rate=16_000))  # sampling of videos and audio if there is no model
 _OF_ANY_TEXT = (
     "mojibake",
@@ -144,10 +144,10 @@ def _as_spoken(sample: Sample) -> Sample:
 # ---------------------------------------------------------------------------------------------- samples on the page
 
 THUMBNAIL = 144  # pixels of the longer side of a thumbnail
-MOST_MEDIA = 8  # thumbnails per sample
-MOST_TEXT = 1500  # characters per span; the middle of a longer span is cut
+MOST_MEDIA = 8  # at most so many thumbnails per sample
+MOST_TEXT = 1500  # characters per piece of text; the middle of a longer piece is cut out
 MOST_SPANS = 200
-_REPEATED = 4  # at least so many equal tokens in a row are placeholders of media
+_REPEATED = 4  # so many equal consecutive tokens, or more, are placeholders of media
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class ToShow:
-    """Name a record to display: number of the data set, number of the record."""
+    """Name a record to display: index of the data set, index of the record in it."""
 
     set: int
     row: int

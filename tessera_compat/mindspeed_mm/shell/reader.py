@@ -420,7 +420,7 @@ class _Reader:
         if at is None:
             if Path(words[0]).name == "torchrun" and len(words) > 1 and not words[1].endswith(("help", "version")):
                 raise TesseraError(
-                    "torchrun starts no Python file",
+                    "the torchrun command names no Python file to start",
                     where=self.where(line),
                     fix="write torchrun ... pretrain_vlm.py ...",
                     code="job.script-starts-nothing",
