@@ -9,8 +9,8 @@ The grammar is that of torch on Ascend: comma-separated items without spaces, in
     lazy_bind:0        bind at the start, so that worker processes of the loader are bound too; default 1: after the
                        first step, so that they are not
 
-`bind_irq` has no effect. Other than there, an item that cannot be read is an error, and a warning names cores that two
-devices share.
+`bind_irq` has no effect. Unlike torch on Ascend, an item that cannot be parsed is an error, and a warning names cores
+that two devices share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AffinityConf:
     mode: int = 0
     cores: Mapping[int, frozenset[int]] = field(
         default_factory=dict
-    )  # device -> its cores, for the devices that the value names
+    )  # device index -> its cores; devices that the value does not list are absent
     force: bool = False
     npu_affine: bool = False
     lazy_bind: bool = True
@@ -124,7 +124,7 @@ class RankCores:
 
 
 def cores_of_rank(conf: AffinityConf, device: int, nodes: Sequence[int | None], topology: Topology) -> RankCores:
-    """Return the CPU cores of one device. They are empty if the value lists cores that this process may not use."""
+    """Return the CPU cores of one device. There are none if the value lists cores that this process may not use."""
     sets = cores_of_devices(conf, nodes, topology)
     warnings = [
         f"{VARIABLE}: devices {first} and {other} share the cores {format_cores(both)}"

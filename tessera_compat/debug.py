@@ -1,6 +1,6 @@
 """Let ranks wait for a debugger, and write the file by which VS Code attaches to them.
 
-`TESSERA_DEBUG=0,2` makes ranks 0 and 2 wait before they begin, each on port 22333 plus its number, at the loopback
+`TESSERA_DEBUG=0,2` makes ranks 0 and 2 wait before they begin, each on port 22333 plus its rank, at the loopback
 address unless `TESSERA_DEBUG_HOST` names another. Whoever reaches the port can run code in the process.
 """
 

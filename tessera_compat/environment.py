@@ -1,4 +1,4 @@
-"""Honour, pass on or explain the environment variables that launch scripts of MindSpeed-MM and Megatron set.
+"""Apply, pass on or explain the environment variables that launch scripts of MindSpeed-MM and Megatron set.
 
 `check_environment` refuses invalid values and returns a line for each variable that is set; launchers call it.
 `prepare_rank` binds the process of a rank to cores. `begin_job` does both for the rank of a job file, and turns its
@@ -157,9 +157,9 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def check_run(world_size: int | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Check the variables before ranks start, and print once per run how each is treated.
+    """Check the variables before ranks start, and print once per run what each does.
 
-    Return the settings of a run whose ranks wait for a debugger. `world_size` is None while it is unknown.
+    Return recipe settings for ranks that wait for a debugger, else {}. `world_size` is None while it is unknown.
     """
     lines = check_environment(environ)
     launched_here = (

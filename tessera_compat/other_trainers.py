@@ -1,4 +1,4 @@
-"""Name our key for a key of LLaMA-Factory, ms-swift or the Trainer of transformers that a recipe has by mistake."""
+"""Find the recipe key for a key of LLaMA-Factory, ms-swift or the transformers Trainer that a user wrote by mistake."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tessera.config.extensions import KeyHint
 class Ours(NamedTuple):
     """Store the recipe key that replaces a key of another trainer."""
 
-    key: str  # dotted recipe key; empty: none replaces it, and `note` is the reason
-    example: str = ""  # value of the recipe key; empty: the value of the other trainer's key is valid
+    key: str  # dotted recipe key; empty: Tessera has no such key, and `note` is the reason
+    example: str = ""  # example value of the recipe key; empty: the value of the other trainer's key is valid
     note: str = ""
 
     def sentence(self, value: Any = None) -> str:
@@ -53,7 +53,7 @@ def _plain(key: str) -> str:
     return key.lower().lstrip("-").replace("-", "_")
 
 
-_NEAR = 0.8  # similarity of long names that differ in one or two letters
+_NEAR = 0.8  # least similarity (0 to 1) of a misspelled name: one or two wrong letters in a long name
 
 
 def hint(key: str, value: Any = None, allowed: Collection[str] | None = None) -> KeyHint | None:

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 -m tessera_compat.run script.py [its arguments]
     torchrun --nproc-per-node 4 script.py [its arguments]        in a folder of `tessera migrate workspace`
 
-The script is not changed. The import finder, the words for devices and the ambient state exist until it ends.
+The script is not changed. The import hook, the replaced device functions and the global state of the run are
+removed when it ends.
 """
 
 from __future__ import annotations

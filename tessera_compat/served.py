@@ -1,8 +1,8 @@
 """List the modules of Megatron and MindSpeed that scripts import, and where their names come from here.
 
-`SERVED` is plain data: the imported module, then its sources. A source is a module of ours, of which all public names
-are offered, or `module:name,name` for some names, or for names that begin with an underscore. An empty list of sources
-is a module that scripts import for its effect, which is not needed here.
+`SERVED` maps the imported module to its sources. A source is a module of this package, which provides all its public
+names, or `module:name,name`, which provides these names. A module without sources is empty: scripts import it only for
+its side effects, which are not needed here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OURS = "tessera_compat."
 TAKES_OVER = "from tessera_compat.run import take_over"  # line in the packages of a workspace
 ROOTS = ("megatron", "mindspeed", "mindspeed_mm")
 USER_ROOT = "mindspeed_mm"  # users add files to this package
-# Modules with the table of model classes, and the module that builds the models.
+# Modules with the table of model classes (`ModelHub.MODEL_MAPPINGS`), to which users add theirs.
 REGISTRIES = ("mindspeed_mm.models.common.modelzoo", "mindspeed_mm.models.transformers.modelhub")
 MODEL_USER = "mindspeed_mm.models.transformers_model"
 
@@ -196,7 +196,7 @@ SERVED: dict[str, tuple[str, ...]] = {
 }
 
 
-# Package -> why its other modules are not provided. The longest matching name counts.
+# Package -> why its other modules are not provided. The longest matching package name is used.
 REASONS = {
     "mindspeed_mm.patchs": "nothing is patched here",
     "mindspeed_mm.mindspore": "MindSpore is another framework; the ranks here run PyTorch",
@@ -237,7 +237,7 @@ class ServedModule(ModuleType):
 class ServedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import provided modules, and modules that the user added to `mindspeed_mm/`.
 
-    `folders`: of the script and of the run. A file in them with the name of a provided module is ignored.
+    `folders`: folder of the script and working folder. A file in them with the name of a provided module is not read.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Hold the ambient state that the copied APIs read: one object per run, which `destroy` removes.
+"""Hold the global state that functions of Megatron's API read: one object per run, which `destroy` removes.
 
 Only `tessera_compat` reads it. The library passes such objects as arguments.
 """

@@ -185,7 +185,7 @@ class DotProductAttention(MegatronModule):
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Name the submodules of self-attention."""
+    """Hold the classes or specifications of the submodules of self-attention."""
 
     linear_qkv: Any = None
     core_attention: Any = None
@@ -287,7 +287,7 @@ class SelfAttention(MegatronModule):
 
 @dataclass
 class MLPSubmodules:
-    """Name the submodules of an MLP."""
+    """Hold the classes or specifications of the submodules of an MLP."""
 
     linear_fc1: Any = None
     linear_fc2: Any = None

@@ -1,7 +1,7 @@
 """Describe a transformer and how it is trained: `ModelParallelConfig` and `TransformerConfig` of release 0.12.1.
 
-A field is honoured, or a hint on speed or memory without effect here (`HINTS`: logged once), or refused if its value is
-not the default (`REFUSED`, with the reason). Unknown names are refused, too.
+A field has its effect, or is a hint on speed or memory without effect here (`HINTS`: logged once), or raises an error
+if its value is not the default (`REFUSED`, with the reason). Unknown names raise an error, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make mock GPT data: `MockGPTDataset`, its configuration and builder, and the tokenizer of numbers.
+"""Make mock GPT data: `MockGPTDataset`, its configuration and builder, and a tokenizer for text made of token ids.
 
 Documents count 1, 2, 3, ... up to a random length and end with the end-of-document token, as in release 0.12.1; here
 the ids stay below the tokenizer's vocabulary, which they exceed there. Samples are slices of the shuffled documents.

@@ -1,9 +1,10 @@
 """Save and load sharded state without pickle: `megatron.core.dist_checkpointing` on safetensors and JSON.
 
-Each rank writes the parts of which it is the main replica into one safetensors file. `metadata.json` lists every part,
-its box in the unsharded tensor and the hash of its file. It is written last: a folder without it is no checkpoint.
-Loading reads any boxes, so the tensor- and pipeline-parallel sizes may differ from those at saving. Other values are
-stored in `common.json`. Files of Megatron's own `torch_dist` format contain pickles and are refused.
+Each rank writes its shards into one safetensors file; a shard that several ranks hold is written by one of them.
+`metadata.json` lists every shard, its box (offsets and sizes) in the unsharded tensor and the hash of its file. It is
+written last: a folder without it is no checkpoint.
+Loading may read any box, so the tensor- and pipeline-parallel sizes may differ from those at saving. Values that are
+not tensors are stored in `common.json`. Files of Megatron's own `torch_dist` format contain pickles and are refused.
 """
 
 from __future__ import annotations

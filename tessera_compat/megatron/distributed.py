@@ -130,7 +130,7 @@ class DistributedDataParallel(ModelWrapper):
                 )
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for parameter in self.module.parameters():
             parameter.grad = None
 

@@ -1,7 +1,7 @@
 """Move activations between tensor-parallel ranks, and compute the loss of a vocabulary that is split over them.
 
-Each mapping has its counterpart in backward: a copy becomes a sum, and so on. The names are those of
- `megatron.core.tensor_parallel`; hidden states are [sequence, batch, hidden].
+The backward pass of a mapping is its counterpart: a copy becomes a sum, a gather becomes a split. The names are those
+of `megatron.core.tensor_parallel`; hidden states are [sequence, batch, hidden].
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
     """Broadcast tensors of the first tensor-parallel rank to the others. Those ranks pass None as `data`."""
     group, source = _tensor_group(), parallel_state.get_tensor_model_parallel_src_rank()
     device = devices.current()
-    header: list[Any] = [None, None]  # the broadcast header: missing keys, and shapes
+    header: list[Any] = [None, None]  # broadcast before the tensors: missing keys, and shapes
     if dist.get_rank() == source:
         tensors = data or {}
         header[0] = [key for key in keys if key not in tensors or tensors[key].dtype != datatype]

@@ -1,4 +1,4 @@
-"""Build modules from specifications, and give them what Megatron's modules have: `MegatronModule`, `Float16Module`."""
+"""Build modules from specifications (`ModuleSpec`), and offer the base classes `MegatronModule` and `Float16Module`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ParallelState:
     ranks: dict[str, list[int]] = field(default_factory=dict)
 
     def make(self, name: str, axes: str, sizes: dict[str, int] | None = None) -> None:
-        """Create all process groups over the axes `a-b`, and store that of this rank. All ranks call it."""
+        """Create all process groups over `axes`, such as "dp-cp", and store that of this rank. All ranks call it."""
         for ranks in rank_groups(dist.get_world_size(), sizes or self.sizes, self.order, axes.split("-")):
             self.make_group(name, ranks)
 

@@ -41,7 +41,7 @@ class CudaRNGStatesTracker:
         return bool(self.states_)
 
     def reset(self) -> None:
-        """Forget all streams."""
+        """Remove all random streams."""
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
 

@@ -1,7 +1,7 @@
 """Run the forward and backward passes of one global batch: without pipelining, as 1F1B, or interleaved.
 
-A schedule is the order in which a rank runs passes of micro-batches through its model chunks; one loop runs any order.
-The arithmetic of losses is that of release 0.12.1 (`forward_step`).
+A schedule is the order in which a rank runs forward and backward passes of micro-batches through its model chunks; one
+loop runs any order. Losses are scaled as in release 0.12.1 (`forward_step`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def forward_step(
 
 
 def _reads(config: ModelParallelConfig, name: str) -> bool:
-    """Return a boolean field of a TransformerConfig; False for other configurations."""
+    """Return a boolean field of a configuration; False if it has no such field."""
     return bool(vars(config).get(name, False))
 
 

@@ -1,6 +1,6 @@
 """Measure parts of a script by name, as the timers of `megatron.training`: `get_timers()("batch-generator").start()`.
 
-They measure time on the host; work that a device still does is not waited for, so that measuring slows nothing.
+They measure time on the host. They do not wait for work on the device, so that measuring slows nothing.
 """
 
 from __future__ import annotations

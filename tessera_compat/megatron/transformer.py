@@ -1,4 +1,4 @@
-"""Put layers together: `TransformerLayer` of the modules that a specification names, `TransformerBlock` of layers."""
+"""Build a `TransformerLayer` from the modules that a specification names, and a `TransformerBlock` from layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 @dataclass
 class TransformerLayerSubmodules:
-    """Name the submodules of a transformer layer."""
+    """Hold the classes or specifications of the submodules of a transformer layer."""
 
     input_layernorm: Any = IdentityOp
     self_attention: Any = IdentityOp

@@ -4,8 +4,8 @@
     args.micro_batch_size, args.params_dtype  # Megatron's names
     args.mm.model.text_decoder.num_layers     # the JSON files behind --mm-model, --mm-data and --mm-tool
 
-Names, defaults and states of the flags are in `flags.FLAGS`. A job may also be one YAML file whose `gpt_args` and
-`lora_args` are the flags and whose `model` and `data` are the JSON files.
+Names and defaults of the flags, and whether they are supported, are in `flags.FLAGS`. A job may also be one YAML file:
+its sections `gpt_args` and `lora_args` replace the flags, and `model` and `data` replace the JSON files.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parse_args(
     parser = _parser()
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
-    plain, left_over = parser.parse_known_args(words)  # which checks for every name
+    plain, left_over = parser.parse_known_args(words)
     args = Args(**vars(plain))
     _check_words(words, left_over)
     args.typed = tuple(dict.fromkeys(_destination(word) for word in words if word.startswith("--")))

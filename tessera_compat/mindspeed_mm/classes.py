@@ -76,7 +76,7 @@ class ModelHub:
 
     MODEL_MAPPINGS: ClassVar[
         dict[str, type[nn.Module]]
-    ] = {}  # id -> class; scripts add entries, and ids of transformers need none
+    ] = {}  # model_id -> class; scripts add their classes, and those of transformers are found without an entry
 
     @staticmethod
     def build(config: Any, transformer_config: Any) -> type[nn.Module]:
@@ -121,7 +121,7 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
         folder = data.get("init_from_hf_path")
         if not folder:
             raise TesseraError(
-                "the configuration names no folder to build the model from",
+                "init_from_hf_path, the folder to build the model from, is missing",
                 where=WHERE,
                 fix="set init_from_hf_path to a folder with config.json",
                 code="job.model-folder-missing",
@@ -156,9 +156,9 @@ class TransformersModel(MultiModalModule, FSDP2Mixin):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of predicting the next tokens, and a mask of the positions with a loss.
 
-        default: mean over the positions of the micro-batch; per_sample_loss: mean over its samples of their means;
-        per_token_loss: sum; token_loss: sum over the mean number of positions of all ranks; square_loss: the same with
-        each position weighted by one over the root of its sample's number of labels.
+        default: mean over the positions of the micro-batch. per_sample_loss: mean of each sample, then mean of samples.
+        per_token_loss: sum. token_loss: sum, divided by the mean number of positions per rank. square_loss: as
+        token_loss, but each position has the weight 1 / sqrt(number of labels in its sample).
         """
         shifted = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
         mask = shifted != ignore_index

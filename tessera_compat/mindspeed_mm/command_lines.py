@@ -23,7 +23,7 @@ FEATURES = (
     "get_sora_feature.py",
     "get_wan_feature.py",
     "get_hunyuan_feature.py",
-)  # all three scripts run the same program
+)  # names of the script that writes features
 # Field of a sampling request -> option of `tessera generate`.
 _SAMPLED = {
     **{name: f"--{name}" for name in ("frames", "height", "width", "steps", "guidance", "solver", "shift", "fps")},
@@ -34,7 +34,7 @@ Commands = tuple[dict[str, Any], tuple[str, ...]]
 
 
 def commands_of(entry: str, argv: Sequence[str], world_size: int, report: JobReport) -> Commands | None:
-    """Translate an inference or evaluation job to commands, and to the recipe that they need. None: another job."""
+    """Translate an inference, evaluation or feature job to commands and the recipe they need. None: a training job."""
     write = _WRITERS.get(Path(entry).name)
     if write is None:
         return None
@@ -65,7 +65,7 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
     table = data.get("dataset_path")
     if not table:
         raise TesseraError(
-            "dataset_path does not name a table",
+            "dataset_path, the table of questions, is missing",
             where=source,
             fix='"dataset_path": "AI2D_TEST.tsv"',
             code="job.table-missing",
@@ -82,14 +82,14 @@ def _benchmark(args: Args, report: JobReport) -> Commands:
 
 
 def _videos(args: Args, report: JobReport) -> Commands:
-    """Return the commands that generate the videos of an inference JSON: one in all, or one per input frame."""
+    """Return the commands that generate the videos of an inference JSON: one command, or one per conditioning image."""
     data, source = _json_of(args)
     images = data.get("image")
     videos = read_videos({key: value for key, value in data.items() if key != "image"}, source, report)
     folder = videos.parts or args.load
     if folder is None:
         raise TesseraError(
-            "no section of the JSON names the folder of the model",
+            "neither --load nor the JSON names the folder of the model",
             where=source,
             fix="--load FOLDER/transformer",
             code="job.model-folder-missing",
@@ -140,20 +140,20 @@ ENTRIES = tuple(_WRITERS)
 
 def _json_of(args: Args) -> tuple[dict[str, Any], str]:
     if not args.mm.model.keys():
-        raise TesseraError("--mm-model does not name a JSON file", where="command line", code="job.model-json-missing")
+        raise TesseraError("--mm-model is missing or empty", where="command line", code="job.model-json-missing")
     return args.mm.model.to_dict(), str(args.mm_model)
 
 
 def _model_folder(args: Args, named: Sequence[str], report: JobReport) -> str:
     """Return the folder of the model: `--load`, or the folder in the JSON if `--load` has no config.json here.
 
-    Shards do not name their model, and a folder on another machine may contain shards.
+    `--load` may name files by rank, which do not describe their model, or a folder on another machine.
     """
     load = args.load
     if load is None or (named and not any((Path(load) / name).is_file() for name in (CONFIG_FILE, "config.yaml"))):
         if not named:
             raise TesseraError(
-                "--load does not name a model",
+                "--load, the folder of the model, is missing",
                 where="command line",
                 fix="--load ckpt/hf_path/MODEL",
                 code="job.load-missing",

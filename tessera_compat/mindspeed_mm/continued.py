@@ -1,7 +1,7 @@
 """Continue the run of a job with the flags and files that it is started with now.
 
-A start states all settings of the job. Where they differ from the settings of the run, the new value counts, and one
-line reports it. Settings that a run cannot change are refused by the name of their flag or key.
+The flags and files contain all settings of the job. If a setting differs from that of the run, the new value is used
+and printed. A change that a resumed run does not support is an error that names the flag or key.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _freezes_others(saved: RunConfig, job: RunConfig) -> bool:
 
 
 def _adapts_others(saved: RunConfig, job: RunConfig) -> bool:
-    """Return whether the adapted layers differ. A run stores their names, a job stores patterns."""
+    """Return whether LoRA settings or adapted layers differ. A run stores layer names, a job stores patterns."""
     before, now = saved.model.lora, job.model.lora
     if before is None or now is None:
         return before is not now

@@ -1,6 +1,7 @@
 """The methods of `mm-convert` between Hugging Face folders and the torch DCP folders of FSDP2 jobs.
 
-Names of a job are `model.`, a prefix, and the name in the Hugging Face folder. A `Naming` describes the differences.
+A tensor name in the DCP folder is `model.`, a prefix, and the name in the Hugging Face folder. A `Naming` describes
+the differences.
 """
 
 from __future__ import annotations
@@ -82,20 +83,20 @@ class SwappedLast:
 
 @dataclass(frozen=True)
 class Naming:
-    """Describe how a job names and reshapes the tensors of a Hugging Face folder."""
+    """Describe how the tensors of a Hugging Face folder are named and reshaped in the DCP folder of a job."""
 
-    prefix: str = ""  # prefix of names in the job, after `model.`
+    prefix: str = ""  # prefix of names in the DCP folder, after `model.`
     replaced: str = ""  # prefix of names in the Hugging Face folder, replaced by `prefix`
     renames: tuple[
         tuple[str, str], ...
     ] = ()  # (prefix of names in the Hugging Face folder, prefix of names in the DCP folder)
     fused: tuple[str, ...] = ()  # parts of names: 3-d tensors with such a name are flattened to two dimensions
-    tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the job, tensor of the folder that is copied)
+    tied: tuple[tuple[str, str], ...] = ()  # (name of an optional copy in the DCP folder, copied tensor)
     merge: str = ""  # how matrices of experts are stacked: flat, stacked; empty: they are not stacked
     swap: str = ""  # regular expression of names of stacked experts that are transposed
 
     def of(self, name: str) -> str:
-        """Return the name of a tensor in the job, without `model.`."""
+        """Return the name of a Hugging Face tensor in the DCP folder, without `model.`."""
         name = next((new + name[len(old) :] for old, new in self.renames if name.startswith(old)), name)
         if self.replaced:
             return self.prefix + name[len(self.replaced) :] if name.startswith(self.replaced) else name
@@ -108,7 +109,7 @@ class Naming:
         return Reshape((shape[0] * shape[1], shape[2]), shape) if flat else Identity()
 
     def rules(self, stored: Mapping[str, PlannedTensor], where: str) -> list[Rule]:
-        """Return a rule for each tensor of the job. `stored`: the tensors of the folder."""
+        """Return a rule for each tensor of the DCP folder. `stored`: the tensors of the Hugging Face folder."""
         experts = _experts(stored, where) if self.merge else {}
         merged = {name for names in experts.values() for name in names}
         rules = [
@@ -131,7 +132,7 @@ class Naming:
         return rules
 
     def copies(self) -> dict[str, str]:
-        """Return the optional copies in the job: name -> tensor of the folder."""
+        """Return the optional copies in the DCP folder: name -> copied tensor of the Hugging Face folder."""
         return {self.of(copy): original for copy, original in self.tied}
 
 
@@ -176,7 +177,7 @@ def dcp_to_hf(
     """Write a Hugging Face folder from the DCP folder of a job, or of `hf_to_dcp`.
 
     `like`: the folder that the job started from. `dtype`: None: as stored. `keep`: prefix of tensors that are copied
-    from `like` if the job does not have them.
+    from `like` if the DCP folder lacks them.
     """
     check_apart(target, source, like)
     with SafetensorsForm(like) as published, DcpFolder(weights_folder(source), JOB) as stored:
@@ -276,7 +277,7 @@ def lora_hf_to_dcp(folder: Path, target: Path) -> Path:
 def merge_lora(
     base: Path, adapters: Path, target: Path, modules: Sequence[str], scaling: float, naming: Naming
 ) -> Path:
-    """Merge the adapters in a DCP folder into `base`, and write a folder. `modules`: parts of adapted names."""
+    """Merge the adapters in a DCP folder into `base`, and write a folder. `modules`: parts of layer names."""
     check_apart(target, base, adapters)
     begin = "base_model.model." + naming.prefix
     with SafetensorsForm(base) as stored, DcpFolder(weights_folder(adapters), JOB) as trained:
@@ -330,7 +331,7 @@ def _check_chosen(layers: Mapping[str, Mapping[str, str]], modules: Sequence[str
 
 
 class _Changed(StoredForm):
-    """Read another stored form, and change some of its tensors."""
+    """Base of readers that read tensors through another reader, `form`, and change some of them."""
 
     def __init__(self, form: StoredForm) -> None:
         self.where, self.weight_map, self._form = form.where, form.weight_map, form
@@ -365,7 +366,7 @@ class _InType(_Changed):
 
 
 class _Joined(_Changed):
-    """Read some tensors from another model."""
+    """Read the tensors in `names` from `other`, and the rest from `form`."""
 
     def __init__(self, form: StoredForm, other: NativeTensors, names: set[str]) -> None:
         super().__init__(form)
@@ -429,7 +430,7 @@ def _write_job(target: Path, native: NativeTensors) -> None:
 def _write_folder(
     target: Path, native: NativeTensors, table: WeightMap, like: Path, shard_bytes: int = 5_000_000_000
 ) -> None:
-    """Write a Hugging Face folder with the configuration and side files of `like`."""
+    """Write a Hugging Face folder with the configuration and tokenizer files of `like`."""
 
     def reopen(folder: Path) -> NativeTensors:
         return NativeTensors(SafetensorsForm(folder), table, _shapes(native), {})

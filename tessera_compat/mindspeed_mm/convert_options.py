@@ -57,7 +57,7 @@ class Method:
     options: Mapping[str, Option] = field(default_factory=dict)
     prefix: str = "cfg."  # prefix of the option names on the command line: --cfg.NAME
     refused: str | None = None
-    plain: tuple[str, ...] = ()  # options without the prefix
+    plain: tuple[str, ...] = ()  # names of options that are written without the prefix
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Converter:
     family: str
     methods: Mapping[str, Method] = field(default_factory=dict)
     types: tuple[str, ...] = ()
-    options: Mapping[str, Option] = field(default_factory=dict)  # options that precede the method
+    options: Mapping[str, Option] = field(default_factory=dict)  # options that are written before the method name
 
 
 @dataclass
@@ -77,7 +77,7 @@ class CommandLine:
     path: list[str] = field(default_factory=list)  # converter and method
     options: list[tuple[int, str, str]] = field(
         default_factory=list
-    )  # (number of words of `path` before the option, key, value)
+    )  # (0, 1 or 2: how many of converter and method precede the option, key, value)
     help: bool = False
     show: Sequence[str] | None = None  # words of --print_config; None: not requested
 

@@ -111,7 +111,7 @@ _VISION_LAYERS = (
     ("attn.proj", "self_attention.linear_proj", "A"),
     *((f"mlp.{kind}_proj", f"mlp.{kind}_proj", "B") for kind in ("gate", "up")),
     ("mlp.down_proj", "mlp.linear_fc2", "A"),
-)  # name in the PEFT folder, name in a job, and the factor (A or B) that tensor parallelism splits
+)  # name in the PEFT folder, name in Megatron files, and which LoRA matrix (A or B) tensor parallelism splits
 
 
 def lora_hf_to_mm(family: str, options: Options) -> Path:
@@ -191,7 +191,7 @@ def _checked_layout(options: Options, *, two_levels: bool) -> MegatronLayout:
 
 
 def _adapter_form(family: str, options: Options, layout: MegatronLayout) -> MegatronForm:
-    """Describe adapters in shards. Native names are those of the PEFT folder."""
+    """Describe how rank files store adapters. The unsharded tensors have the names of the PEFT folder."""
     form = _form_of(ModelSection(family=family, preset="quickstart"))
     new = options.get("common_model_config.new_transformers_weight_key") is True
     begin = str(options.get("common_model_config.model_prefix") or "")
@@ -217,7 +217,7 @@ def _adapter_form(family: str, options: Options, layout: MegatronLayout) -> Mega
 
 
 def _names(form: MegatronForm) -> list[tuple[str, str]]:
-    """Return all possible names of adapter weights, as pairs (name in the PEFT folder, name in a job)."""
+    """Return all possible names of adapter weights, as pairs (name in the PEFT folder, name in Megatron files)."""
     counts = {part.layers: part.count for part in form.parts}
     names = []
     for rule in form.weights.rules:

@@ -30,7 +30,7 @@ _CANONICAL = "separate projections are supported only for adapters here: convert
 
 
 def _parallel(prefix: str, kind: Any) -> dict[str, Option]:
-    """Return the options of a parallel layout. `kind`: the kind of its layer lists."""
+    """Return the options of a parallel layout. `kind`: type of its lists of layers per stage."""
     return {
         f"{prefix}llm_pp_layers": Option(kind, "layers of the decoder on each pipeline rank", required=True),
         f"{prefix}vit_pp_layers": Option(kind, "layers of the vision encoder on each pipeline rank", required=True),
@@ -166,7 +166,7 @@ _MISTRAL3 = Naming(
 _QWEN35 = Naming(
     merge="stacked", swap=r"(model\.language_model|mtp)\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj", tied=_HEAD
 )
-_BASE = "base_model.model."  # prefix of names in a job that trains adapters
+_BASE = "base_model.model."  # prefix of tensor names in the checkpoints of a job that trains adapters
 
 
 def _named(options: Options, naming: Naming) -> Naming:

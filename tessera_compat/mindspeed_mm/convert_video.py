@@ -32,8 +32,8 @@ from tessera_compat.shards.weight_form import FAMILIES as FORMS
 
 Options = Mapping[str, Any]  # by dotted key, without the leading `cfg.`
 _TARGET = "target_parallel_config."
-_PIPELINES = ("wan", "cogvideox")  # families that pipeline stages can split
-_TENSORS = ("hunyuan_video", "cogvideox")  # families that tensor ranks can split
+_PIPELINES = ("wan", "cogvideox")  # families whose jobs support pipeline parallelism
+_TENSORS = ("hunyuan_video", "cogvideox")  # families whose jobs support tensor parallelism
 _VIRTUAL = ("wan",)
 _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
@@ -227,7 +227,7 @@ def _renamed(tensors: Tensors, names: tuple[tuple[str, str], ...]) -> Tensors:
 
 
 def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path:
-    """Write full tensors, with their names in jobs, as shards in the target layout."""
+    """Write unsharded tensors, which have their Megatron names, as rank files in the target layout."""
     source, target = Path(options["source_path"]), Path(options["target_path"])
     check_apart(target, source)
     layout = parse_layout(target_layout(family, options))
@@ -255,7 +255,7 @@ def _write(family: str, options: Options, tensors: Mapping[str, Tensor]) -> Path
 
 
 def _sized(form: MegatronForm, tensors: Mapping[str, Any], layout: MegatronLayout) -> MegatronForm:
-    """Return the description with the number of layers in `tensors`. Native names are the names in jobs."""
+    """Return `form` with the number of layers in `tensors`, which have their Megatron names."""
     counts = {
         layers: len({name.removeprefix(layers).split(".")[0] for name in tensors if name.startswith(layers)})
         for layers in (part.layers for part in form.parts)
@@ -319,7 +319,7 @@ def merge_lora(family: str, options: Options) -> Path:
 
 
 def _whole(family: str, folder: Path) -> Tensors:
-    """Read full tensors by their names in jobs. Adapters may exist for some layers only."""
+    """Read the tensors of a folder with a single rank, by Megatron names. Adapters may exist for some layers only."""
     form = _form(family)
     before = stored_layout(folder, form.parts)
     if before.tp > 1 or before.pp > 1:

@@ -1,4 +1,4 @@
-"""Translate `data.json`: conversations (`huggingface`) and the tiles of InternVL (`multimodal`) to our data section."""
+"""Translate `data.json` of conversations (`huggingface`, or `multimodal` for InternVL) to `data` of a recipe."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def _conversations(
         part_of(param, key, source) for key in ("basic_parameters", "preprocess_parameters", "attr")
     )
     rules = {**PREPROCESS_KEYS, **_TILED_IMAGES} if family in ("internvl", "llava") else PREPROCESS_KEYS
-    # 0 means no minimum. Images use the minimum of the model's folder; for videos it is larger than jobs allow a frame.
+    # 0 means no minimum. Images then have the minimum of the model's folder (None). Videos have 1 pixel, because the
+    # minimum of the folder is larger than the frames of some jobs.
     unbounded = {"image_min_pixels": None, "video_min_pixels": 1}
     bounds = {key: unbounded[key] if key in unbounded and not value else value for key, value in preprocess.items()}
     where = f"{at}preprocess_parameters."
@@ -206,7 +207,7 @@ def _conversations(
             report.add(source, f"{at}basic_parameters.{limit}", basic[limit], outcome, note)  # type: ignore[arg-type]
     if "train" not in file.section:
         raise TesseraError(
-            f"{at}basic_parameters.dataset does not name a file",
+            f"{at}basic_parameters.dataset, the data file, is missing",
             where=source,
             fix='"dataset": "./data/a.json"',
             code="job.data-file-missing",
@@ -240,7 +241,7 @@ def _media_root(file: Path) -> str:
 def _columns(
     file: DataFile, attr: Mapping[str, Any], source: str, report: JobReport, at: str
 ) -> tuple[dict[str, str], str]:
-    """Return the columns and role names of the records, and their format."""
+    """Return the names of columns and roles in the data records, and the format of the records."""
     formatting = attr.get("formatting") or ("sharegpt" if attr else "auto")
     if formatting not in (*_FORMATS, "auto"):
         near = nearest(str(formatting), _FORMATS)
@@ -325,7 +326,9 @@ def _tiles(file: DataFile, param: Mapping[str, Any], source: str, report: JobRep
         more = translate(entry, rules, source, report, f"{at}basic_parameters.", {"data_path", "data_folder"})
         if not entry.get("data_path"):
             raise TesseraError(
-                f"{at}basic_parameters.data_path does not name a file", where=source, code="job.data-file-missing"
+                f"{at}basic_parameters.data_path, the data file, is missing",
+                where=source,
+                code="job.data-file-missing",
             )
         root = str(entry.get("data_folder") or Path(str(entry["data_path"])).parent)
         file.section["train"].append({"path": entry["data_path"], "root": root, "format": "llava", **more})

@@ -1,6 +1,7 @@
-"""Offer the small names that the entry files of MindSpeed-MM import, so that edited copies of them run.
+"""Offer constants and functions that the entry files of MindSpeed-MM import, so that edited copies of them run.
 
-A flag or the trainer replaces each of them. A function that would change a run names its replacement.
+A run does not need them: a flag or the trainer does their work. A function that would change a run raises an error
+that names its replacement.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def is_enable_lora() -> bool:
 
 
 def is_use_dynamic_dpcp() -> bool:
-    """Return False: a run has one layout."""
+    """Return False: data and context parallelism do not change during a run."""
     return False
 
 
@@ -69,7 +70,7 @@ def get_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
 
 
 class _NotHere:
-    """Raise when it is called: a function of MindSpeed-MM that runs here do not need. `fix` names an alternative."""
+    """Replace a function of MindSpeed-MM that Tessera does not need. A call raises an error with the advice `fix`."""
 
     def __init__(self, name: str, fix: str) -> None:
         self.name, self.fix = name, fix

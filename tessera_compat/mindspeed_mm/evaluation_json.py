@@ -18,7 +18,7 @@ def evaluate(args: Args) -> float:
     """Ask every question of the benchmark, write the answers, and return the mean score."""
     if not args.mm.model.keys():
         raise TesseraError(
-            "--mm-model does not name an evaluation JSON", where="command line", code="job.model-json-missing"
+            "--mm-model, the evaluation JSON, is missing or empty", where="command line", code="job.model-json-missing"
         )
     data, source, report = args.mm.model.to_dict(), str(args.mm_model), JobReport()
     name = str(data.get("evaluation_dataset"))

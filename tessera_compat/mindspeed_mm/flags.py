@@ -2,7 +2,7 @@
 
 The names are those of the scripts that the project ships and of the options that it adds to Megatron 0.12.1. A flag is
 *honoured* (it sets a recipe key, or is compared with one), *meaningless* here (accepted, and the reason is printed), or
-*refused* with a reason when it is given. `docs/reference/compat-flags.md` is written from this table.
+*refused* (an error with the reason). `docs/reference/compat-flags.md` is written from this table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Flag:
     kind: Kind
     default: Any
     state: State
-    note: str  # of a supported flag: its recipe key, or the value that it must have; otherwise the reason
+    note: str  # honoured: its recipe key, or the value that it must have; otherwise the reason
     scope: Scope = "training"
     dest: str = ""  # attribute of the parsed arguments, if it differs from the flag
 
@@ -35,7 +35,7 @@ class Flag:
         return self.dest or self.name.lstrip("-").replace("-", "_")
 
     def treated(self, value: Any) -> tuple[State, str]:
-        """Return state and note of the flag with this value. An unsupported flag may be switched off."""
+        """Return state and note of the flag with this value. A refused flag may be 0 or its default."""
         if self.state == "refused" and self.kind in ("int", "float") and value in (0, self.default):
             return "meaningless", "off"
         return self.state, self.note

@@ -3,15 +3,15 @@
     forward_step(data_iterator, model) -> (output, loss_func)
     loss_func(output) -> (loss, report)              a mean over one micro-batch
                       -> (loss, tokens, report)      a sum over so many tokens
-                      -> loss                        as the migration guide prints it
+                      -> loss                        without a report
 
 Megatron multiplies each loss by the context-parallel size, divides it by the micro-batches of a step and averages
 gradients over data- and context-parallel ranks. So the gradient is that of
 
     context_parallel / (micro-batches of all ranks) * sum over all micro-batches of loss, or of loss / tokens,
 
-and with `--calculate-per-token-loss` that of context_parallel * (sum of losses) / (sum of tokens). Both are one loss
-term with a count, which is how a task states its loss.
+and with `--calculate-per-token-loss` that of context_parallel * (sum of losses) / (sum of tokens). Both are a sum
+divided by a count, as tasks of Tessera return their loss.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ForwardStepTask(Task):
         )
 
     def counts(self, batch: Batch) -> dict[str, int] | None:
-        """Return a count of 1 per micro-batch; None with `per_token`, where the loss function returns the count."""
+        """Return that the loss is averaged over micro-batches; None with `per_token`: loss_func returns its tokens."""
         return None if self.per_token else {MICRO_BATCHES: 1}
 
     def forward(self, model: nn.Module, batch: Batch) -> ForwardResult:

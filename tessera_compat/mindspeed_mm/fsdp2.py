@@ -1,6 +1,7 @@
 """Offer `Fsdp2Config` and the helper functions of MindSpeed-MM's `_fully_shard`, under their names and arguments.
 
-Patterns are those of `tessera.config.pattern`, and one that matches nothing is an error; there it is a printed warning.
+Module patterns are those of `tessera.config.pattern`. A pattern that matches no module is an error; in MindSpeed-MM it
+is a printed warning.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def sharding(module: nn.Module, config: Fsdp2Config, arguments: dict[str, Any]) 
 def _current() -> tuple[nn.Module, Fsdp2Config, dict[str, Any]]:
     if not current().sharding:
         raise TesseraError(
-            "no module is passed, and this is not called from `_fully_shard`",
+            "no module is passed; only calls inside of `_fully_shard` may leave it out",
             fix="call it from `_fully_shard`, or pass the module and a list of patterns",
             code="job.fully-shard-call",
         )

@@ -20,8 +20,8 @@ _NAMES = {
     "self_attn": "attn",
     "cross_attn": "cross",
     "ffn": "mlp",
-}  # submodules of a block in MindSpeed-MM -> in Tessera
-# The default scheduler of a container. Its smallest noise level is slightly above zero there, and zero here.
+}  # name of a submodule of a block in MindSpeed-MM -> in Tessera
+# Default scheduler of a container. Its smallest noise level is slightly above zero in MindSpeed-MM, and zero here.
 _LEVELS = {"model_id": "wan_flow_match_scheduler", "shift": 3.0, "sigma_min": 0.0, "extra_one_step": True}
 
 

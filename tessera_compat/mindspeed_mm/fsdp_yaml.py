@@ -316,7 +316,7 @@ def _set_model(
 
 
 def _is_converted(folder: Path, form: str | None) -> bool:
-    """Return whether the folder contains a DCP checkpoint or shards, and not a run of Tessera."""
+    """Return whether the folder contains a DCP checkpoint or files by rank, and not a run of Tessera."""
     return is_foreign_checkpoint(folder) or (form == "dcp" and not (folder / "config.yaml").is_file())
 
 
@@ -324,7 +324,7 @@ def _set_features(recipe: dict[str, Any], data: Mapping[str, Any], source: str, 
     """Set recomputation, offload and the loss.
 
     Older files have these keys in the section `model`. Files up to release 26.0.0 have recomputation in the section
-    `parallel`. If a key is in several sections, the newest place counts.
+    `parallel`. If a key is in several sections, that of the newest release is used.
     """
     features, model, parallel = (data.get(name) or {} for name in ("features", "model", "parallel"))
     plans = {"recompute_plan", "activation_offload_plan", "loss_cfg"}

@@ -40,7 +40,7 @@ GENERATION_KEYS: dict[str, KeyRule] = {
         "length_penalty early_stopping num_beam_groups num_return_groups diversity_penalty",
     ),
 }
-# Unsupported settings of sampling -> their values without effect, which are accepted.
+# Unsupported sampling setting -> values that switch it off, which are accepted.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("repetition_penalty", "typical_p", "encoder_repetition_penalty", "num_beams", "num_return_sequences"), (1, 1.0)
@@ -155,11 +155,11 @@ def _generation(data: Mapping[str, Any], source: str, report: JobReport) -> dict
 
 
 def load_model(args: Args, settings: AnswerSettings) -> tuple[LoadedModel, LoadedProcessor]:
-    """Load the model of `--load`. Shards and DCP folders need the Hugging Face folder that the JSON names."""
+    """Load the model of `--load`. Files by rank and DCP folders need the Hugging Face folder that the JSON names."""
     load_path = args.load or next(iter(settings.folders), None)
     if load_path is None:
         raise TesseraError(
-            "--load does not name a model",
+            "--load, the folder of the model, is missing",
             where="command line",
             fix="--load ckpt/hf_path/MODEL",
             code="job.load-missing",
@@ -178,7 +178,7 @@ def ask(args: Args) -> Iterator[tuple[str, str]]:
     """Yield each question of the inference JSON with the answer of the model."""
     if not args.mm.model.keys():
         raise TesseraError(
-            "--mm-model does not name an inference JSON", where="command line", code="job.model-json-missing"
+            "--mm-model, the inference JSON, is missing or empty", where="command line", code="job.model-json-missing"
         )
     report = JobReport()
     job = read_inference(args.mm.model.to_dict(), args.mm_model, report)

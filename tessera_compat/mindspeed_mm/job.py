@@ -70,7 +70,7 @@ def recipe_of(args: Args) -> tuple[dict[str, Any], JobReport]:
     for name, source in (("model", model_source), ("data", data_source)):
         if not args.mm.get(name).keys():
             raise TesseraError(
-                f"the job does not name {source}",
+                f"{source} is missing or empty",
                 where=WHERE,
                 fix=f"add --mm-{name} {name}.json",
                 code="job.json-missing",

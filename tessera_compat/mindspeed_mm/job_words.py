@@ -1,4 +1,4 @@
-"""Name what users of a job have written, flags and keys of their files, where a message names keys of a recipe."""
+"""Add to error messages about recipe keys the flags and file keys that the user of a job has written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessera_compat.mindspeed_mm.report import JobReport, recipe_keys
 
 _NEW_RUN = re.compile(
     r"model\.path=(.+?) name=(\w+)"
-)  # the fix in messages that start a new run from the weights of another
+)  # part of a fix that starts a new run from the weights of another run
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Print the lines that launch scripts parse, and lay out the names under which they look for checkpoints.
+"""Print the log lines that launch scripts parse, and create the checkpoint names that they look for.
 
     [2026-01-31 12:00:00] iteration 1/ 10 | consumed samples: 8 | elapsed time per iteration (ms): 123.4 | ...
 

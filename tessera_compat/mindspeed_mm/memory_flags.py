@@ -1,7 +1,7 @@
 """Translate the flags that save memory: recomputation and activation offload.
 
-MindSpeed nests them. Here a layer is fully recomputed, or its attention is offloaded, or parts of it are recomputed: of
-several flags, the one that saves most applies to a layer. No result changes.
+MindSpeed can combine them in one layer. Here a layer is fully recomputed, or its attention is offloaded, or parts of it
+are recomputed: of several flags, the one that saves most memory applies. No result changes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _whole_layers(section: dict[str, Any], args: Args, model: ModelFile) -> list
 
 
 def _depth(args: Args, model: ModelFile) -> int:
-    """Return the number of text layers. If the model's folder is not here, return a number above that of any model."""
+    """Return the number of text layers. If the model's folder is on another machine, return a large upper bound."""
     depth = model.fields.get("text.num_hidden_layers")
     folder = Path(args.load_base_model or args.load or model.folder or "")
     if depth is None and ((folder / "config.json").is_file() or (folder / "config.yaml").is_file()):

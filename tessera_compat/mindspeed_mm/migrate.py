@@ -1,4 +1,4 @@
-"""Make the Tessera recipe of a job file, and lay out a folder in which the commands of such jobs work."""
+"""Translate a job file to a recipe, and create a workspace: a folder in which the commands of such jobs work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TRAINING = (
         "pretrain_internvl.py",
         "pretrain_qwen2vl.py",
         "pretrain_llava.py",
-    ),  # names in releases before pretrain_vlm.py existed
+    ),  # entry points of earlier releases, now pretrain_vlm.py
 )
 _EMPTY = ("logs", "data", "ckpt")
 
@@ -63,7 +63,7 @@ class MigratedJob:
     commands: tuple[str, ...] = ()  # commands of a job that does not train
 
     def start(self, recipe: Path) -> str:
-        """Return the commands that run the job, one per line. With several machines, R is the number of the machine."""
+        """Return the commands that run the job, one per line. With several machines, R stands for --node-rank."""
         path = shlex.quote(str(recipe))
         if self.commands:
             return "\n".join(command.replace(RECIPE, path) for command in self.commands)
@@ -134,7 +134,7 @@ def migrate(
 def _read_script(path: Path, environment: Mapping[str, str] | None) -> tuple[ShellJob, Launch, dict[str, str]]:
     """Read a launch script, and join values that consist of several words.
 
-    If the host file is not here, assume the smallest number of machines that the parallel sizes need.
+    If the host file is on another machine, assume the smallest number of machines that the parallel sizes need.
     """
     job = read_shell(path, environment)
     launch = _launch_of(job)
@@ -183,7 +183,7 @@ def _launch_of(job: ShellJob) -> Launch:
 
 
 def _report_rest(report: JobReport, job: ShellJob, launch: Launch) -> None:
-    """Report other commands of a script: further launches, and commands with unknown effects."""
+    """Report the other commands of a script: further Python files that it starts, and commands with unknown effects."""
     for line, command, what in job.unread:
         report.add("script", f"line {line}", command, "not supported", f"not read: {what}; write it into the script")
     for other_launch in job.launches:

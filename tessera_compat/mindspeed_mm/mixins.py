@@ -141,7 +141,7 @@ class FSDP2Mixin:
         self.post_meta_init()
 
     def _share_copies(self, group: dist.ProcessGroup) -> None:
-        """Broadcast each replicated parameter or shard from its first rank: ranks drew different initial values."""
+        """Broadcast each replicated parameter or shard from its first rank: initial values differ between ranks."""
         mesh = self.fsdp2_kwargs["mesh"]
         copies = mesh.get_group(REPLICATE) if REPLICATE in (mesh.mesh_dim_names or ()) else None
         for parameter in self._module.parameters():

@@ -144,7 +144,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "qwen2_vl": {
         **_GRID,
         "hidden_size": sets("vision.embed_dim"),
-        "ffn_hidden_size": sets("vision.mlp_ratio"),  # `_set_mlp_ratio` divides it by the width
+        "ffn_hidden_size": sets("vision.mlp_ratio"),  # `_set_mlp_ratio` divides it by the width of the encoder
     },
     "qwen2_5_vl": {
         **_GRID,
@@ -162,7 +162,7 @@ FAMILY_VISION_KEYS: dict[str, dict[str, KeyRule]] = {
     "glm4v": {
         **_GRID,
         "hidden_size": sets("vision.hidden_size"),
-        # One field of the family has the width of the encoder's MLPs and of the merger.
+        # A single field of the config sets the inner width of the encoder's MLPs and of the merger.
         **all_of(_FAMILY, "ffn_hidden_size intermediate_size tokens_per_second window_attn_size"),
         "image_size": sets("vision.image_size"),
     },

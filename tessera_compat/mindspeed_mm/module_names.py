@@ -1,4 +1,4 @@
-"""Names of our modules in Megatron, MindSpeed-MM and the classes of transformers.
+"""The names that modules of Tessera have in Megatron, MindSpeed-MM and transformers.
 
 A file written for one of these systems, such as `fsdp2_config.yaml`, selects modules by these names.
 """
@@ -28,7 +28,8 @@ def _in_transformers(prefix: str) -> dict[str, tuple[str, ...]]:
     return _decoder(*(f"{prefix}{name}" for name in ("layers", "embed_tokens", "norm", "rotary_emb")))
 
 
-# Class name -> paths. Files contain import paths, which may include a folder name (transformers_modules.FOLDER).
+# Class name -> module paths in Tessera. Files name classes by import paths, which may include a folder name
+# (transformers_modules.FOLDER).
 _CLASSES: Names = {
     "LanguageModelEmbedding": ("text.embed",),
     "RotaryEmbedding": (),
@@ -106,7 +107,7 @@ GENERATION_NAMES: Names = {
 
 
 def module_names(model: nn.Module) -> Names:
-    """Return other names of a model's modules -> the paths that each name selects."""
+    """Return name of a module in other systems -> module paths in Tessera that it selects."""
     from tessera_compat.mindspeed_mm.classes import TransformersModel
 
     if isinstance(model, TransformersModel):  # patterns are paths inside of the wrapped model

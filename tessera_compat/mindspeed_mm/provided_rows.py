@@ -26,7 +26,7 @@ PROVIDER = "train_valid_test_datasets_provider"
 
 
 class RestartingIterator(Iterator[Any]):
-    """Yield the batches of a loader, again and again. A run uses the loader behind it, to request batches by number."""
+    """Yield the batches of a loader, again and again. The trainer takes the loader out, to request batches by index."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -48,7 +48,7 @@ class ProvidedRows(LoaderBatches):
         self.bound = False
         self._position, self._ranks = 0, 1
         self._in_turn = self._positioned = False
-        self._first: int | None = None  # for iterators: number of the micro-batch that the iterator returns first
+        self._first: int | None = None  # for iterators: index of the micro-batch that the iterator returned first
 
     def check_ranks(self, position: int, count: int) -> None:
         self._position, self._ranks = position, count
@@ -101,7 +101,7 @@ class ProvidedRows(LoaderBatches):
                 fix="return it from the data provider",
                 code="job.provided-data-missing",
             )
-        number = row // self._ranks  # number of the micro-batch on this rank
+        number = row // self._ranks  # index of the micro-batch among those of this rank
         if self._in_turn:
             replicas = self._ranks // self.cp
             number = number * replicas + self._position // self.cp
@@ -111,7 +111,7 @@ class ProvidedRows(LoaderBatches):
         return MicroBatch.of(self.take(number, note), row, self.samples)
 
     def evaluation(self, count: int) -> Iterator[MicroBatch]:
-        """Yield `count` micro-batches of this rank, from the beginning of the data; of an iterator, the next ones."""
+        """Yield `count` micro-batches of this rank, from the beginning of the data; an iterator continues instead."""
         self._first = None
         for number in range(count):
             batch = self.batch([number * self._ranks + self._position])

@@ -1,4 +1,4 @@
-"""Parts of the translation that all forms of a job share: where it is saved, its folders, modules, tools."""
+"""Translate what all kinds of jobs share: run folder, weights, parallelism, optimizer, adapters, tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera_compat.mindspeed_mm.module_names import VISION_LANGUAGE_NAMES
 from tessera_compat.mindspeed_mm.report import JobReport, part_of, put
 from tessera_compat.shards.files import LATEST
 
-KEEP_ALL = 10**6  # checkpoints
+KEEP_ALL = 10**6  # number of checkpoints to keep: all
 COMMAND_LINE = "command line"
 _OPTIMIZERS = ("fused_adamw", "fused_torch_adamw", "fused_ema_adamw")
 # Name of a linear layer in Megatron or transformers -> its names in Tessera, in the text and the vision tower.
@@ -37,8 +37,8 @@ _LINEAR = {
     "qkv": ((), ("attn.qkv",)),
 }
 _PARTS = {"text_decoder": "text", "image_encoder": "vision"}
-# Key of tools.json -> recipe key; "": every profile of Tessera contains it.
 _DETAILS = ("level", "with_stack", "record_shapes", "with_cpu", "save_path", "data_simplification", "analyse_flag")
+# Section and key of tools.json -> recipe key. Empty: no recipe key, because every profile of Tessera contains it.
 TOOL_KEYS: dict[str, dict[str, str]] = {
     "profile": {
         "enable": "profile.steps",

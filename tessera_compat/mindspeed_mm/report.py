@@ -12,7 +12,7 @@ from tessera.errors import TesseraError, nearest
 
 Outcome = Literal[
     "mapped", "not needed", "not supported", "differs"
-]  # differs: the effect is not the same as in MindSpeed-MM
+]  # "differs": the setting works, but not exactly as in MindSpeed-MM
 _RECIPE_KEY = re.compile(r"\b(?:model|data|train|optim|parallel|precision|checkpoint|log|profile|guard)(?:\.[a-z]\w*)+")
 
 
@@ -24,7 +24,7 @@ class ReportEntry:
     key: str
     value: Any
     outcome: Outcome
-    note: str  # the recipe key, or the reason
+    note: str  # the recipe key that the setting sets, or the reason for its outcome
 
     def line(self) -> str:
         value = repr(self.value) if isinstance(self.value, str) else str(self.value)
@@ -52,7 +52,7 @@ class JobReport:
         return [entry for entry in self.entries if entry.outcome == "not supported"]
 
     def settle(self, recipe: Mapping[str, Any]) -> None:
-        """Correct the entries whose recipe key is not in the final recipe."""
+        """Change entries from "mapped" to "not needed" if their recipe key is not in the final recipe."""
         for number, entry in enumerate(self.entries):
             keys = recipe_keys(entry.note)
             if entry.outcome != "mapped" or not keys or any(_has(recipe, key) for key in keys):
@@ -65,7 +65,7 @@ class JobReport:
             self.entries[number] = replace(entry, outcome="not needed", note=note)
 
     def lines(self) -> list[str]:
-        """Return the report as lines of text, grouped by source. The last line has the counts."""
+        """Return the report as lines of text, grouped by source. The last line counts the outcomes."""
         lines: list[str] = []
         for source in dict.fromkeys(entry.source for entry in self.entries):
             lines.append(f"{source}:")
@@ -106,14 +106,16 @@ def _has(tree: Any, dotted: str) -> bool:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Describe how to translate a key: it sets a target, must have an allowed value, or has a fixed outcome."""
+    """Describe how to translate a key: it sets a recipe key, must have an allowed value, or has a fixed outcome."""
 
     target: str = ""  # dotted recipe key that it sets
     allowed: tuple[Any, ...] = ()  # values that are supported
     note: str = ""
-    outcome: Outcome = "not needed"  # of other values, unless the key is off: null, false, 0 or empty
+    outcome: Outcome = (
+        "not needed"  # if `target` and `allowed` are empty; null, false, 0 and empty values are "not needed"
+    )
     convert: Callable[[Any], Any] | None = None
-    yields: bool = False  # another key that sets the same target has priority
+    yields: bool = False  # if another key sets the same recipe key, use the other
 
 
 def sets(target: str, convert: Callable[[Any], Any] | None = None, *, yields: bool = False) -> KeyRule:
@@ -149,10 +151,10 @@ def translate(
     handled: frozenset[str] | set[str] = frozenset(),
     section: str = "",
 ) -> dict[str, Any]:
-    """Translate a section to settings: dotted target -> value. Every key gets a line in the report.
+    """Translate a section of a file to {dotted recipe key: value}. Every key gets a line in the report.
 
     `prefix`: path of the section in the file. `handled`: keys that the caller translates and reports itself.
-    `section`: path of the targets in a recipe.
+    `section`: prefix of the recipe keys in the report.
     """
     settings: dict[str, Any] = {}
     origin: dict[str, str] = {}

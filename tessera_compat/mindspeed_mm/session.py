@@ -1,7 +1,7 @@
-"""Hold one run of `pretrain`: the parts that Megatron has in module state, built on the trainer of Tessera.
+"""Hold one run of `pretrain`: what Megatron keeps in global variables, built on the trainer of Tessera.
 
-The order is Megatron's: process group, model and optimizer, checkpoint, data, steps. Every function of the flow that a
-script may call by name works on the session of this run.
+The order is Megatron's: process group, model and optimizer, checkpoint, data, steps. Every training function that a
+script may call itself (see `training`) works on the session of this run.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Session:
         """End the trainer's steps when the session of a script with its own training loop ends."""
         if error is None or (isinstance(error, SystemExit) and self.world.size == 1):
             self.trainer.end()
-        elif not isinstance(error, SystemExit):  # on a normal exit, other ranks must not treat this one as failed
+        elif not isinstance(error, SystemExit):  # after sys.exit, other ranks must not see this rank as failed
             self.trainer.fail(error)
 
     def evaluate(self, name: str, collected: list[Any] | None = None) -> dict[str, float]:
@@ -296,7 +296,7 @@ class Session:
 class _BatchSizes(Callback):
     """Store the batch sizes in checkpoints, so that a run with other sizes resumes at the same sample.
 
-    A row of this run is a micro-batch of a rank. Ranks of a context-parallel group read the same samples.
+    The trainer counts each micro-batch of a rank as one row. Ranks of a context-parallel group read the same samples.
     """
 
     def __init__(self, args: Any) -> None:
@@ -305,7 +305,7 @@ class _BatchSizes(Callback):
         self._before = self._now
         self._together = self._now["micro_batch_size"] * int(
             args.data_parallel_size
-        )  # samples that all ranks take at once
+        )  # samples in one micro-batch of all data-parallel ranks
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._now)
@@ -380,7 +380,7 @@ def _groups(
     groups += [GroupSection(pattern=path, lr=config.optim.lr * args.lr_mult) for path in scaled]
     names = [
         name for name in args.weight_decay_exclude_modules if name not in ("bias", "norm")
-    ]  # biases and norms are vectors, which have no weight decay anyway
+    ]  # skip biases and norms: vectors have no weight decay by default
     excluded = modules_named(model, names, "--weight-decay-exclude-modules")
     return groups + [GroupSection(pattern=path, weight_decay=0.0) for path in excluded]
 

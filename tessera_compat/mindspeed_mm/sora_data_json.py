@@ -1,4 +1,4 @@
-"""Translate `data.json` of a generation job: videos with captions, or features of them, to our data section."""
+"""Translate `data.json` of a generation job (videos with captions, or their features) to `data` of a recipe."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _preprocess(file: GenerationData, preprocess: Mapping[str, Any], source: str
         note = "train.task_options.caption_dropout" if file.dropped else "off"
         report.add(source, f"{at}cfg", preprocess["cfg"], "mapped" if file.dropped else "not needed", note)
     file.sizes = {key.removeprefix("processor."): value for key, value in settings.items()}
-    if not file.features:  # sizes of features are fixed; here they only determine the length of a row
+    if not file.features:  # features are encoded already: their sizes only determine the length of a row
         file.section |= settings
 
 
@@ -212,7 +212,7 @@ def _sets(file: GenerationData, basic: Mapping[str, Any], source: str, report: J
     mode = str(basic.get("data_storage_mode") or ("standard" if folder else "combine"))
     if not isinstance(path, str) or not path:
         raise TesseraError(
-            f"{at}data_path does not name a file",
+            f"{at}data_path must be the path of a file, and is missing or of another type",
             where=source,
             fix='"data_path": "./data/data.txt"',
             code="job.data-file-missing",
@@ -268,7 +268,7 @@ def _combined(path: Path, source: str) -> list[dict[str, Any]]:
         sources.append({"path": words[1], "root": words[0]})
     if not sources:
         raise TesseraError(
-            "the file lists no data set",
+            "the list of data sets is empty",
             where=str(path),
             fix="write lines such as folder,annotation.json",
             code="job.data-list",

@@ -1,4 +1,4 @@
-"""Extract the features of a generation job: what its VAE and text encoders make of its videos, written once."""
+"""Extract the features of a generation job: latents of its videos and embeddings of its captions, written once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
     for name, source in sources.items():
         if not args.mm.get(name).keys():
             raise TesseraError(
-                f"the job does not name {source}",
+                f"{source} is missing or empty",
                 where="command line",
                 fix=f"add --mm-{name} FILE",
                 code="job.json-missing",
@@ -54,7 +54,7 @@ def feature_recipe(args: Args) -> tuple[dict[str, Any], JobReport]:
     pipeline = model.pipeline_folder(sources["model"])
     if pipeline is None:
         raise TesseraError(
-            "no section names the VAE and the text encoders",
+            "the folders of the VAE and of the text encoders are missing",
             where=sources["model"],
             fix='"ae": {"from_pretrained": "FOLDER/vae"}, "text_encoder": {"from_pretrained": "FOLDER/text_encoder"}',
             code="job.encoders-missing",

@@ -72,7 +72,9 @@ class AskedVideos:
 
     family: str
     prompts: list[str]
-    images: list[list[str]]  # per prompt: first frame, first and last frame, or nothing
+    images: list[
+        list[str]
+    ]  # conditioning images of each prompt: none, the first frame, or the first and the last frame
     folder: Path  # output folder
     parts: str | None  # diffusers folder with VAE and text encoders
     dtype: str | None
@@ -106,7 +108,7 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
         report.add(source, "image", data["image"], "mapped", "--image")
     if not data.get("save_path"):
         raise TesseraError(
-            "save_path does not name a folder",
+            "save_path, the output folder, is missing",
             where=source,
             fix='"save_path": "samples/"',
             code="job.save-path-missing",
@@ -134,7 +136,7 @@ def read_videos(data: Mapping[str, Any], source: str, report: JobReport) -> Aske
 
 
 def _described(data: Mapping[str, Any], family: str, source: str, report: JobReport) -> None:
-    """Check the keys of the network sections. Their values have no effect: the diffusers folder has them."""
+    """Check the keys of the sections that describe networks. The values are read from the diffusers folder instead."""
     predictor = part_of(data, "predictor", source)
     rules_of_family = next(rules for name, rules in PREDICTORS.values() if name == family)
     scratch = JobReport()
@@ -168,9 +170,8 @@ def _sampling(data: Mapping[str, Any], family: str, source: str, report: JobRepo
             options["guidance_2"] = float(scales[1])
     chosen = translate(config, CONFIG_KEYS, source, report, "pipeline_config.", {"input_size"})
     embedded = chosen.pop("embedded", None)
-    if (
-        family == "hunyuan_video"
-    ):  # HunyuanVideo takes an embedded guidance; classifier-free guidance is a second option
+    # HunyuanVideo has two scales: `guidance` is an input of the model, `true_guidance` is classifier-free guidance.
+    if family == "hunyuan_video":
         true = chosen.pop("guidance", None)
         if true is not None and true > 1:
             chosen["true_guidance"] = true
@@ -241,7 +242,7 @@ def write_videos(
     """
     if not args.mm.model.keys():
         raise TesseraError(
-            "--mm-model does not name an inference JSON", where="command line", code="job.model-json-missing"
+            "--mm-model, the inference JSON, is missing or empty", where="command line", code="job.model-json-missing"
         )
     report, source = JobReport(), args.mm_model or "section model"
     videos = read_videos(args.mm.model.to_dict(), source, report)
@@ -250,7 +251,9 @@ def write_videos(
     model = videos.parts if shards is not None else args.load or videos.parts
     if model is None:
         fix = "--load FOLDER/transformer" if shards is None else "name the diffusers folder as ae.from_pretrained"
-        raise TesseraError("no folder of the model is named", where="--load", fix=fix, code="job.model-folder-missing")
+        raise TesseraError(
+            "the folder of the model is missing", where="--load", fix=fix, code="job.model-folder-missing"
+        )
     _check_experts(videos, source)
     check_out(videos.folder / "video_0.mp4", videos.options.get("frames", 2))
     pipeline = load_pipeline(model, "auto", videos.dtype, shards=shards, parts=videos.parts, parallel=parallel)

@@ -36,14 +36,14 @@ STRIDES = {
     "wan": (4, 8),
     "hunyuan_video": (4, 8),
     "cogvideox": (4, 8),
-}  # frames and pixels per latent of each family's VAE
-_WIDE_STRIDES = {48: (4, 16)}  # latent channels -> strides: the VAE of Wan 2.2 TI2V
+}  # family -> frames and pixels per latent of its VAE
+_WIDE_STRIDES = {48: (4, 16)}  # number of latent channels -> frames and pixels per latent: the VAE of Wan 2.2 TI2V
 PAIR_COLUMNS = {
     "chosen": "file",
     "rejected": "file_rejected",
     "text": "captions",
-}  # column of Tessera -> key of the data records
-_CHOSEN = ("text_length", "token_times")  # fields that config.json of a transformer does not have
+}  # column name in a recipe -> key of the data records
+_CHOSEN = ("text_length", "token_times")  # keys of model.config that config.json of a transformer does not have
 # Family -> name of a linear layer in MindSpeed-MM -> its names in Tessera, in every block.
 _LINEAR: dict[str, dict[str, tuple[str, ...]]] = {
     "wan": {
@@ -89,7 +89,7 @@ def generation_recipe(args: Args, report: JobReport) -> dict[str, Any]:
         )
     if not args.mm.data.keys():
         raise TesseraError(
-            "the job does not name data.json",
+            "--mm-data, the data.json of the job, is missing or empty",
             where=COMMAND_LINE,
             fix="add --mm-data data.json",
             code="job.json-missing",
@@ -280,7 +280,7 @@ def _task_options(
     folder = pipeline_of(model, data, source)
     if folder is None and not DiffusersFolder.detect(Path(recipe["model"].get("path") or "")):
         raise TesseraError(
-            "no section names the VAE and the text encoders",
+            "the folders of the VAE and of the text encoders are missing",
             where=source,
             fix='"ae": {"from_pretrained": "FOLDER/vae"}, "text_encoder": {"from_pretrained": "FOLDER/text_encoder"}',
             code="job.encoders-missing",

@@ -47,7 +47,7 @@ WAN_KEYS: dict[str, KeyRule] = {
     "freq_dim": sets("freq_dim"),
     "text_dim": sets("text_dim"),
     "text_len": sets("text_length"),
-    "img_dim": sets("image_dim"),  # of models that take image embeddings of frames
+    "img_dim": sets("image_dim"),  # only of models that take CLIP embeddings of conditioning frames
     "patch_size": sets("patch_size", list),
     "cross_attn_norm": sets("cross_attn_norm"),
     "eps": sets("eps"),
@@ -156,7 +156,7 @@ class GenerationFile:
     weights: str | None = None  # predictor.from_pretrained
     options: dict[str, Any] = field(default_factory=dict)  # keys of `train.task_options`, without encoders
     encoders: dict[str, Any] = field(default_factory=dict)  # dotted keys of `train.task_options.encoders`
-    folders: dict[str, str] = field(default_factory=dict)  # key -> folder of a VAE or text encoder
+    folders: dict[str, str] = field(default_factory=dict)  # key of model.json -> folder of a VAE or text encoder
     features: bool = False  # the data set contains features: latents and embeddings
     pairs: bool = False  # samples are pairs of a better and a worse video
     stages: list[int] = field(default_factory=list)  # number of blocks on each pipeline stage
@@ -304,7 +304,7 @@ def _finish_wan(file: GenerationFile, kind: str, source: str) -> None:
     embeds = config.pop("image_dim", 1280)
     if kind in ("i2v", "flf2v") and not config.get(
         "token_times"
-    ):  # Wan 2.2 gets input frames as channels only, not as image embeddings
+    ):  # Wan 2.2 takes conditioning frames as latent channels only, not as CLIP embeddings
         config |= {"image_dim": embeds, "added_kv_proj_dim": width}
         if kind == "flf2v":
             config["pos_embed_seq_len"] = 514
@@ -374,7 +374,7 @@ def read_encoders(file: GenerationFile, data: Mapping[str, Any], source: str, re
 
 
 def _architecture(vae: Mapping[str, Any]) -> dict[str, KeyRule]:
-    """Return the rules for keys that describe the network of a VAE, or how it encodes input frames."""
+    """Return the rules for keys that describe the network of a VAE, or how it encodes conditioning frames."""
     handled = {*AE_KEYS, "model_id", "from_pretrained"}
     rules = dict.fromkeys((key for key in vae if key not in handled), _ENCODER)
     if "i2v_processor" in rules:

@@ -66,8 +66,8 @@ def _wan(options: dict[str, Any], section: Mapping[str, Any], source: str, repor
 def wan_boundaries(section: Mapping[str, Any], shift: float, source: str) -> list[float]:
     """Return the range of noise levels that an expert is trained on.
 
-    The job names positions in the schedule, from pure noise and before the shift. With shift 5, positions 0 to 0.417
-    are noise levels from 1 to 0.875: the range of the first expert of Wan 2.2.
+    The job sets positions in the schedule, from 0 (pure noise) to 1, before the shift is applied. With shift 5,
+    positions 0 to 0.417 are noise levels from 1 to 0.875: the range of the first expert of Wan 2.2.
     """
     first, last = (section.get(key, plain) for key, plain in zip(_BOUNDARIES, (0.0, 1.0), strict=True))
     if any(isinstance(end, bool) or not isinstance(end, int | float) for end in (first, last)) or not (

@@ -2,8 +2,8 @@
 
     pretrain(train_valid_test_datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 
-runs the user's callbacks on the trainer of Tessera. A script may also call the steps of the flow itself, in the order
-of `pretrain`. Steps share the session of the run.
+runs the user's callbacks on the trainer of Tessera. A script may also call the functions of this module itself, in the
+order in which `pretrain` calls them. They share the session of the run.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _begin(extra_args_provider: Callable[..., Any] | None, args_defaults: Mappin
 def _changes(args: Any, config: RunConfig) -> list[str]:
     """Return the settings that flags change in a resumed run. Raise for settings that cannot change."""
     report, saved = flag_report(args), resume_config(config.folder)
-    # Parameter groups depend on the model, and rows are micro-batches: the session compares batch sizes itself.
+    # Parameter groups depend on the model, which is not built yet. The session compares batch sizes itself.
     changes = [key for key in changed_settings(saved, config) if key not in ("optim.groups", "train.global_batch")]
     for key in changes:
         refuse_change(saved, key, report, Path(args.save))
@@ -185,7 +185,7 @@ def get_optimizer_param_scheduler(optimizer: Optimizer) -> ParamScheduler:
 
 
 def get_megatron_optimizer(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise: `setup_model_and_optimizer` creates model and optimizer together."""
+    """Raise an error: `setup_model_and_optimizer` creates model and optimizer together."""
     raise TesseraError(
         "the optimizer cannot be created without the sharded model",
         where="get_megatron_optimizer",
@@ -232,7 +232,7 @@ def save_checkpoint(
         )
     if state.get_args().save is None:
         raise TesseraError(
-            "--save does not name a folder",
+            "--save, the folder for checkpoints, is missing",
             where="save_checkpoint",
             fix="add --save FOLDER",
             code="job.save-folder-missing",
@@ -331,7 +331,7 @@ def train_step(
     """Run an iteration on the next micro-batches of the iterator.
 
     Return the mean losses, whether the update was skipped, whether to save, whether to stop, an exit code, the norm of
-    the gradients, and None for the number of zeros, as Megatron 0.12.1 does."""
+    the gradients, and None for the number of zero gradients, as Megatron 0.12.1 does."""
     session = current_session()
     _check_ours(session, model, optimizer)
     session.task.forward_step = forward_step_func

@@ -79,7 +79,7 @@ class VLModel(MultimodalModel):
 
     @property
     def module(self) -> VLModel:
-        """Return this model: forward steps expect wrappers, which do not exist here."""
+        """Return this model itself: forward steps read `model.module`, because Megatron wraps models."""
         return self
 
     def freeze(
@@ -234,7 +234,7 @@ class VLModel(MultimodalModel):
         return {"pixels": values.to(kind.dtype), "patch_positions": torch.from_numpy(where)}
 
 
-VLMModel = Qwen2VLModel = InternVLModel = VLModel  # names of the class in other releases
+VLMModel = Qwen2VLModel = InternVLModel = VLModel  # names of this class in other releases of MindSpeed-MM
 
 
 def _media(

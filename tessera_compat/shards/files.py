@@ -3,8 +3,8 @@
     latest_checkpointed_iteration.txt
     release/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt      (or iter_0000300/...)
 
-A `MegatronForm` has the names and splits of tensors, a `MegatronLayout` the numbers of ranks. Tensors are read one
-at a time and written in any order; nothing is unpickled.
+A `MegatronForm` describes the names and splits of tensors, a `MegatronLayout` the numbers of ranks. Tensors are read
+one at a time and written in any order; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLASSES = ("megatron.core.", "megatron.training.", "mindspeed.", "mindspeed_mm."
 
 @dataclass(frozen=True)
 class _Slot:
-    """Store the place of a tensor: pipeline stage, expert rank (None: all expert ranks), and its name in the file."""
+    """Tell which rank files store a tensor: pipeline stage, expert rank (None: all expert ranks), name in the file."""
 
     stage: int
     expert_rank: int | None
@@ -52,7 +52,9 @@ def _slot(form: MegatronForm, layout: MegatronLayout, name: str, where: str) -> 
     part = form.part_of(name)
     if part is None:
         raise TesseraError(
-            f"the tensor {name} belongs to no part of this model", where=where, code="weights.unknown-tensor"
+            f"the tensor {name} belongs neither to an encoder nor to the decoder of this model",
+            where=where,
+            code="weights.unknown-tensor",
         )
     stages = layout.stages(part)
     used = [stage for stage, count in enumerate(stages) if count]

@@ -30,7 +30,7 @@ class TensorSplit(Protocol):
     def join(self, slices: list[Tensor]) -> Tensor: ...
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int], slices: Shapes) -> list[Box]:
-        """Return the boxes of slices, with their tensor ranks, that form a box of the full tensor."""
+        """Return (rank, offsets, sizes) in the slices of tensor ranks that together form a box of the full tensor."""
         ...
 
     def join_boxes(self, boxes: list[Tensor]) -> Tensor: ...
@@ -140,7 +140,10 @@ class JoinedColumns:
 
     @staticmethod
     def _widths(shape: Sequence[int], of: int, ranks: int) -> tuple[int, int]:
-        """Return the columns of both inputs per rank. `of`: the number of slices, of which the tensor is one."""
+        """Return the number of columns of each input per rank.
+
+        `of`: number of slices of the full tensor, if `shape` is the shape of one slice; 1 for the full tensor.
+        """
         first = shape[0] // of
         rest = shape[1] - first
         if shape[0] % (of * ranks) or rest < 0 or rest % ranks:
@@ -167,7 +170,7 @@ class PipelinePart:
 class MegatronForm:
     """Describe the weights of a configured model in Megatron-style rank files."""
 
-    weights: WeightMap  # native names <-> Megatron names
+    weights: WeightMap  # names in Tessera's module <-> Megatron names
     splits: tuple[
         tuple[str, TensorSplit], ...
     ]  # (regular expression of names, split); other tensors are replicated on all tensor ranks

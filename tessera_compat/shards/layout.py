@@ -16,7 +16,7 @@ from tessera_compat.shards.form import MegatronForm, PipelinePart
 
 Recipe = str | Path | Mapping[str, Any]
 _PARTS = ("vit", "llm", "audio", "dit", "dit_single")
-_MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # limits: folder names have 2 or 3 digits for a rank
+_MOST = {"tp": 100, "pp": 1000, "ep": 1000}  # largest sizes: folder names have 2 or 3 digits for a rank
 _MOST_FILES = 10_000  # all files are open at the same time
 
 
@@ -165,7 +165,7 @@ def layout_of_recipe(recipe: Recipe, model: ModelSection, form: MegatronForm) ->
     The model of the recipe is replaced. Its frozen and adapted modules stay: the balance of stages depends on them.
     """
     config = load_config(recipe)
-    # A single replica: data parallelism is not part of a layout.
+    # Plan one copy of the model: data parallelism is not part of a layout.
     shared = config.parallel.model_copy(update={"shard": "auto", "reshard_after_forward": None})
     same = {key: getattr(model, key) for key in ("path", "family", "preset", "config", "weights")}
     config = config.model_copy(update={"parallel": shared, "model": config.model.model_copy(update=same)})

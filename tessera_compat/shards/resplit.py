@@ -52,7 +52,7 @@ def resplit(
     else:
         quickstart = resolve(ModelSection(family=family, preset="quickstart"))[1]
         form = _form_by_lists(FORMS[family](quickstart), old, new)
-    whole = replace(form, weights=WeightMap((), same_names=True))  # native names are the Megatron names
+    whole = replace(form, weights=WeightMap((), same_names=True))  # tensors keep their Megatron names
 
     def reopen(folder: Path, layout: MegatronLayout = new) -> NativeTensors:
         stored = MegatronFolder(folder, whole, layout)

@@ -39,7 +39,7 @@ _GRID_PAIRS = (
     ("vision.patch_embed.bias", "image_encoder.encoder.patch_embed.proj.bias"),
     ("vision.table.weight", "image_encoder.encoder.pos_embed.weight"),
     ("vision.blocks.{i}.attn_norm.{kind}", _BLOCK + "input_layernorm.{kind}"),
-    # Native modules and Megatron both order the rows of this projection by head.
+    # Tessera and Megatron both order the rows of this projection by head.
     ("vision.blocks.{i}.attn.qkv.{kind}", _BLOCK + "self_attention.linear_qkv.{kind}"),
     ("vision.blocks.{i}.attn.proj.{kind}", _BLOCK + "self_attention.linear_proj.{kind}"),
     ("vision.blocks.{i}.mlp_norm.{kind}", _BLOCK + "pre_mlp_layernorm.{kind}"),
@@ -104,8 +104,8 @@ def _grid_form(
 ) -> MegatronForm:
     """Describe the shards of a family with a grid vision encoder of `width` and `depth`.
 
-    `gated`: its MLPs have a gate. `projector`: pairs (native name, Megatron name) of the projector. `more`: further
-    pairs of names.
+    `gated`: its MLPs have a gate. `projector`: pairs (name in Tessera, Megatron name) of the projector's tensors.
+    `more`: further such pairs.
     """
     patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     as_convolution = Reshape((width, vision.patch_values), (width, *patch))

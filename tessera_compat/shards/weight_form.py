@@ -1,4 +1,4 @@
-"""Add the form `mm` to `tessera convert` and `model.weights`: shards by rank of Megatron-style jobs."""
+"""Add the format `mm` to `tessera convert` and `model.weights`: one weight file per rank, as Megatron jobs write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold the launches of a script."""
+"""Hold the commands of a launch script that start Python files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tessera.errors import TesseraError
 from tessera_compat.mindspeed_mm.shell.values import is_unknown, refuse_unknown
 
-_SHARED = ("tensor_model", "pipeline_model", "context")  # parallel axes that split a replica of the model
+_SHARED = ("tensor_model", "pipeline_model", "context")  # parallel axes whose ranks share one copy of the model
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ShellJob:
 
     launches: list[Launch] = field(default_factory=list)
     unread: list[tuple[int, str, str]] = field(default_factory=list)  # (line, command, why its effect is unknown)
-    unset: dict[str, int] = field(default_factory=dict)  # unset variables in launch commands, with their lines
+    unset: dict[str, int] = field(default_factory=dict)  # unset variable in a launch command -> line
     # Variables whose value is taken from the environment instead of a command's output, with their lines.
     from_environment: dict[str, int] = field(default_factory=dict)
     hosts: list[tuple[int, str]] = field(default_factory=list)  # (line, host file that is not on this machine)

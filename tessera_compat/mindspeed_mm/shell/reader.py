@@ -2,7 +2,7 @@
 
 Assignments, arithmetic, arrays, `if` and tests of files are followed as bash would follow them in this folder, without
 arguments. Programs are not run, and loops, functions, `case` and `( ... )` are skipped. A value that depends on one of
-these is unknown. It is an error where a flag, or whether the job starts at all, depends on an unknown value.
+these is unknown. It is an error if a flag depends on an unknown value, or if it decides whether the job starts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _Branch:
     line: int
     outer: bool | None  # whether the `if` itself is reached; None: unknown
     runs: bool | None  # whether the current commands run
-    passed: bool = False  # an earlier condition of the `if` is true
-    doubtful: bool = False  # an earlier condition is unknown
+    passed: bool = False  # whether an earlier condition of the `if` is true
+    doubtful: bool = False  # whether an earlier condition of the `if` is unknown
 
     def enter(self, condition: bool | None) -> None:
         """Set the state for the commands after `then`. For `else`, pass the condition True."""
@@ -120,14 +120,14 @@ class _Reader:
         self.folder = Path.cwd()
         self.calls = 0
         self.branches: list[_Branch] = []
-        self.printed: list[str] | None = None  # output inside of a command substitution, else None
+        self.printed: list[str] | None = None  # inside of `$(...)`: the output so far; None outside
 
     def where(self, line: int) -> str:
         return f"{self.path}:{line}"
 
     @property
     def doubt(self) -> int | None:
-        """Line of the innermost unknown condition around this command; None if there is none."""
+        """Return the line of the innermost unknown condition around this command; None if all conditions are known."""
         return next((branch.line for branch in reversed(self.branches) if branch.runs is None), None)
 
     # ------------------------------------------------------------------------------------------ lists of commands
@@ -409,7 +409,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------------ launches
 
     def _launch(self, words: list[str], line: int, assignments: Sequence[str], unset: Mapping[str, int]) -> bool:
-        """Add a command that starts a Python file to the launches; return whether it is one."""
+        """Add the command to the launches if it starts a Python file; return whether it does."""
         begin = 0
         if words and words[0] in _WRAPPERS:
             begin = next((at for at, word in enumerate(words) if Path(word).name in LAUNCHERS), 0)

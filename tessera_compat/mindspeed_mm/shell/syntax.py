@@ -1,6 +1,6 @@
 """Split a launch script into words and operators. Nothing is executed or expanded.
 
-Words keep their quotes and variables. `values` expands them when a shell would.
+Words keep their quotes and variables. The module `values` expands them later.
 """
 
 from __future__ import annotations

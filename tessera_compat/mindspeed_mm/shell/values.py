@@ -1,7 +1,7 @@
 """Hold the variables of a launch script and expand its words: variables, defaults, arithmetic, quotes, arrays.
 
-Output of programs is a marker inside of the value, with the reason and the line. Only code that needs the value
-refuses it: a date in the name of a log file is harmless.
+In a value, the unknown output of a program is a marker with the reason and the line. Only code that needs the value
+raises an error: a date in the name of a log file is harmless.
 """
 
 from __future__ import annotations
