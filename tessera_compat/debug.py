@@ -25,7 +25,7 @@ LAUNCH_FILE = Path(".vscode") / "launch.json"
 
 
 def debugged_ranks(world_size: int | None, environ: Mapping[str, str] = os.environ) -> list[int]:
-    """Return the ranks that `TESSERA_DEBUG` lists: numbers and ranges such as 0,2-3, or all.
+    """Return the ranks that `TESSERA_DEBUG` lists: single ranks and ranges such as 0,2-3, or all.
 
     `world_size` is None while the number of machines is unknown.
     """

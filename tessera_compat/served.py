@@ -1,4 +1,4 @@
-"""List the modules of Megatron and MindSpeed that scripts import, and where their names come from here.
+"""List the modules of Megatron and MindSpeed that scripts import, and the modules of Tessera that replace them.
 
 `SERVED` maps the imported module to its sources. A source is a module of this package, which provides all its public
 names, or `module:name,name`, which provides these names. A module without sources is empty: scripts import it only for

@@ -109,7 +109,7 @@ class LanguageModel(CausalLMBase):
     """Compute a text decoder and a head. Batches have `tokens` [T], `positions` [T] or [3, T], and segments "text".
 
     Modules that are None belong to another pipeline stage. The first stage embeds the tokens; later stages continue
-    from `carry`, the activation of the previous stage. A stage without the head returns its activation.
+    from `carry`, the hidden states of the previous stage. A stage without the head returns its hidden states.
     """
 
     def __init__(self, text: TextDecoder, head: nn.Module, initializer_range: float) -> None:

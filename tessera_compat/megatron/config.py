@@ -46,7 +46,7 @@ REFUSED = {
     "num_microbatches_with_partial_activation_checkpoints": "recompute is the same for all micro-batches",
     "disable_bf16_reduced_precision_matmul": "it is a global switch of torch (`torch.backends`); set it in the script",
 }
-# Prefixes of field names that Megatron 0.12.1 has and the classes here do not, with the reason.
+# Prefix of fields that Megatron 0.12.1 has and the classes of this module do not -> the reason.
 REFUSED_BEGINNINGS = {
     "moe_": _NO_MOE,
     "fp8_": _NO_FP8,
@@ -313,7 +313,7 @@ class MLATransformerConfig(TransformerConfig):
     """Raise when it is created: latent attention is not supported. Scripts only import the name."""
 
     def __post_init__(self) -> None:
-        """Raise: no layer here has latent attention."""
+        """Raise an error: multi-latent attention is not supported."""
         raise TesseraError(
             f"MLATransformerConfig is not supported: {_NO_MLA}",
             fix="use TransformerConfig",

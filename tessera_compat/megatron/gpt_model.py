@@ -100,7 +100,7 @@ def get_gpt_layer_local_spec(
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """Raise: Transformer Engine is not supported, and its weights have other names."""
+    """Raise an error: Transformer Engine is not supported, and its weights have other names."""
     raise TesseraError(
         "layers of Transformer Engine are not supported",
         where="get_gpt_layer_with_transformer_engine_spec",

@@ -40,7 +40,7 @@ def callback_recipe(args: Any) -> dict[str, Any]:
         "data": {"kind": "custom", "workers": 0},  # the user's DataLoader has worker processes of its own
         "train": {
             "steps": steps,
-            # The trainer counts a micro-batch of a rank as one row: user code decides its content.
+            # A row of the trainer is a whole micro-batch of a rank, because user code decides its content.
             "global_batch": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size) * replicas,
             "micro_batch": 1,
             "seed": args.seed,

@@ -119,7 +119,7 @@ class _JobLoader(yaml.SafeLoader):
 
 
 def read_job_yaml(path: Path) -> dict[str, Any]:
-    """Parse the YAML configuration of a job. Text such as 1e-8, which YAML 1.1 reads as text, becomes a number."""
+    """Parse the YAML configuration of a job. 1e-8, which YAML 1.1 reads as text, becomes a number."""
     text = _text(path).replace("\t", "    ")
     try:
         data = yaml.load(text, Loader=_JobLoader)  # a SafeLoader, which builds only plain data

@@ -1,4 +1,4 @@
-"""The methods of `mm-convert` between Hugging Face folders and Megatron-style shards, also of adapters."""
+"""The methods of `mm-convert` between Hugging Face folders and Megatron shards (a file per rank), also of adapters."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _form_of(model: ModelSection) -> MegatronForm:
 
 
 def layout_of(options: Options, prefix: str, *, two_levels: bool) -> dict[str, Any]:
-    """Return the layout of shards from the options of a parallel configuration.
+    """Return the layout of Megatron shards (ranks, layers per stage) from the options of a parallel configuration.
 
     Writing shards takes a list of lists, one list for each virtual stage. Reading shards takes a list.
     """
@@ -115,7 +115,7 @@ _VISION_LAYERS = (
 
 
 def lora_hf_to_mm(family: str, options: Options) -> Path:
-    """Write the adapters of a PEFT folder as shards that a job loads."""
+    """Write the adapters of a PEFT folder as Megatron shards, which a job loads."""
     folder, target = Path(options["hf_config.hf_dir"]), Path(options["mm_dir"])
     check_apart(target, folder)
     layout = _checked_layout(options, two_levels=True)

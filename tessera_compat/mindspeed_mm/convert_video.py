@@ -1,4 +1,7 @@
-"""The methods of `mm-convert` for transformers of video generation: folders, original checkpoints and shards."""
+"""The methods of `mm-convert` for video models: between diffusers folders, original checkpoints and Megatron shards.
+
+Megatron shards are the files of a job, one for each tensor and pipeline rank.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,14 @@ _ADAPTER = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 
 
 def hf_to_mm(family: str, options: Options) -> Path:
-    """Write the transformer of a diffusers folder as shards that a job loads."""
+    """Write the transformer of a diffusers folder as Megatron shards, which a job loads."""
     _check_version(options)
     layout = target_layout(family, options)
     return convert(options["source_path"], options["target_path"], to="mm", layout=layout)
 
 
 def mm_to_hf(family: str, options: Options) -> Path:
-    """Write shards, or the run of a job, as the transformer of a diffusers folder."""
+    """Write Megatron shards, or the run of a job, as the transformer of a diffusers folder."""
     source, like = Path(options["source_path"]), Path(options["hf_dir"])
     if is_run(source):
         return convert(source, options["target_path"])
@@ -54,7 +57,7 @@ def mm_to_hf(family: str, options: Options) -> Path:
 
 
 def resplit_mm(family: str, options: Options) -> Path:
-    """Write shards with another layout. The present layout is read from the files."""
+    """Write Megatron shards for other numbers of ranks. The present layout is read from the files."""
     source, target, after = Path(options["source_path"]), options["target_path"], target_layout(family, options)
     if is_run(source):
         return convert(source, target, to="mm", layout=after)
@@ -107,7 +110,7 @@ def target_layout(family: str, options: Options) -> dict[str, Any]:
 
 
 def _form(family: str) -> MegatronForm:
-    """Describe the shards of a family. Only its tensor names are used; sizes come from the files."""
+    """Describe the Megatron shards of a family. Only its tensor names are used; sizes come from the files."""
     spec, config = resolve(ModelSection(family=family, preset="quickstart"))
     return FORMS[spec.name](config)
 
@@ -159,7 +162,7 @@ _COG_NAMES = (
 
 
 def hunyuan_source_to_mm(family: str, options: Options) -> Path:
-    """Write an original HunyuanVideo checkpoint as shards that a job loads."""
+    """Write an original HunyuanVideo checkpoint as Megatron shards, which a job loads."""
     _check_version(options)
     tensors = _renamed(_source_tensors(Path(options["source_path"])), _HUNYUAN_NAMES)
     for name in [name for name in tensors if re.fullmatch(r"single_blocks\.\d+\.linear1\.(weight|bias)", name)]:
@@ -174,7 +177,7 @@ def hunyuan_source_to_mm(family: str, options: Options) -> Path:
 
 
 def cog_source_to_mm(family: str, options: Options) -> Path:
-    """Write an original CogVideoX checkpoint as shards that a job loads. Layers that jobs do not have are dropped."""
+    """Write an original CogVideoX checkpoint as Megatron shards. Layers that jobs do not have are dropped."""
     tensors = _renamed(_source_tensors(Path(options["source_path"])), _COG_NAMES)
     tensors = {
         name: tensor for name, tensor in tensors.items() if not name.startswith(("model.", "first_stage_model."))
@@ -269,7 +272,7 @@ def _sized(form: MegatronForm, tensors: Mapping[str, Any], layout: MegatronLayou
 
 
 def merge_lora(family: str, options: Options) -> Path:
-    """Merge the adapters of a job into the shards of its base model."""
+    """Merge the adapters of a job into the Megatron shards of its base model."""
     rank, alpha = options.get("lora_rank", 8), options.get("lora_alpha", 16)
     if not rank or rank < 0:
         raise TesseraError(

@@ -217,7 +217,7 @@ def recipe_of_yaml(data: Mapping[str, Any], source: str, world_size: int) -> tup
 
 
 def _places(source: str) -> dict[str, str]:
-    """Return recipe key -> the keys of the YAML file that set it."""
+    """Return recipe key -> the keys of the YAML file that set it, for `JobReport.places`."""
     tables = {"parallel.": PARALLEL_KEYS, "parallel.fsdp_plan.": FSDP_KEYS, "training.": TRAINING_KEYS}
     targets = {rule.target: f"{at}{key}" for at, rules in tables.items() for key, rule in rules.items() if rule.target}
     memory = {"parallel.recompute": "recompute_plan", "parallel.activation_offload": "activation_offload_plan"}

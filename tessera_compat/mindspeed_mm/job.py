@@ -111,7 +111,7 @@ def _drop_named_twice(section: dict[str, Any], args: Args, model: ModelFile, rep
 
 
 def compare_shell_sizes(args: Args, model: ModelFile, source: str, report: JobReport) -> None:
-    """Report model sizes on the command line that differ from model.json. Only model.json counts."""
+    """Report model sizes on the command line that differ from model.json. Only model.json is used."""
     for name, target in _SHELL_SIZES.items():
         size = getattr(args, name)
         if size is not None and target in model.fields and model.fields[target] != size:

@@ -222,9 +222,11 @@ class ModelFile:
     folder: str | None = None  # init_from_hf_path
     fields: dict[str, Any] = field(default_factory=dict)  # dotted keys of model.config
     freeze: list[str] = field(default_factory=list)
-    layers: dict[str, list[int]] = field(default_factory=dict)  # stream -> number of layers on each pipeline stage
-    depths: dict[str, Any] = field(default_factory=dict)  # stream -> num_layers, the total number of layers
-    recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # stream -> its recompute_* keys
+    layers: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # part of the model -> number of layers on each pipeline stage
+    depths: dict[str, Any] = field(default_factory=dict)  # part of the model -> num_layers, the total number of layers
+    recompute: dict[str, dict[str, Any]] = field(default_factory=dict)  # part of the model -> its recompute_* keys
     offload: list[str] = field(default_factory=list)
 
     @property

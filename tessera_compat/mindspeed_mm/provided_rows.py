@@ -1,4 +1,4 @@
-"""Number the micro-batches of a `train_valid_test_datasets_provider`, for a trainer that requests them by number.
+"""Assign indices to the micro-batches of a `train_valid_test_datasets_provider`: the trainer requests them by index.
 
 | returned | which batches a rank gets | where a resumed run goes on |
 |---|---|---|

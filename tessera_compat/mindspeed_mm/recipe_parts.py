@@ -268,7 +268,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_foreign_checkpoint(folder: Path) -> bool:
-    """Return whether a folder contains weights of a MindSpeed-MM job: shards under release/ or iter_*/, or DCP."""
+    """Return whether a folder contains weights of a MindSpeed-MM job: files by rank in release/ or iter_*/, or DCP."""
     if (folder / "config.json").is_file() or (folder / "config.yaml").is_file():
         return False
     if (folder / METADATA).is_file():
@@ -294,7 +294,7 @@ def family_of_folder(folder: str | None) -> str | None:
 
 
 def compare_with_folder(folder: str, model: ModelFile) -> None:
-    """Raise if sizes in model.json differ from config.json of the weights. A folder that is not here is not checked."""
+    """Raise if sizes in model.json differ from config.json of the weights. A folder elsewhere is not checked."""
     described = any((Path(folder) / name).is_file() for name in ("config.json", "config.yaml"))
     if model.family is None or not described:
         return

@@ -1,4 +1,4 @@
-"""Describe Megatron-style shards as data: names of tensors, splits over tensor ranks, parts of a pipeline.
+"""Describe the rank files of Megatron jobs: names of tensors, splits over tensor ranks, layers on pipeline stages.
 
 `files.py` reads and writes files by such a description. Names are those of unsharded tensors. The file of a rank
 contains slices, with layers counted from the first of its stage. `vision.py` and `video.py` describe the families.

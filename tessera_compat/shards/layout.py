@@ -1,4 +1,4 @@
-"""The layout of Megatron-style shards: from a mapping, or with the ranks and stages of a run by a recipe."""
+"""The layout of Megatron rank files (numbers of ranks, layers per stage), from a mapping or from a recipe."""
 
 from __future__ import annotations
 

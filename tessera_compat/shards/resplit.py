@@ -1,4 +1,4 @@
-"""Write Megatron-style shards with another layout, without the Hugging Face folder of the model."""
+"""Rewrite the rank files of a Megatron job for other numbers of ranks, without the Hugging Face folder of the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def resplit(
     *,
     like: Path | None = None,
 ) -> Path:
-    """Write the shards of a family with the layout `after`, and return the folder.
+    """Write the rank files in `source` with the layout `after` to `target`, and return that folder.
 
     Tensor names and layer lists are usually enough. `like`: a Hugging Face folder whose configuration is needed for
     some families.
@@ -80,6 +80,6 @@ def _is_tied(stored: MegatronFolder, form: MegatronForm) -> bool:
 
 
 def _form_by_lists(form: MegatronForm, old: MegatronLayout, new: MegatronLayout) -> MegatronForm:
-    """Return the description with the numbers of layers in the lists, and with a separate output layer."""
+    """Return `form` with the numbers of layers from the lists of the layouts, and with a separate output layer."""
     parts = tuple(replace(part, count=sum(old.stages(part))) for part in form.parts)
     return replace(form, parts=parts, kv_heads=math.lcm(old.tp, new.tp), experts=0, tied=False)

@@ -25,7 +25,7 @@ _WAN_FIRST = ("patch_embedding.", "text_embedding.", "time_embedding.", "time_pr
 
 
 def wan(config: WanConfig) -> MegatronForm:
-    """Describe the shards of Wan. Tensor parallelism does not split them."""
+    """Describe the rank files of Wan, which tensor parallelism does not split."""
     rules = []
     for rule in wan_original(config).rules:
         (name,) = rule.foreign_names()
@@ -67,7 +67,7 @@ _COG_LAST = ("norm_final.", "norm_out.", "proj_out_linear.", "adaLN_modulation."
 
 
 def cogvideox(config: CogVideoXConfig) -> MegatronForm:
-    """Describe the shards of CogVideoX."""
+    """Describe the rank files of CogVideoX."""
     # Patch convolution and position table have the shapes of the diffusers folder.
     stored = [rule for rule in cogvideox_weights(config).rules if isinstance(rule.op, Reshape)]
     renamed = {"patch_embed.pos_embedding": "pos_embed.pos_embedding"}
@@ -144,7 +144,7 @@ _HUNYUAN_FIRST = ("img_in.", "txt_in.", "time_in.", "vector_in.", "guidance_in."
 
 
 def hunyuan_video(config: HunyuanVideoConfig) -> MegatronForm:
-    """Describe the shards of HunyuanVideo."""
+    """Describe the rank files of HunyuanVideo."""
     block = config.shape.block
     joined = ColumnsByHead(block.heads, (block.hidden, block.intermediate))
     (patches,) = [rule for rule in hunyuan_original(config).rules if rule.native == "embed.latents.weight"]

@@ -102,7 +102,7 @@ def _grid_form(
     more: Iterable[tuple[str, str]] = (),
     extra_splits: Iterable[tuple[str, TensorSplit]] = (),
 ) -> MegatronForm:
-    """Describe the shards of a family with a grid vision encoder of `width` and `depth`.
+    """Describe the rank files of a family with a grid vision encoder of `width` and `depth`.
 
     `gated`: its MLPs have a gate. `projector`: pairs (name in Tessera, Megatron name) of the projector's tensors.
     `more`: further such pairs.
@@ -147,7 +147,7 @@ _MERGER = (
 
 
 def qwen2_vl(config: Qwen2VLConfig) -> MegatronForm:
-    """Describe the shards of Qwen2-VL."""
+    """Describe the rank files of Qwen2-VL."""
     vision = config.vision
     return _grid_form(
         config.text,
@@ -161,7 +161,7 @@ def qwen2_vl(config: Qwen2VLConfig) -> MegatronForm:
 
 
 def qwen2_5_vl(config: Qwen25VLConfig) -> MegatronForm:
-    """Describe the shards of Qwen2.5-VL."""
+    """Describe the rank files of Qwen2.5-VL."""
     vision = config.vision
     return _grid_form(
         config.text,
@@ -175,7 +175,7 @@ def qwen2_5_vl(config: Qwen25VLConfig) -> MegatronForm:
 
 
 def qwen3_vl(config: Qwen3VLConfig) -> MegatronForm:
-    """Describe the shards of Qwen3-VL. A deepstack merger is stored in the block whose output it reads."""
+    """Describe the rank files of Qwen3-VL. A DeepStack merger is stored in the block whose output it reads."""
     vision, deep = config.vision, "image_encoder.encoder.blocks.layers.{block}.deepstack_layer."
     more = [
         (f"projector.taps.{tap}.{native}.{{kind}}", deep.replace("{block}", str(block)) + f"{theirs}.{{kind}}")
@@ -218,7 +218,7 @@ _INTERN_PAIRS = (
 
 
 def internvl(config: InternVLConfig) -> MegatronForm:
-    """Describe the shards of InternVL.
+    """Describe the rank files of InternVL.
 
     The encoder has the names of the original repository; its fused projection contains queries, then keys, then values.
     If heads do not divide evenly, the first ranks have one head more.

@@ -69,7 +69,7 @@ class MegatronFolder(StoredForm):
 
 @dataclass(frozen=True)
 class _ModelShards(ModelForm):
-    """Read and write the shards of a configured model."""
+    """Read and write the rank files of a model whose sizes are known."""
 
     form: MegatronForm
     weights: WeightMap

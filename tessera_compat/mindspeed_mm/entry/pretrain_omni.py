@@ -1,4 +1,4 @@
-"""Refuse a job whose models are not here yet, with the reason."""
+"""End with an error: Tessera does not support the models of this entry point yet."""
 
 from tessera_compat.mindspeed_mm.entry_points import refuse
 
