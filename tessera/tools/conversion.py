@@ -187,7 +187,7 @@ def _model_form(name: str | None, model: ConvertedModel, where: str) -> ModelFor
         return None
     stored = form.of_model(model.spec.name, model.config)
     if stored is None:
-        fix = "name the folder of the model that the shards are of" if where == "--like" else "--to dcp"
+        fix = "set --like to the Hugging Face folder of the converted model" if where == "--like" else "--to dcp"
         raise TesseraError(
             f"the format {name} does not support the family {model.spec.name}",
             where=where,

@@ -93,7 +93,7 @@ def convert_llava(
         raise TesseraError(
             f"{base} does not contain the folder {folder!r}",
             where="images",
-            fix="name the folder that unpacking COCO2017 created",
+            fix="set --images (images= in Python) to the folder that unpacking COCO2017 created",
             code="data.no-image-folder",
         )
 

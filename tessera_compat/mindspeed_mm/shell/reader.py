@@ -319,7 +319,7 @@ class _Reader:
         if name == "false":
             return False
         if name in ("exit", "return"):
-            if name == "exit" and self.values.absent:  # the file exists where the job runs, so the exit is ignored
+            if name == "exit" and self.values.absent:  # a file is missing here that the job has: do not exit
                 self.job.absent.append((line, self.values.absent))
             elif self.doubt is None:
                 raise _End(line)
