@@ -1,1 +1,1 @@
-"""Sources -> samples -> index -> order -> rows -> loader. A data set is a `RowSource`; its kind is found by name."""
+"""From files to batches: sources, samples, index, order, rows, loader. `data.kind` names the kind of a data set."""

@@ -15,8 +15,8 @@ from tessera.errors import TesseraError
 
 KEY = "data.max_bad_share"
 _MIN_READ = 20  # samples that a run must have read before `check_read` may end it
-_MIN_UNUSED = 5  # a run ends if all of its first samples are bad, and there are at least this many
-_DOUBT = math.log(1e6)  # a run whose true share is at the limit ends with a probability of at most 1e-6
+_MIN_UNUSED = 5  # a run ends if the first 5 or more samples that it reads are all bad
+_DOUBT = math.log(1e6)  # if the true share of bad samples is at the limit, a run ends with probability 1e-6 at most
 
 
 def check_measured(
@@ -62,7 +62,7 @@ def check_read(bad: int, read: int, limit: float) -> None:
 
 
 def check_any_used(read: int) -> None:
-    """Raise if a run has read `read` samples, all of them bad, and that is enough to refuse the data."""
+    """Raise if `read` is at least 5. Call this only if all of the `read` samples that a run has read are bad."""
     if read >= _MIN_UNUSED:
         raise TesseraError(
             f"none of the first {read} samples is usable: the run trains on nothing",

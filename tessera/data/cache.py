@@ -17,7 +17,7 @@ from pathlib import Path
 log = logging.getLogger("tessera")
 
 CACHE_VARIABLE = "TESSERA_CACHE"
-_UNUSED_S = 60 * 24 * 3600.0  # a file that was not used for so long is deleted
+_UNUSED_S = 60 * 24 * 3600.0  # seconds: a file that was not used for 60 days is deleted
 _TRIM_EVERY_S = 24 * 3600.0
 
 
@@ -46,7 +46,7 @@ def share(file: Path) -> None:
 
 
 def adopt(file: Path) -> bool:
-    """Link or copy the index file of this name from the cache into a run folder. Return False if there is none."""
+    """Link or copy an index file from the cache to `file` in a run folder. Return False if it is not in the cache."""
     shared = user_cache("index") / file.name
     try:
         if not shared.is_file():

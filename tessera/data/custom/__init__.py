@@ -1,1 +1,1 @@
-"""A user's own data set or loader, unchanged, as rows."""
+"""Adapters that make the user's own `Dataset` or `DataLoader` a `RowSource`."""

@@ -101,7 +101,7 @@ _NUMBERS = (Tensor, np.ndarray, np.generic, int, float)
 
 @dataclass(frozen=True)
 class DrawnItem:
-    """Hold an item of a data set and the number of its row."""
+    """Hold an item of the user's data set and the index of its row."""
 
     row: int
     number: int  # index of the item in the data set
@@ -111,7 +111,7 @@ class DrawnItem:
 
 @dataclass(frozen=True)
 class ItemBatcher:
-    """Make micro-batches of items. `name` is the name of the data set in error messages.
+    """Make micro-batches of items of the user's data set. `name` is the name of the data set in error messages.
 
     `left_out` maps ids of samples to skip to the reasons. A skipped conversation is replaced by masked tokens. Tensors
     of unknown meaning cannot be masked: the item is removed from its micro-batch, unless it is the only one. Skipped
@@ -191,7 +191,7 @@ class ItemBatcher:
         return Batch(fields, sample_ids=tuple(map(str, listed)), counts={"samples": count})
 
     def _labelled(self, batch: Batch, drawn: Sequence[DrawnItem], ids: Sequence[str] = ()) -> Batch:
-        """Return a batch with ids, rows, counts and seeds; values that are set already stay."""
+        """Return a batch with sample ids, row indices, number of samples and seeds. Fields that are set stay."""
         ids = batch.sample_ids or tuple(ids) or tuple(str(one.number) for one in drawn)
         each = [1] * len(drawn) if len(ids) == len(drawn) else [len(ids)] + [0] * (len(drawn) - 1)
         return replace(
@@ -284,7 +284,7 @@ class ItemBatcher:
 
 
 def _name(drawn: DrawnItem) -> str:
-    """Return the id of an item, as the ledger and `quarantine.jsonl` write it."""
+    """Return the id of an item in the list of consumed samples and in `quarantine.jsonl`."""
     if isinstance(drawn.item, (Sample, Encoded)):
         return drawn.item.id
     return str(drawn.item.get("id", drawn.number)) if isinstance(drawn.item, Mapping) else str(drawn.number)

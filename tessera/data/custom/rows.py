@@ -1,4 +1,4 @@
-"""Adapt the user's own data sets and loaders to `RowSource`: with random access, iterable, and `DataLoader`."""
+"""Adapt the user's own data to `RowSource`: data sets with random access, iterable data sets, and `DataLoader`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ItemRows(RowSource):
 
 
 class SequentialRows(RowSource):
-    """Number the items of data that can only be read in order. A lower number than the last starts over."""
+    """Read items by index from data that can only be iterated. An index before the last one read starts over."""
 
     sequential = True  # one process reads all rows in order: every further process would read all of the data again
 
@@ -116,7 +116,7 @@ class SequentialRows(RowSource):
         self.imported, self.seed = imported, seed
         self._data: Any = data
         self._iterator: Iterator[Any] | None = None
-        self._next = 0  # number of the item that the iterator returns next
+        self._next = 0  # index of the item that the iterator returns next
         self._pass = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class SequentialRows(RowSource):
     def guarded(self, rows: Sequence[int], lost: Mapping[int, str], note: Callable[[int], None]) -> Batch: ...
 
     def check_none(self, lost: Mapping[int, str]) -> None:
-        """Raise if an item ended its worker process: sequential data cannot skip an item."""
+        """Raise if an item crashed or hung its worker process: sequential data cannot skip an item."""
         for number, reason in lost.items():
             raise TesseraError(
                 f"reading item {number} of {self.imported.path} ended its worker process: {reason}",
@@ -147,7 +147,7 @@ class SequentialRows(RowSource):
         return self._data
 
     def take(self, number: int, note: Callable[[int], None]) -> Any:
-        """Return item `number`. `note` is called for every item before it as well, so that skipping is no time-out."""
+        """Return the item with index `number`. `note`, called for skipped items as well, restarts the time limit."""
         if self._iterator is None or number < self._next:
             self._begin(number)
         if number - self._next >= 1000:
@@ -199,7 +199,7 @@ class StreamRows(SequentialRows):
 
 
 class LoaderBatches(SequentialRows):
-    """Number the batches of a loader. If epochs do not depend on each other, reading begins at the epoch of a batch."""
+    """Read batches of a loader by index. If epochs are independent, earlier epochs are skipped and not read."""
 
     def _new_pass(self) -> Iterator[Any]:
         sampler = distributed_sampler(self.data)
@@ -215,7 +215,7 @@ class LoaderBatches(SequentialRows):
 
 
 class LoaderRows(LoaderBatches):
-    """Use the batches of a loader unchanged: row r is its r-th batch, and one micro-batch.
+    """Use the batches of a loader unchanged: row r is its r-th batch, and every batch is one micro-batch.
 
     With a `DistributedSampler` every rank reads its own batches; otherwise the ranks take the batches in turn.
     """
@@ -233,7 +233,7 @@ class LoaderRows(LoaderBatches):
         return 1 if sampler is None else sampler.num_replicas
 
     def check_ranks(self, position: int, count: int) -> None:
-        """Raise if a `DistributedSampler` does not have `count` replicas, with this rank as number `position`.
+        """Raise if a `DistributedSampler` has another `num_replicas` than `count`, or another `rank` than `position`.
 
         `count` is the number of ranks that read different rows. The default of the sampler is all ranks, which is wrong
         with tensor, context or pipeline parallelism.
@@ -280,7 +280,7 @@ def drawing_from(seed: int) -> Iterator[None]:
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # of the CPU; those of devices stay
+    torch.default_generator.manual_seed(seed)  # the generator of the CPU; generators of devices are not seeded
     try:
         yield
     finally:
@@ -307,7 +307,10 @@ def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
 
 
 def starts_anywhere(loader: Any) -> bool:
-    """Return whether any epoch of a loader can be read without the epochs before it: no generator keeps a state."""
+    """Return whether any epoch of a loader can be read without the epochs before it.
+
+    This needs a sampler of torch without a `torch.Generator`, whose state would depend on the epochs before.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     generators = (loader.generator, getattr(loader.sampler, "generator", None))

@@ -1,1 +1,1 @@
-"""Index of a split: `measure` reads records and headers, `build` stores the measures, `split` serves samples."""
+"""Index of a split: `measure` counts the tokens of samples, `build` stores the counts, `split` reads samples."""

@@ -47,8 +47,8 @@ log = logging.getLogger("tessera")
 FORMAT = 3  # version of index files: increase it when their layout or their meaning changes
 Policy = Literal["skip", "fail"]
 _CONTENT = "content_hash"
-_COMPARED = 256  # usable and as many unusable samples are measured again before a cached index is used
-_NOT_MEASURED = ("jpeg_draft",)  # limits that do not change any measure, and are no part of the key
+_COMPARED = 256  # 256 usable and 256 unusable samples are measured again before a cached index is used
+_NOT_MEASURED = ("jpeg_draft",)  # fields of `Limits` that do not change any measure: not in the hash of an index
 
 
 def build_index(
@@ -64,7 +64,7 @@ def build_index(
     timeout_s: float = 60.0,
     max_bad_share: float = 1.0,
 ) -> SplitIndex:
-    """Return the index of a split. By `on_bad_sample`, unusable or too long samples are skipped and listed, or raise.
+    """Return the index of a split. `on_bad_sample`: skip and list unusable or too long samples, or raise.
 
     `workers`: number of processes that measure records; 0: the calling process; auto: the calling process if that takes
     few seconds. `max_bad_share`: raise if a larger share of a data set is unusable.
@@ -130,9 +130,9 @@ class IndexMaker:
         return part
 
     def _measured(self, work: MeasureRows) -> AnyTables:
-        """Return the measures of all usable samples, however long. The key is a hash of all inputs of the measures."""
+        """Return the measures of all usable samples, also if longer than a row. A stored index is used if possible."""
         limits = {name: value for name, value in dataclasses.asdict(self.limits).items() if name not in _NOT_MEASURED}
-        if self.limits.urls is None:  # keeps the key of indexes that were made before this limit existed
+        if self.limits.urls is None:  # left out, so that indexes from before this field existed have the same hash
             del limits["urls"]
         key = _digest([FORMAT, work.source.facts(), self.processor.fingerprint, limits])
         file = self._file("index", key)
@@ -173,7 +173,7 @@ class IndexMaker:
         return same
 
     def _fitted(self, work: MeasureRows, tables: AnyTables) -> AnyTables:
-        """Return the tables of the samples that fit into a row, truncated if necessary."""
+        """Return the tables of the samples that fit into a row. Longer samples are truncated or dropped."""
         long = too_long(tables, self.length)
         if len(long) == 0:
             return tables
@@ -200,7 +200,7 @@ class IndexMaker:
         return fitted
 
     def repeats(self, parts: Sequence[SourceIndex], identity: str) -> AnyTables:
-        """Return a table of the samples whose id occurs earlier in the split."""
+        """Return a table of the samples whose id an earlier sample of the split also has."""
         file = self._file("ids", identity)
         tables = None if file is None else open_tables(file, identity)
         if tables is not None and {"sample", "times"} <= set(tables) and len(tables["sample"]) == len(tables["times"]):
@@ -212,7 +212,7 @@ class IndexMaker:
         return None if self.folder is None else self.folder.absolute() / f"{kind}-{key[:32]}.safetensors"
 
     def _read(self, file: Path | None, key: str) -> AnyTables | None:
-        """Return the tables in a file; None if it is missing or damaged, or was made with a shorter time limit."""
+        """Return the tables in a file; None if the file is missing, damaged, or was made with a shorter time limit."""
         tables = None if file is None else open_tables(file, key)
         if tables is None or not is_sound(tables) or "digest" not in tables.about:
             return None

@@ -38,11 +38,11 @@ from tessera.runtime.progress import WorkProgress
 log = logging.getLogger("tessera")
 
 CHUNK = 1024  # rows that a worker measures at a time
-FIRST_CHUNK = 64  # rows of the first chunk, whose time is an estimate for the others
+FIRST_CHUNK = 64  # rows of the first chunk; its time is used to estimate the time of all chunks
 SOON = 3.0  # seconds: less work than that is done without worker processes
 MAX_WORKERS = 32
 Workers = int | Literal["auto"]
-MAX_BAD = 10_000  # bad rows that are listed with the reason; further ones are only counted
+MAX_BAD = 10_000  # limit of bad rows that are listed with the reason; further ones are only counted
 COMMON = ("row", "id_hash", "content")  # arrays of every table of samples, besides the measures
 Measure = Callable[[Sample, Sequence[MediaSize]], dict[str, int]]
 
@@ -63,7 +63,7 @@ class RecordRange:
 
     first: int
     last: int
-    lost: tuple[tuple[int, str], ...] = ()  # (position, reason) of records that ended their worker: not read again
+    lost: tuple[tuple[int, str], ...] = ()  # (position, reason) of records that crashed or hung a worker
 
     def __len__(self) -> int:
         return self.last - self.first
@@ -100,7 +100,7 @@ def content_hash(sample: Sample) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold the measures of some records: arrays of the usable ones (row, id_hash, content, column.*), and bad rows."""
+    """Hold arrays of usable records (row, id_hash, content; column.*: tokens and other costs), and the bad rows."""
 
     arrays: dict[str, np.ndarray]
     bad: tuple[BadRow, ...] = ()
@@ -116,7 +116,7 @@ class Measured:
 
     @staticmethod
     def of(tables: AnyTables) -> Measured:
-        """Return the measures in tables. Raise ValueError, KeyError or TypeError for tables of another kind."""
+        """Return the measures in the tables of an index. Raise ValueError, KeyError or TypeError for other tables."""
         arrays = {name: array for name, array in tables.items() if name in COMMON or name.startswith("column.")}
         if len({len(arrays[name]) for name in (*COMMON, *arrays)}) != 1:
             raise ValueError("the columns have different lengths")
@@ -162,7 +162,7 @@ class MeasureRows:
     """Measure ranges of records: the work of a `Pool`. Each range is written to disk at once."""
 
     source: Source
-    rows: range | np.ndarray  # record numbers, rising; a `RecordRange` is a slice of them
+    rows: range | np.ndarray  # record indices, ascending; a `RecordRange` is a slice of them
     measure: Measure
     limits: Limits
     sampling: VideoSampling
@@ -187,7 +187,7 @@ class MeasureRows:
         return measured
 
     def _outcomes(self, part: RecordRange, note: Note) -> Iterator[tuple[int, Any, dict[str, int] | Exception | str]]:
-        """Yield (row, sample or `RecordError` or None, measures or the reason why there are none) of each record."""
+        """Yield a tuple for each record: row, sample (or `RecordError` or None), measures (or why there are none)."""
         samples, lost = self._samples(part), dict(part.lost)
         for position in range(part.first, part.last):
             row, sample = int(self.rows[position]), None
@@ -269,10 +269,10 @@ def measure_all(
     title: str,
     look: Callable[[Measured], None] | None = None,
 ) -> Measured:
-    """Measure all records of `work`, in order. `look` is called with the measures of each chunk and may raise."""
+    """Measure all records of `work`, in order. `look` is called with each measured chunk, and may raise."""
     starts = [0, *range(FIRST_CHUNK, len(work.rows), CHUNK)]
     ranges = [RecordRange(*bounds) for bounds in pairwise([*starts, len(work.rows)])]
-    # An earlier run did not finish. A record may have crashed it, so worker processes are used from the start.
+    # If the folder exists, a record may have crashed an earlier run. Then worker processes are used from the start.
     careful = work.folder is not None and work.folder.is_dir()
     earlier = {part: measured for part in ranges if (measured := work.read_chunk(part)) is not None} if careful else {}
     if work.folder is not None:

@@ -32,7 +32,7 @@ def too_long(tables: AnyTables, length: int) -> np.ndarray:
 
 
 def drop_long(tables: AnyTables, source: Source, long: np.ndarray, length: int) -> Measured:
-    """Return a `Measured` without rows in which all long samples are bad."""
+    """Return a `Measured` without usable rows. It lists the samples at the positions `long` as bad: too long."""
     tokens, rows = tables["column.tokens"], tables["row"]
     bad = [
         BadRow(int(rows[at]), _id(source, int(rows[at])), f"{tokens[at]} tokens do not fit into data.length {length}")
@@ -77,8 +77,8 @@ def _id(source: Source, row: int) -> str:
 
 @dataclass(frozen=True)
 class Truncation:
-    messages: int  # that are kept
-    characters: int = 0  # that are kept of the last message; 0: all
+    messages: int  # number of messages that are kept
+    characters: int = 0  # number of characters of the last message that are kept; 0: all
 
     def __call__(self, sample: Sample) -> Sample:
         messages = sample.messages[: self.messages]
@@ -127,7 +127,7 @@ class TruncateToLength:
         def fits(characters: int) -> bool:
             return characters == 0 or measured(characters)["tokens"] <= self.length
 
-        # Narrow the search first: the part that fits is about length / tokens of the text. Each trial tokenizes it.
+        # Each trial tokenizes text, so narrow the search first: about length / tokens of the characters should fit.
         low, high = 0, len(text)
         guess = max(1, len(text) * self.length // max(1, self.processor.measure(sample, [])["tokens"]))
         for near in (guess * 3 // 4, guess * 3 // 2):
@@ -145,7 +145,7 @@ class TruncateToLength:
 
 
 def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number in low..high for which `fits` is true, by bisection. `low` is known to fit."""
+    """Return the largest integer in low..high for which `fits` is true, by bisection. `fits(low)` must be true."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -176,7 +176,7 @@ class SourceIndex:
 
     @property
     def rows(self) -> np.ndarray:
-        """Return the row numbers of the usable samples in `source`, rising."""
+        """Return the indices of the usable records in `source`, ascending."""
         return self.tables["row"]
 
     @property
@@ -191,7 +191,7 @@ class SourceIndex:
 
     @property
     def bad(self) -> tuple[Bad, ...]:
-        """Return the first unusable samples, in the order of rows. `bad_count` is the number of all."""
+        """Return at most 10 000 unusable samples, in the order of rows. `bad_count` is the number of all of them."""
         return tuple((bad.id, bad.reason) for bad in bad_rows(self.tables))
 
     @property
@@ -220,11 +220,11 @@ class SourceIndex:
 
 @dataclass(frozen=True, eq=False)
 class SplitIndex:
-    """Number and read all usable samples of a split, one data set after another."""
+    """Read the usable samples of a split by index. The indices of each data set follow those of the one before it."""
 
     parts: tuple[SourceIndex, ...]
-    starts: np.ndarray  # [parts + 1]: number of the first sample of each part
-    repeats: AnyTables  # samples with a repeated id: "sample" (rising), and "times" that the id occurred before
+    starts: np.ndarray  # [data sets + 1]: index of the first sample of each data set
+    repeats: AnyTables  # samples with a repeated id: "sample" (index), "times" (how often the id occurred before)
     identity: str  # hash of samples, measures and file paths
     content: str  # hash of samples and lengths, without file paths
 
@@ -240,7 +240,7 @@ class SplitIndex:
         return sum(part.bad_count for part in self.parts)
 
     def column(self, name: str) -> np.ndarray:
-        """Return one measure of all samples, int64."""
+        """Return one measure, such as "tokens", of all samples as int64."""
         columns = [part.tables[f"column.{name}"] for part in self.parts if len(part)]
         return np.concatenate(columns, dtype=np.int64)
 
@@ -255,7 +255,7 @@ class SplitIndex:
         return tuple(sorted(next(part for part in self.parts if len(part)).columns))
 
     def locate(self, sample: int) -> tuple[Source, int]:
-        """Return the data set of a sample, and its record number there."""
+        """Return the data set of a sample, and the index of its record there."""
         part, at = self._at(sample)
         return part.source, int(part.rows[at])
 
@@ -282,7 +282,7 @@ class SplitIndex:
 
 
 def find_repeats(hashes: np.ndarray, **about: str) -> MemoryTables:
-    """Return the samples whose id occurs earlier, and how often it does."""
+    """Return the indices of samples whose id an earlier sample has, and the number of such earlier samples."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     begins = np.concatenate([[True], ordered[1:] != ordered[:-1]])
@@ -294,7 +294,7 @@ def find_repeats(hashes: np.ndarray, **about: str) -> MemoryTables:
 
 
 def is_sound(tables: AnyTables) -> bool:
-    """Return whether tables have the form of an index of a data set."""
+    """Return whether tables read from a file have the arrays and sizes of an index of a data set."""
     try:
         measured = Measured.of(tables)
     except (KeyError, ValueError, TypeError):

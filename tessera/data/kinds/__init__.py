@@ -27,10 +27,10 @@ class RowRequest:
     split: Literal["train", "eval"]
     processor: Processor | None
     seed: int
-    cache_folder: Path | None = None  # where indexes are stored; None: nowhere
-    work: Work | None = None  # (measures of samples by name) -> FLOPs of each sample by stream
+    cache_folder: Path | None = None  # where indexes are stored; None: they are not stored
+    work: Work | None = None  # ({name: measure of each sample}) -> {stream ("text", "vision"): FLOPs of each sample}
     dataset: Any = None  # data set or loader that the caller passed as an object
-    step: StepSize | None = None  # set if steps count samples and not rows
+    step: StepSize | None = None  # set if a step has a fixed number of samples, not of rows
 
 
 KINDS: Registry[Callable[[RowRequest], RowSource]] = Registry(KIND_NAMES, Maker("source of rows", bases=(RowSource,)))

@@ -1,4 +1,4 @@
-"""Conversations with images, videos and audio, from files in the formats that are in use."""
+"""Data kind `chat`: conversations with images, videos and audio, from files in common formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("tessera")
 
 
 def build(request: RowRequest) -> RowSource:
-    """Return the rows of a split. The order of held-out rows does not depend on the seed, so runs can be compared."""
+    """Return the rows of a split. The order of evaluation rows does not depend on the seed, so runs can be compared."""
     section, processor = request.section, chat_processor(request, "chat")
     if not section.train_on or any(role not in ROLES for role in section.train_on):
         raise TesseraError(
@@ -74,7 +74,7 @@ def with_format(section: DataSection, record_format: RecordFormat) -> DataSectio
 
 @dataclass(frozen=True)
 class PackFile:
-    """Pack the samples of a part of the data into rows. It is pickled for worker processes."""
+    """Pack the samples of one streamed file into rows. It is pickled for worker processes."""
 
     request: RowRequest
     processor: MediaProcessor
@@ -140,7 +140,7 @@ def _order(samples: Samples, packing: PackingConfig, request: RowRequest) -> Ord
 
 
 def weigh(index: SplitIndex, sections: Sequence[SourceSection], work: Work | None) -> Samples:
-    """Return tokens, weights and FLOPs of all samples, from which rows are packed."""
+    """Return the token counts and FLOPs of all samples and the mixture weights of the data sets, for packing."""
     explicit = [section.weight for section in sections if section.weight is not None]
     weights = tuple(explicit) if len(explicit) == len(sections) else None
     tokens, starts = index.column("tokens"), np.asarray(index.starts, dtype=np.int64)

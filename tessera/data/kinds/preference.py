@@ -56,7 +56,7 @@ class PairProcessor:
         return self.inner.target(kind, size)
 
     def training_on(self, roles: Sequence[str], *, last_only: bool = False) -> PairProcessor:
-        """Return a processor that trains on the last answer only, whatever `roles` are."""
+        """Return a processor that trains on the last answer only. The arguments have no effect."""
         return replace(self, inner=self.inner.training_on(["assistant"], last_only=True))
 
     def measure(self, sample: Sample, sizes: Sequence[MediaSize]) -> dict[str, int]:

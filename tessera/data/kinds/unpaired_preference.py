@@ -29,7 +29,7 @@ from tessera.errors import TesseraError
 
 @dataclass
 class RatedAnswer(Encoded):
-    """Hold an answer with its label. The length counts the sample twice: also its question with another answer."""
+    """Hold a question, its answer and the label. The length also counts the question with another sample's answer."""
 
     desirable: bool = True
 
@@ -104,7 +104,7 @@ def _as_chat(sample: Sample) -> Sample:
 
 
 def with_answer_of(question: Encoded, answer_of: Encoded) -> Encoded:
-    """Return the question of one sample with the answer of another. Positions of an answer rise by 1: it is text."""
+    """Return the question of one sample with the answer of another. Positions in an answer rise by 1 per token."""
     asks, begins = _answer_start(question), _answer_start(answer_of)
     answer = answer_of.tokens[begins:]
     ahead = torch.arange(len(answer)) + _position_after(question.positions[..., :asks])

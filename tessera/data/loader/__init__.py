@@ -1,1 +1,1 @@
-"""From rows to batches on the device: processes that work ahead, and the share of each rank."""
+"""The loader: each rank's share of the rows, made into batches on the device ahead of use."""

@@ -26,7 +26,7 @@ from tessera.runtime.process import usable_cpus
 
 class _Copying(NamedTuple):
     batch: Batch
-    done: Any  # event of the copy; None if nothing is copied
+    done: Any  # device event at the end of the copy; None if nothing is copied
 
 
 class DeviceCopy:
@@ -73,7 +73,7 @@ class Prefetcher:
         return self._to_device.finish(ready)
 
     def close(self) -> None:
-        """End the thread. The pool that makes the batches must be stopped before."""
+        """End the thread. Stop the pool that makes the batches first: the thread may be waiting for it."""
         self._stopped.set()
         self._thread.join()
 
@@ -98,11 +98,11 @@ class Prefetcher:
 
 
 WAIT = 0.02  # share of a step's time that may be spent waiting for data
-_WINDOW = 8  # steps per decision
-_LONG_S = 2.0  # seconds of waiting after which a decision is made before a window is full
+_WINDOW = 8  # number of steps after which the number of workers may change
+_LONG_S = 2.0  # seconds of waiting for data after which the number of workers may change sooner
 _WORTH_S = 5.0  # seconds that the first worker processes must save over the run
-_UNSETTLED = 2  # steps that are ignored at the start and after each change
-_WINDOWS = 8  # limit of decisions; after that the number of workers stays
+_UNSETTLED = 2  # steps whose times are ignored at the start and after each change of the number of workers
+_WINDOWS = 8  # windows after which the number of workers stays
 
 
 class Tuner:
@@ -150,7 +150,7 @@ class Tuner:
             return
         if self.workers == 0:
             needed = 1.25 * waiting / computing
-        else:  # `workers` make the batches of a step in waiting + computing seconds
+        else:  # worker processes made the batches of a step in its waiting and computing time together
             needed = self.workers * (waiting + computing) / computing
         self.workers = int(min(self._cpus, max(self.workers + 1, math.ceil(needed))))
         self._unsettled = _UNSETTLED
@@ -178,7 +178,7 @@ log = logging.getLogger("tessera")
 
 _ON_DEVICE = 8  # limit of batches that are copied to the device ahead of use
 
-_Item = tuple[list[int], Mapping[int, str]]  # (rows of a micro-batch, {number of a sample to skip: reason})
+_Item = tuple[list[int], Mapping[int, str]]  # (row indices of a micro-batch, {index of a sample to skip: reason})
 
 
 class Loader:
@@ -238,7 +238,7 @@ class Loader:
         self._batches = self._make(rows)
         self._to_device = DeviceCopy(device)
         self._prefetcher = self._start_prefetch() if self._pool.workers else None
-        self._last: float | None = None  # time at which the last step was returned
+        self._last: float | None = None  # time in seconds at which the previous step's batches were returned
         self._closed = False
 
     def __iter__(self) -> Loader:
@@ -268,7 +268,7 @@ class Loader:
             return [self._next() for _ in range(count)]
         if not self._encoded:
             steps_left = self._encode_steps if self._steps_left is None else max(1, self._steps_left)
-            steps = min(self._encode_steps, steps_left)  # none beyond the end of the run
+            steps = min(self._encode_steps, steps_left)  # no steps beyond the end of the run
             self._encoded = self._encode([self._next() for _ in range(count * steps)])
         if self._steps_left is not None:
             self._steps_left -= 1
@@ -371,7 +371,7 @@ def _batches(pool: Pool, rows: Iterable[list[int]]) -> Generator[Batch]:
 
 
 def _make_batch(source: RowSource, item: _Item, note: Note) -> Batch:
-    """Make one micro-batch: the work function of the `Pool`."""
+    """Make one micro-batch. `Pool` calls this in its worker processes."""
     rows, lost = item
     return source.guarded(rows, lost, note)
 
@@ -386,7 +386,7 @@ def _without_lost(item: _Item, lost: Lost) -> _Item | None:
 def _row_lists(
     source: RowSource, global_batch: int, micro_batch: int, rank: int, ranks: int, start_row: int
 ) -> Iterator[list[int]]:
-    """Yield the row numbers of this rank's micro-batches, without end."""
+    """Yield the row indices of each micro-batch of this rank, without end."""
     for first in itertools.count(start_row, global_batch):
         rows = range(first, first + global_batch)
         for indices in split_rows(source.work(rows), global_batch, ranks, micro_batch)[rank]:

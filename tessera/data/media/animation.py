@@ -13,7 +13,7 @@ from tessera.data.media.files import Limits, Opened, Target, refusing, size_of
 from tessera.data.media.images import open_image, rgb_of
 from tessera.data.media.video_frames import Frames, VideoHeader, VideoSampling, checked_size
 
-_MIN_DELAY = 0.011  # seconds: a shorter duration means 0.1 s, as in every browser
+_MIN_DELAY = 0.011  # seconds: a frame with a shorter duration is shown for 0.1 s, as in every browser
 _DEFAULT_DELAY = 0.1
 
 
@@ -57,13 +57,13 @@ def decode(
 
 
 def _header(image: Image.Image) -> VideoHeader:
-    """Return size, number of frames and frame rate of an animation. Pillow reads a duration with its frame."""
+    """Return size, number of frames and frame rate of an animation. The frame rate follows from the frame durations."""
     before = _still_images(image)
     total = max(1, getattr(image, "n_frames", 1) - before)  # a still image is a video of one frame
     seconds = 0.0
     for number in range(total if total > 1 else 0):
         image.seek(number + before)
-        image.load()  # a WebP has the duration only after that
+        image.load()  # Pillow knows the duration of a WebP frame only after loading it
         delay = float(image.info.get("duration", 0)) / 1000
         seconds += delay if delay >= _MIN_DELAY else _DEFAULT_DELAY
     return VideoHeader(*image.size, total, total / seconds if seconds else None)

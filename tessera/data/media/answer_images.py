@@ -19,11 +19,11 @@ from tessera.errors import TesseraError
 from tessera.runtime.files import replace_file
 
 FOLDER = "answer_images"
-SHOWN = "shown"  # key of a row for the copies of its images: {file, width, height}, or None
-IMAGE_PIXELS = 420  # longer side of a copy
-TINY = 64  # images up to this size are copied without loss, as PNG
+SHOWN = "shown"  # key that `with_copies` adds to a row of `answers.jsonl`: {file, width, height} or None per image
+IMAGE_PIXELS = 420  # longer side of a copy, in pixels
+TINY = 64  # images up to 64 pixels per side are copied without loss, as PNG
 MOST_COPIES = 400
-_MOST_IMAGES = 6  # per row
+_MOST_IMAGES = 6  # limit of copied images per row of `answers.jsonl`
 
 
 def with_copies(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

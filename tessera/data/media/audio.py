@@ -15,11 +15,11 @@ from tessera.errors import TesseraError
 
 # FFmpeg only estimates the length of these formats from the bit rate, so the durations of all packets are added up.
 _GUESSED = {"mp3", "aac", "amr", "amrnb", "amrwb", "ac3", "eac3"}
-_SLACK_SECONDS = 0.1  # encoders add a little silence at both ends
+_SLACK_SECONDS = 0.1  # tolerated difference from the length in the header: encoders add silence at both ends
 _SLACK_SHARE = 0.005
 _RATES = range(1000, 768_001)
 _WAV_CHUNKS = 100  # limit of RIFF chunks before the samples
-_WAV_UNKNOWN = 0x7FFF0000  # bytes: a larger size in the header means unknown, as programs write it to a pipe
+_WAV_UNKNOWN = 0x7FFF0000  # bytes: programs that write to a pipe put a larger size into the header, for unknown
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def probe(source: Opened, limits: Limits, sampling: AudioSampling) -> MediaSize:
 
 
 def decode(source: Opened, limits: Limits, sampling: AudioSampling) -> tuple[np.ndarray, MediaSize]:
-    """Return float32 [samples] between -1 and 1, as many as `probe` promises, and the size."""
+    """Return float32 [samples] between -1 and 1, as many samples as `probe` returned, and the size."""
     _check_wav(source)
     with container(source, "audio", limits) as held:
         expected = _sample_count(held, source.name, sampling)

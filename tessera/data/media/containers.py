@@ -1,4 +1,4 @@
-"""Video and audio containers, opened by PyAV. FFmpeg gets one stream of bytes without a name and may open nothing else.
+"""Video and audio containers, opened by PyAV. FFmpeg gets one byte stream without a name and may open no other file.
 
 Two things are read from the boxes of MP4 files here. First, the rotation of a video: PyAV returns it only with a
 decoded frame, and an index decodes none. Second, the number of samples in the header: FFmpeg allocates a table for all
@@ -16,13 +16,13 @@ from tessera.data.media.files import Limits, Opened, reason, size_of
 from tessera.data.workers.worker import memory_limit
 from tessera.errors import TesseraError
 
-# Formats that contain their data. Formats that open other files are not allowed: playlists, concat, image patterns.
+# Allowed formats: they contain their data. Formats that open other files, such as playlists, are not allowed.
 _DEMUXERS = (
     "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,h264,hevc,av1,obu,ivf,flv,asf,ogg,mxf,dv,mjpeg,yuv4mpegpipe,"
     "wav,w64,aiff,au,caf,mp3,aac,flac,ac3,eac3,amr,amrnb,amrwb,ape,wv,tta"
 )
 _BUFFER = 1 << 17
-_PIXEL_BYTES = 64  # memory per pixel of a frame: decoders keep up to 17 frames
+_PIXEL_BYTES = 64  # bytes of memory per pixel of a frame, for up to 17 frames that a decoder keeps
 _SLACK_BYTES = 512 << 20
 _NESTED = {b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf"}
 _MAX_BOXES = 100_000
@@ -44,7 +44,7 @@ def container(source: Opened, kind: str, limits: Limits) -> Iterator[Any]:
     options = {
         "format_whitelist": _DEMUXERS,
         "protocol_whitelist": "none",
-        # Twice the limit, because decoders pad frames. `checked_size` refuses frames that are too large.
+        # Twice the limit of an image, because decoders pad frames. `checked_size` applies the exact limit.
         "max_pixels": str(2 * limits.max_image_pixels + (1 << 20)),
     }
     with memory_limit(_PIXEL_BYTES * limits.max_image_pixels + 4 * limits.max_video_pixels + _SLACK_BYTES):
@@ -76,7 +76,7 @@ def decoder(stream: Any, max_pixels: int | None = None) -> Any:
 
 
 def check_boxes(source: Opened, kind: str) -> None:
-    """Raise if an MP4 header states more samples than the file has bytes, or is compressed."""
+    """Raise if an MP4 header is compressed, or states more samples (frames, audio packets) than the file has bytes."""
     if not _is_mp4(source.file):
         return
     size, claimed = size_of(source.file), 0
@@ -96,7 +96,7 @@ def check_boxes(source: Opened, kind: str) -> None:
 
 
 def quarters(source: Opened, kind: str) -> int:
-    """Return by how many clockwise quarter turns the first video track must be rotated."""
+    """Return the number of clockwise quarter turns by which the first video track must be rotated."""
     if not _is_mp4(source.file):
         return 0
     turned = 0

@@ -7,7 +7,7 @@ import re
 
 from tessera.errors import TesseraError
 
-MAX_BYTES = 256 << 20  # limit of the decoded content
+MAX_BYTES = 256 << 20  # size limit of the decoded content
 _HEAD = re.compile(
     r"data:(?:(?:image|video|audio)/[\w.+-]+|application/octet-stream)?(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE
 )

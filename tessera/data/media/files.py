@@ -62,7 +62,7 @@ class Opened(NamedTuple):
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of a decoder's error as one line."""
+    """Return the message of an exception as one line."""
     if isinstance(error, EOFError):
         return "the file ends before the first frame"
     if isinstance(error, MemoryError):
@@ -142,7 +142,7 @@ def _walk(base: str, names: Sequence[str]) -> tuple[str, os.stat_result]:
 
 
 def _without_root(names: Sequence[str], base: str) -> Sequence[str] | None:
-    """Remove leading folders of a path that repeat the last folders of the root; None if there are none."""
+    """Remove leading folders of a path that repeat the last folders of the root; None if no folder is repeated."""
     root = [part for part in base.split(os.sep) if part]
     for count in range(min(len(names) - 1, len(root)), 0, -1):
         if root[-count:] == list(names[:count]):
@@ -162,7 +162,7 @@ def _follow_links(text: str, base: str) -> tuple[str, os.stat_result]:
 
 
 def folder_of(value: Any, root: Path) -> Path | None:
-    """Return the path of a folder of frames; None if the value is not the path of a folder."""
+    """Return the path of a folder with video frames; None if `value` is not the path of a folder."""
     if not isinstance(value, (str, Path)):
         return None
     path, stat_result = _locate(value, root)
@@ -171,7 +171,7 @@ def folder_of(value: Any, root: Path) -> Path | None:
 
 @contextmanager
 def opened(value: Any, root: Path, kind: str, urls: UrlPolicy | None = None) -> Iterator[Opened]:
-    """Open the bytes of a media part. `kind`: of the media, for error messages. `urls`: rules for images by URL."""
+    """Open the bytes of a media part. `kind`: "image", "video" or "audio", for messages. `urls`: rules for URLs."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         yield Opened(io.BytesIO(value), f"{kind} given as bytes")
         return
@@ -214,7 +214,7 @@ def size_of(file: BinaryIO) -> int:
 
 
 def byte_ranges(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> BinaryIO:
-    """Return a file object over ranges (start, size) of a file, one after another. Nothing is copied."""
+    """Return a file object that concatenates ranges (start, size) of a file. Nothing is copied."""
     return cast(BinaryIO, io.BufferedReader(_ByteRanges(file, spans)))
 
 

@@ -1,4 +1,4 @@
-"""Images from untrusted files: Pillow reads the header, which decides whether a pixel is decoded."""
+"""Images from untrusted files. Pillow reads the header; pixels are decoded only if its size is within the limits."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _TURNS = {
 _PNG = b"\x89PNG\r\n\x1a\n"
 # PNG chunks with text or a colour profile, which may decompress to any size.
 _TEXT_CHUNKS = (b"zTXt", b"iTXt", b"tEXt", b"iCCP")
-_MAX_CHUNKS = 200_000  # limit of the chunks of a PNG: twice as many as the largest image has in chunks of 8 KiB
-_MAX_BYTES = 256 << 20  # limit of a file that Pillow reads into memory at once
-_PIXEL_BYTES = 64  # memory per pixel for buffers of the decoder, 16-bit colours and conversions
+_MAX_CHUNKS = 200_000  # limit of chunks in a PNG: twice as many as the largest image has in chunks of 8 KiB
+_MAX_BYTES = 256 << 20  # size limit of a WebP or AVIF file, which Pillow reads into memory at once
+_PIXEL_BYTES = 64  # bytes of memory per pixel for buffers of the decoder, 16-bit colours and conversions
 _SLACK_BYTES = 96 << 20
 
 
 def probe_image(source: Opened, limits: Limits) -> MediaSize:
-    """Return the size of an image the right way up, from its header."""
+    """Return the size of an image from its header, after the EXIF rotation."""
     with open_image(source, limits) as image:
         return _upright_size(image)
 
 
 def decode_image(source: Opened, limits: Limits, target: Target | None = None) -> tuple[Image.Image, MediaSize]:
-    """Return the first image in a file, RGB and upright, and the size in its header.
+    """Return the first image in a file as RGB, rotated by EXIF, and the size in its header.
 
-    An image that `target` wants smaller is returned in that size.
+    The image is resized if `target` returns a smaller size than the header.
     """
     with open_image(source, limits) as image, refusing("damaged image", source.name):
         size, turn = _upright_size(image), _turn(image)
@@ -102,9 +102,9 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
     Inside the block the memory of a worker process is limited to the needs of an image of this size.
     """
     size = _webp_size(source.file)
-    if size is not None:  # Pillow allocates all pixels of a WebP when it opens the file
+    if size is not None:  # a WebP: check its size here, because Pillow allocates all pixels when it opens the file
         check_pixels(*size, source.name, limits)
-    file_bytes = 2 * min(size_of(source.file), _MAX_BYTES)  # before Pillow reads: it changes the file position
+    file_bytes = 2 * min(size_of(source.file), _MAX_BYTES)  # `size_of` moves the file position: call it before Pillow
     with refusing("unreadable image", source.name), warnings.catch_warnings():
         # Pillow warns about sizes below our limit, and about harmless errors in EXIF.
         warnings.simplefilter("ignore")
@@ -124,7 +124,7 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
 
 
 def _for_pillow(source: Opened) -> BinaryIO:
-    """Return the file for Pillow: a PNG without texts and colour profile, which may decompress to any size.
+    """Return the file for Pillow. PNG chunks with text or a colour profile, which may decompress to any size, are left out.
 
     Raise for a huge WebP or AVIF file, which Pillow would read into memory at once.
     """
@@ -165,7 +165,7 @@ def _turn(image: Image.Image) -> int:
     if image.format == "TIFF":
         return 1  # Pillow rotates a TIFF itself, and has already swapped width and height
     try:
-        # The method of the base class: that of PNG decodes all pixels, to find EXIF after them.
+        # PNG overrides `getexif` and decodes all pixels, to find EXIF data after them. So call the base class.
         turn = int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
     except Exception:  # damaged EXIF: ignore it
         return 1
@@ -184,7 +184,7 @@ def _detached(image: Image.Image) -> Image.Image:
 
 
 def rgb_of(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit RGB like `to_rgb`. An RGB image is returned itself, with its open file."""
+    """Convert an image to 8-bit RGB like `to_rgb`. An RGB image is returned unchanged, and keeps its file open."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16") or image.mode == "I":
@@ -194,7 +194,7 @@ def rgb_of(image: Image.Image) -> Image.Image:
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         floats = np.nan_to_num(np.asarray(image), posinf=0.0, neginf=0.0)
-        scaled = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # values are 0..1 or 0..255
+        scaled = floats * 255 if 0 < float(floats.max(initial=0)) <= 1 else floats  # the range may be 0..1 or 0..255
         return Image.fromarray(np.clip(scaled, 0, 255).astype(np.uint8)).convert("RGB")
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         see_through = image.convert("RGBA")

@@ -71,7 +71,7 @@ class ChatProcessor(LanguageProcessor, MediaProcessor, Protocol):
 
 @runtime_checkable
 class KeepsMediaWhole(Protocol):
-    """Mark a processor that needs some media of a sample in their original size."""
+    """Declare the method of a processor that needs some media of a sample in their original size."""
 
     def whole_media(self, sample: Sample) -> Sequence[int]:
         """Return the indices of the media of a sample that are decoded in their original size, without `target`."""
@@ -80,7 +80,7 @@ class KeepsMediaWhole(Protocol):
 
 @runtime_checkable
 class PadsSamples(Protocol):
-    """Mark a processor that pads the rows of a batch to the longest row, not to a constant length.
+    """Declare a processor that pads the rows of a batch to the longest row, not to a constant length.
 
     Its models may attend across samples of one row; `packs` is False for these.
     """
@@ -98,7 +98,7 @@ def probe(
     sampling: VideoSampling,
     target: KindTarget | None = None,
 ) -> MediaSize:
-    """Return the size of a media part from its header. `decode` will return so many `frames` or `samples`.
+    """Return the size of a media part from its header. `decode` returns as many frames or audio samples.
 
     With a `target`, also raise if the resized frames of a video are too large; otherwise `decode` does.
     """
@@ -177,7 +177,7 @@ def _audio_of(sampling: VideoSampling) -> AudioSampling:
 
 
 def _decoded_size(part: Part, limits: Limits) -> MediaSize | None:
-    """Return the size of media that is given decoded, as an image or array; None if it has to be read."""
+    """Return the size of media that is a decoded image or array already; None if it must be read from a file."""
     value = part.value
     if part.kind == "features":
         return MediaSize(0, 0, 0)

@@ -31,7 +31,7 @@ _MAX_URL = 4096
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Not public, although Python's `is_global` is true: site-local, documentation, protocols, services of Azure.
+# Networks that are not public, although Python's `is_global` is true: site-local, documentation, protocols, Azure.
 _NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("fec0::/10", "3fff::/20", "192.0.0.0/24", "168.63.129.16/32")))
 _NOTE = ".json"  # suffix of a file beside a cached image: the URLs of its redirects, and whether any was private
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P4", b"P5", b"P6", b"P1", b"P2", b"P3")
@@ -53,7 +53,7 @@ def is_url(value: object) -> bool:
 
 
 def fetch_image(url: str, policy: UrlPolicy) -> Path:
-    """Return the cached file of an image URL. Download it first if necessary.
+    """Return the cached file of an image URL. Download it if it is not in the cache.
 
     The current policy also applies to cached images: an image of a host that is no longer allowed is refused.
     """
@@ -70,7 +70,7 @@ def fetch_image(url: str, policy: UrlPolicy) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note = file.with_name(file.name + _NOTE)
         note.unlink(missing_ok=True)
-        if policy.private or len(way) > 1:  # written first: an image without this file counts as public
+        if policy.private or len(way) > 1:  # written before the image: an image without this file counts as public
             part.write_text(json.dumps({"urls": way, "private": policy.private}), encoding="utf-8")
             os.replace(part, note)
         part.write_bytes(content)
@@ -121,7 +121,7 @@ def download(url: str, policy: UrlPolicy) -> bytes:
 
 
 def _followed(url: str, policy: UrlPolicy) -> tuple[bytes, list[str]]:
-    """Return the content of a URL, and all URLs of its redirects, including the first and the last."""
+    """Return the content of a URL, and the list of URLs from the first one through all redirects to the last."""
     deadline, at = time.monotonic() + policy.timeout_s, url
     way: list[str] = []
     for _ in range(_MAX_REDIRECTS + 1):
@@ -191,7 +191,7 @@ def is_allowed(address: str, private: bool) -> bool:
     ip: ipaddress.IPv4Address | ipaddress.IPv6Address | None = ipaddress.ip_address(address.partition("%")[0])
     assert ip is not None
     inner: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = [ip]
-    if isinstance(ip, ipaddress.IPv6Address):  # check IPv4 addresses that are embedded in it as well
+    if isinstance(ip, ipaddress.IPv6Address):  # an IPv4 address may be embedded in it, and is checked as well
         inner += [part for part in (ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())) if part is not None]
         if ip in _NAT64:
             inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))

@@ -27,7 +27,7 @@ from tessera.errors import TesseraError
 __all__ = ["VideoSampling", "decode", "decode_folder", "probe", "probe_folder"]
 
 _FRAME_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
-_SLACK = 10  # 1 / _SLACK of the frames may be missing, because headers are often wrong by a few
+_SLACK = 10  # 1 / 10 of the frames may be missing, because headers often state a few frames too many
 _TURNS = {1: Image.Transpose.ROTATE_270, 2: Image.Transpose.ROTATE_180, 3: Image.Transpose.ROTATE_90}
 
 
@@ -57,13 +57,13 @@ def decode(
             packets = _packets(held, stream_header, source.name)
     total = stream_header.total - sum(packets.hidden) if stream_header.counted else packets.displayed
     numbers = sampling.choose(max(1, total), header.rate)
-    if len(numbers) != size.frames:  # the index relies on the number of `probe`
+    if len(numbers) != size.frames:  # the sample index has the number of frames that `probe` returned
         numbers = sampling.spread(size.frames, max(1, total))
     seconds = packets.seconds()
     if seconds is not None:
         numbers = sampling.choose_by_time(seconds, size.frames) or numbers
     chosen = [min(number, packets.displayed - 1) for number in numbers]
-    max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # limit of a frame with its padding
+    max_pixels = 2 * stream_header.width * stream_header.height + (1 << 20)  # limit of a frame with the decoder's padding
     for attempt in (_decoded_parts, _decoded_all):
         frames = Frames(chosen, size, target, source.name)
         with container(source, "video", limits) as held:
@@ -85,13 +85,13 @@ def decode(
 
 
 class _StreamHeader(NamedTuple):
-    width: int  # as coded
+    width: int  # in pixels, before rotation
     height: int
-    total: int
-    counted: bool  # whether `total` is in the header; otherwise it was computed from duration and rate
+    total: int  # number of frames
+    counted: bool  # whether the header states `total`; otherwise it was estimated from the duration or from packets
     rate: float | None
     seconds: float | None
-    unread: bool  # whether the packets are still to be read
+    unread: bool  # whether no packet has been read from the container yet
 
     def upright(self, turned: int) -> VideoHeader:
         width, height = (self.height, self.width) if turned % 2 else (self.width, self.height)
@@ -123,7 +123,7 @@ def _header(held: Any, name: str) -> _StreamHeader:
         if not counted and seconds is not None and rate:
             total = round(seconds * rate)
         unread = total > 0
-        if not unread:  # the header has neither a count nor a duration
+        if not unread:  # the header has neither a number of frames nor a duration: count the packets
             total = sum(1 for packet in held.demux(stream) if packet.size)
     if total < 1 or width < 1 or height < 1:
         raise TesseraError(f"unreadable video: {name} ({width}x{height}, {total} frames)", code="media.unreadable-file")
@@ -134,11 +134,11 @@ def _header(held: Any, name: str) -> _StreamHeader:
 
 
 class _Packets(NamedTuple):
-    """Describe all packets of a stream, in decoding order."""
+    """Hold one list entry per packet of a video stream, in decoding order."""
 
-    times: list[int | None]  # presentation timestamps
-    keys: list[bool]  # whether decoding may begin at the packet
-    hidden: list[bool]  # whether its frame is decoded but not shown
+    times: list[int | None]  # presentation timestamps, in units of `time_base`
+    keys: list[bool]  # whether the packet is a key frame, where decoding may begin
+    hidden: list[bool]  # whether the packet's frame is decoded but not shown
     time_base: float | None  # seconds per unit of `times`
 
     @property
@@ -152,12 +152,12 @@ class _Packets(NamedTuple):
         return distinct if len(distinct) == len(times) == len(set(distinct)) else None
 
     def seconds(self) -> list[float] | None:
-        """Return the presentation time of each shown frame in seconds; None if it is unknown."""
+        """Return the presentation time of each shown frame in seconds; None if timestamps or their unit are unknown."""
         times = self.order()
         return None if times is None or self.time_base is None else [time * self.time_base for time in times]
 
     def starts(self, times: list[int]) -> list[int]:
-        """Return for each timestamp the last key packet at or before it, where decoding has to begin."""
+        """Return for each timestamp the index of the last key packet at or before it, where decoding has to begin."""
         keys = sorted(
             (time, number)
             for number, (time, key) in enumerate(zip(self.times, self.keys, strict=True))
@@ -181,7 +181,7 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
                     end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
     count = len(packets.times)
     off = abs(count - stream_header.total) > max(1, stream_header.total // _SLACK)
-    # An estimated number of frames may be wrong for a variable frame rate. Then the duration decides.
+    # With a variable frame rate the estimated number of frames may be wrong, so the duration is compared instead.
     cut_off = (
         count < stream_header.total
         and stream_header.seconds is not None
@@ -199,13 +199,13 @@ def _packets(held: Any, stream_header: _StreamHeader, name: str) -> _Packets:
 
 
 class _FrameLostError(TesseraError):
-    """Report that the decoder returned no frame with the timestamp of its packet. Then all packets are decoded."""
+    """Report that the decoder returned no frame with a packet's timestamp. `decode` then decodes all packets."""
 
 
 def _decoded_parts(
     held: Any, stream: Any, packets: _Packets, frames: Frames, max_pixels: int
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number, frame) of the sampled frames. Only packets that these depend on are decoded."""
+    """Yield (index, frame) of the sampled frames. Only packets that these frames depend on are decoded."""
     order = packets.order()
     if order is None:
         raise _FrameLostError("a frame does not have the timestamp of its packet", code="media.damaged-file")
@@ -236,7 +236,7 @@ def _wanted(
         number = numbers.get(frame.pts)
         if frames.next is None:
             return
-        # A frame shown before its key frame may depend on packets that were skipped, and look corrupt.
+        # A frame with an earlier timestamp than the key frame may depend on skipped packets, so it is not used.
         if start is None or frame.pts is None or frame.pts >= start:
             _check_sound(frame)
         if number == frames.next:

@@ -16,7 +16,7 @@ from tessera.data.media.files import Limits, Target
 from tessera.data.media.images import smaller
 from tessera.errors import TesseraError
 
-# Rules for the numbers of the sampled frames. Each family uses the rule of its published preprocessor:
+# Rules for the indices of the sampled frames. Each model family uses the rule of its published preprocessor:
 #   even     i x total / count, rounded down (LLaVA-OneVision)
 #   steps    the same in fp32, which differs by a frame for very long videos (Qwen2-VL, Qwen2.5-VL)
 #   middles  like steps, from the middle of each interval (InternVL)
@@ -27,7 +27,7 @@ from tessera.errors import TesseraError
 Rule = Literal["even", "steps", "middles", "ends", "clock", "pace"]
 
 
-_CLOSE = 1e-4  # tolerance for rounded timestamps
+_CLOSE = 1e-4  # tolerance for rounded timestamps, in seconds or sampling intervals
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VideoSampling:
     rule: Rule = "even"
 
     def count(self, total: int, rate: float | None) -> int:
-        """Return how many of `total` frames are sampled. `rate`: frames per second; None: all count as samples."""
+        """Return how many of `total` frames are sampled. `rate`: frames per second; None: unknown, `fps` is ignored."""
         if self.rule == "clock" and self.frames is None and rate is not None:
             return len(self._ticks(total, rate))
         if self.rule == "pace":
@@ -60,7 +60,7 @@ class VideoSampling:
         return max(taken // self.multiple * self.multiple, 1)
 
     def choose(self, total: int, rate: float | None) -> list[int]:
-        """Return the numbers of the sampled frames."""
+        """Return the indices of the sampled frames among `total` frames. `rate`: frames per second, None if unknown."""
         if self.rule == "clock" and self.frames is None and rate is not None:
             return self._ticks(total, rate)
         if self.rule == "pace":
@@ -69,9 +69,9 @@ class VideoSampling:
         return self.spread(self.count(total, rate), total)
 
     def choose_by_time(self, seconds: Sequence[float], count: int) -> list[int] | None:
-        """Return the numbers of `count` frames by the presentation times of all frames, which may be irregular.
+        """Return the indices of `count` sampled frames by the presentation times of all frames, which may be irregular.
 
-        `seconds`: rising. None for rules that do not depend on times.
+        `seconds`: time of each frame, ascending. Return None if the rule does not depend on times.
         """
         if self.rule != "pace" or self.fps <= 0:
             return None
@@ -83,7 +83,7 @@ class VideoSampling:
         return 1.0 if rate is None or self.fps <= 0 else rate / self.fps
 
     def spread(self, count: int, total: int) -> list[int]:
-        """Return the numbers of `count` evenly spaced frames. A short video has some of them twice."""
+        """Return the indices of `count` evenly spaced frames. If `count` exceeds `total`, some indices occur twice."""
         if self.rule in ("ends", "pace"):
             return [int(n) for n in np.linspace(0, total - 1, count).round()]
         if self.rule in ("steps", "middles"):
@@ -110,9 +110,9 @@ class VideoSampling:
 class VideoHeader(NamedTuple):
     """Hold frame size, number of frames and frame rate of a video, from its header."""
 
-    width: int  # after rotation
+    width: int  # in pixels, after rotation
     height: int
-    total: int  # frames
+    total: int  # number of frames
     rate: float | None  # frames per second
 
 
@@ -160,11 +160,11 @@ class Frames:
 
     @property
     def next(self) -> int | None:
-        """Return the number of the next sampled frame; None if all frames are stored."""
+        """Return the index of the next sampled frame; None if all sampled frames are stored."""
         return self.chosen[self.filled] if self.filled < len(self.chosen) else None
 
     def put(self, number: int, frame: Image.Image) -> None:
-        """Store frame `number`, also in the place of earlier sampled frames that the decoder never returned."""
+        """Store the frame with index `number`. It also replaces earlier frames that the decoder did not return."""
         if frame.size not in (self._size, self._stored_size):
             raise TesseraError(
                 f"damaged video: {self._name} (its frames have different sizes: {frame.width}x{frame.height} "
@@ -177,7 +177,7 @@ class Frames:
         self._pixels[first : self.filled] = np.asarray(smaller(frame, self._stored_size))
 
     def stacked(self) -> np.ndarray:
-        """Return the frames as [F, H, W, 3]. If one or a few are missing at the end, repeat the last frame.
+        """Return the frames as [F, H, W, 3]. If frames are missing at the end, repeat the last frame.
 
         Raise if more than a tenth of the frames is missing.
         """

@@ -1,1 +1,1 @@
-"""Which samples share a row, and which row comes when: pure functions of the seed and the index."""
+"""Assignment of samples to rows, and the order of rows: pure functions of the seed and the sample index."""

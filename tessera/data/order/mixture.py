@@ -1,4 +1,4 @@
-"""Weighted mixtures of data sets: which sample each draw of an epoch is, as a pure function of the seed.
+"""Weighted mixtures of data sets: which sample each draw of an epoch takes, as a pure function of the seed.
 
 A permutation is computed for single indices, without an array of all of them. It does not use numpy's generators,
 because the order of a resumed run must not change with a new version of numpy.
@@ -52,7 +52,7 @@ class Shuffle:
     """
 
     count: int
-    half: int  # bits of each half of the network
+    half: int  # number of bits in each half of the Feistel network
     keys: tuple[int, ...]
 
     @staticmethod
@@ -96,7 +96,7 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return the number of draws of each set in an epoch. Weights do not change their sum; no set has 0 draws."""
+    """Return the number of draws of each set in an epoch. Their sum is that of `sizes`; each set has at least one."""
     if weights is None:
         return list(sizes)
     total = sum(sizes)
@@ -108,17 +108,17 @@ def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Map draws to samples. A draw is a place in an epoch, which takes one sample of its data set."""
+    """Map draws to samples. A draw is a slot of an epoch that takes one sample of its data set."""
 
-    starts: np.ndarray  # [sets + 1]: number of the first sample of each set
-    draws: np.ndarray  # [sets + 1]: number of the first draw of each set
-    by_similarity: np.ndarray | None  # samples of each set, sorted so that neighbours are similar; None: not sorted
+    starts: np.ndarray  # [sets + 1]: index of the first sample of each data set
+    draws: np.ndarray  # [sets + 1]: index of the first draw of each data set
+    by_similarity: np.ndarray | None  # sample indices of each set, similar samples beside each other; None: not sorted
 
     def __len__(self) -> int:
         return int(self.draws[-1])
 
     def sample(self, draw: int, epoch: int) -> int:
-        """Return the sample of a draw in an epoch."""
+        """Return the index of the sample that a draw takes in an epoch."""
         which = int(np.searchsorted(self.draws, draw, side="right")) - 1
         first, size = self._set(which)
         count = int(self.draws[which + 1] - self.draws[which])
@@ -126,7 +126,7 @@ class Mixture:
         return position if self.by_similarity is None else int(self.by_similarity[position])
 
     def largest(self, values: np.ndarray) -> np.ndarray:
-        """Return for each draw the largest of `values` over all samples that it takes in any epoch."""
+        """Return for each draw the largest of `values` over all samples that the draw takes in any epoch."""
         if self.by_similarity is not None:
             values = values[self.by_similarity]
         parts = [self._largest(values, which) for which in range(len(self.starts) - 1)]
@@ -159,9 +159,9 @@ class Mixture:
 def similarity_order(
     sets: np.ndarray, tokens: np.ndarray, excess: np.ndarray, step: int, ties: np.ndarray
 ) -> np.ndarray:
-    """Sort samples so that neighbours are similar: by set, excess in steps of 5 %, then tokens, up and down in turn.
+    """Sort samples so that neighbours are similar: by set, by excess in steps of 5 %, by tokens (up, then down, ...).
 
-    `step`: a smaller excess counts as none.
+    `step`: an excess below it counts as 0.
     """
     edges = [max(1, step)]
     while edges[-1] <= int(excess.max(initial=0)):

@@ -1,4 +1,4 @@
-"""The rows of every epoch: samples are packed into rows once, and the order of rows follows from (seed, row number).
+"""The rows of every epoch: samples are packed into rows once, and the order of rows follows from (seed, row index).
 
 The order does not depend on ranks, workers or micro-batches, so these may change at a resume. The samples of a row are
 found without the rows before it, so a resume at step 10^9 costs no more than a start.
@@ -20,19 +20,19 @@ from tessera.data.order.packing import best_fit, pack_balanced, sequential_fit
 from tessera.data.tables import AnyTables, MemoryTables, keep_tables, narrow, open_or_adopt
 
 FORMAT = 2  # version of row tables: increase it when the same samples would be packed differently
-WINDOW = 8192  # draws packed together: enough for full rows, and few enough that the samples of a row are random
-_PACK, _SPREAD, _TIES = 0x5041434B, 0x4445414C, 0x54494553  # random keys
+WINDOW = 8192  # number of draws packed together: enough for full rows, few enough that rows are random mixtures
+_PACK, _SPREAD, _TIES = 0x5041434B, 0x4445414C, 0x54494553  # keys of independent random permutations
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
     """Hold the measures of all samples, one data set after another."""
 
-    tokens: np.ndarray  # [N]
-    starts: np.ndarray  # [sets + 1]: number of the first sample of each set
-    weights: tuple[float, ...] | None = None  # weight of each set in the mixture
-    work: Mapping[str, np.ndarray] = field(default_factory=dict)  # FLOPs of each sample by stream; empty: unknown
-    token_work: Mapping[str, float] = field(default_factory=dict)  # FLOPs of one padding token by stream
+    tokens: np.ndarray  # [N]: number of tokens of each sample
+    starts: np.ndarray  # [sets + 1]: index of the first sample of each data set
+    weights: tuple[float, ...] | None = None  # weight of each data set in the mixture
+    work: Mapping[str, np.ndarray] = field(default_factory=dict)  # {stream: FLOPs of each sample}; empty: unknown
+    token_work: Mapping[str, float] = field(default_factory=dict)  # {stream: FLOPs of one padding token}
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class PackingStats:
 
     rows: int
     length: int
-    padding: float  # share of padding in all tokens
-    work: float | None = None  # FLOPs of the heaviest row / mean of all rows; None: unknown
+    padding: float  # number of padding tokens / number of all tokens
+    work: float | None = None  # FLOPs of the heaviest row / mean FLOPs of all rows; None: unknown
     streams: Mapping[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -107,7 +107,7 @@ def row_table(samples: Samples, config: PackingConfig, folder: Path | None = Non
 
 
 def _sound(tables: AnyTables) -> bool:
-    """Return whether tables have the form of a row table."""
+    """Return whether tables read from a file have the arrays and sizes of a row table."""
     try:
         members, bounds, draws = tables["members"], tables["bounds"], tables["draws"]
         stats = PackingStats(**json.loads(tables.about["stats"]))
@@ -132,11 +132,11 @@ def _key(samples: Samples, config: PackingConfig) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Excess:
-    """Hold the FLOPs of samples minus those of as many padding tokens, as integers."""
+    """Hold the excess of each sample as an integer: its FLOPs minus the FLOPs of as many padding tokens."""
 
     values: np.ndarray  # [N] int64
     unit: float  # FLOPs per integer unit; a power of two
-    linear: int  # units of a row that is all padding
+    linear: int  # FLOPs of a row of only padding tokens, in the same unit
 
 
 def _make(samples: Samples, config: PackingConfig) -> RowTable:
@@ -174,7 +174,7 @@ def _make(samples: Samples, config: PackingConfig) -> RowTable:
 
 
 def _excess(samples: Samples, length: int) -> _Excess:
-    """Return the excess of all samples, in units that are large enough that products do not overflow 64 bits."""
+    """Return the excess of all samples. The unit is so large that products do not overflow 64 bits."""
     if not samples.work:
         return _Excess(np.zeros(len(samples.tokens), dtype=np.int64), 1.0, 0)
     per_token = sum(samples.token_work.values())
@@ -197,7 +197,7 @@ def _bound(samples: Samples, config: PackingConfig, mixture: Mixture, row_of: np
 
 
 def _rows_of_draws(tokens: np.ndarray, excess: np.ndarray, linear: int, config: PackingConfig) -> np.ndarray:
-    """Return the row of each draw. A row has at most `length` tokens, and no sample is split."""
+    """Return the row index of each draw. A row has at most `length` tokens, and no sample is split."""
     count = len(tokens)
     assert count == 0 or int(tokens.max()) <= config.length, "the index leaves out or truncates longer samples"
     if not config.pack:
@@ -234,7 +234,7 @@ _PASS, _ROW = 0x50415353, 0x524F57
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Map row numbers to samples, over all epochs. Every epoch has the same rows of draws in another order."""
+    """Map row indices, counted over all epochs, to samples. Every epoch has the same rows of draws in another order."""
 
     table: RowTable
     seed: int
@@ -253,12 +253,12 @@ class Order:
         return len(self.table)
 
     def index(self, row: int) -> tuple[int, int]:
-        """Return the epoch of a row number, and its row in the table."""
+        """Return the epoch of a row, and its index in the row table."""
         epoch, index = divmod(row, len(self.table))
         return epoch, Shuffle.of(len(self.table), self.seed, _PASS, epoch)(index) if self.shuffle else index
 
     def samples(self, row: int) -> list[int]:
-        """Return the numbers of the samples in a row."""
+        """Return the indices of the samples in a row."""
         epoch, index = self.index(row)
         mixture = self.table.mixture
         return [mixture.sample(draw, epoch) for draw in self.table[index].tolist()]
@@ -269,5 +269,5 @@ class Order:
         return None if work is None else [float(work[self.index(row)[1]]) for row in rows]
 
     def row_seed(self, row: int) -> int:
-        """Return the random seed of a row, on every rank the same; it fits a signed 64-bit integer."""
+        """Return the random seed of a row. It is the same on every rank, and fits a signed 64-bit integer."""
         return mix(self.seed, _ROW, row) >> 1

@@ -25,7 +25,7 @@ from tessera.data.sources.container import RecordError, bad_sample_error, reason
 from tessera.data.workers.worker import TooSlow, time_limit
 from tessera.errors import TesseraError
 
-COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")  # names of the counts of a batch
+COUNTS = ("samples", "tokens", "trained", "images", "frames", "patches")  # what `Batch.counts` counts
 
 
 def hole(id: str, length: int) -> Encoded:
@@ -40,7 +40,7 @@ def hole(id: str, length: int) -> Encoded:
 
 @dataclass(eq=False)
 class PackedRows(RowSource):
-    """Read rows of packed samples. `order` maps row numbers to samples."""
+    """Read rows of packed samples. `order` maps row indices to sample indices."""
 
     index: SplitIndex
     order: Order | StepOrder
@@ -50,7 +50,7 @@ class PackedRows(RowSource):
     on_bad_sample: Policy = "skip"
     timeout_s: float | None = None
     hole: Callable[[str, int], Any] = hole  # (id, length) -> replacement of an unreadable sample
-    count_names: Sequence[str] = COUNTS  # counts that every batch has, so that all ranks have the same names
+    count_names: Sequence[str] = COUNTS  # keys of `Batch.counts`, the same in every batch and on all ranks
     constants: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that are added to every batch
     left_out: Mapping[str, str] = field(default_factory=dict)  # {id of a sample to skip: reason}
 
@@ -78,7 +78,7 @@ class PackedRows(RowSource):
 
     @property
     def decodes_media(self) -> bool:
-        """Return whether any sample has media. True if the processor does not count media."""
+        """Return whether any sample has images, video or audio. True if the index does not count them."""
         counted = [name for name in ("images", "frames", "patches") if name in self.index.names]
         return not counted or any(
             bool(np.any(part.columns[name])) for part in self.index.parts if len(part) for name in counted
@@ -107,7 +107,7 @@ class PackedRows(RowSource):
     def collate(
         self, rows: Sequence[int], encoded: list[list[Any]], seeds: Sequence[int], problems: Sequence[tuple[str, str]]
     ) -> Batch:
-        """Make a micro-batch of encoded rows with the numbers `rows`."""
+        """Make a micro-batch of encoded rows. `rows`: their indices."""
         batch = self.processor.collate(encoded, self.length).with_tensors(**self.constants)
         return replace(
             batch,
@@ -127,7 +127,7 @@ class PackedRows(RowSource):
             if number in lost:
                 sample = self._words_of(number, lost, note)
                 raise TesseraError(lost[number], code="data.item-ends-worker")
-            for last_try in (False, True):  # a time-out may have another cause, such as a slow file system
+            for last_try in (False, True):  # try twice: a time-out may be due to a slow file system
                 note(number)
                 try:
                     with time_limit(self.timeout_s):
@@ -149,10 +149,10 @@ class PackedRows(RowSource):
             return self.hole(id, tokens)
 
     def _words_of(self, number: int, lost: Mapping[int, str], note: Callable[[int], None]) -> Sample | None:
-        """Read the record of a sample that ended a worker process, without its media, to report its id.
+        """Read the record of a sample that crashed or hung a worker process, without its media, to report its id.
 
-        `~number` is noted first: if the record itself ends the worker, `~number` is in `lost` at the next attempt. Then
-        return None.
+        `note(~number)` is called first. If reading the record also crashes or hangs the worker, `lost` contains
+        `~number` at the next attempt, which returns None.
         """
         if ~number in lost:
             return None

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SPARE = 128  # 1 / SPARE of a row stays free before swapping: full rows can swap nothing
-CLOSE = 400  # swapping ends if all rows are within 1 / CLOSE of the mean
+SPARE = 128  # 1 / 128 of a row stays free before swapping: full rows can swap nothing
+CLOSE = 400  # swapping ends if the FLOPs of every row are within 1 / 400 of the mean
 ROUNDS = 144  # limit of the rounds of swaps
-REACH = 48  # limit of the distance of two swapped samples in the order of lengths
-MIN_GAIN = 0.005  # rows are distributed in turn if balancing saves less than this share of a step's time
-QUIET_ROUNDS = 24  # swapping ends after so many rounds without a swap
+REACH = 48  # limit of the distance of two swapped samples in the list of samples sorted by length
+MIN_GAIN = 0.005  # if balancing saves less than this share of a step's time, rows go to the ranks in turn
+QUIET_ROUNDS = 24  # swapping ends after 24 consecutive rounds without a swap
 
 
 def best_fit(tokens: np.ndarray, capacity: int, most: int | None = None) -> np.ndarray:
-    """Return the row of each sample: best-fit decreasing, each sample into the fullest row with enough space.
+    """Return the row index of each sample. Best-fit decreasing: the longest first, into the fullest row with enough space.
 
-    A sample longer than `capacity`, up to `most`, gets a row for itself.
+    A sample of more than `capacity` and at most `most` tokens gets a row for itself.
     """
     assert len(tokens) == 0 or int(tokens.max()) <= (most or capacity), "the index leaves out longer samples"
     row_of = np.empty(len(tokens), dtype=np.int64)
@@ -48,9 +48,9 @@ def best_fit(tokens: np.ndarray, capacity: int, most: int | None = None) -> np.n
 
 
 def even_fit(tokens: np.ndarray, capacity: int, rows: int) -> np.ndarray:
-    """Return the row of each sample: longest first, each into the emptiest of `rows` rows.
+    """Return the row index of each sample: longest first, each into the emptiest of `rows` rows.
 
-    So every row gets long and short samples. A sample that fits nowhere gets a further row.
+    So every row gets long and short samples. A sample that fits into no row gets a further row.
     """
     row_of = np.empty(len(tokens), dtype=np.int64)
     longest_first = np.argsort(-tokens.astype(np.int64), kind="stable")
@@ -69,7 +69,7 @@ def even_fit(tokens: np.ndarray, capacity: int, rows: int) -> np.ndarray:
 
 
 def sequential_fit(tokens: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the row of each sample, in the order of the samples: a new row begins if the next sample does not fit."""
+    """Return the row index of each sample. Samples keep their order: one that does not fit begins a new row."""
     row_of = np.empty(len(tokens), dtype=np.int64)
     ends = np.cumsum(tokens, dtype=np.int64)
     start, row, before = 0, 0, 0
@@ -84,7 +84,7 @@ def sequential_fit(tokens: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def pack_balanced(tokens: np.ndarray, excess: np.ndarray, capacity: int, linear: int) -> np.ndarray:
-    """Return the row of each sample, such that rows have equal work. `linear`: work of a row without excess."""
+    """Return the row index of each sample, so that rows have about equal FLOPs. `linear`: FLOPs of a row of padding."""
     row_of = _spread(tokens, capacity)
     rows = int(row_of.max()) + 1
     held = np.bincount(row_of, weights=excess, minlength=rows).astype(np.int64)
@@ -106,14 +106,14 @@ def pack_balanced(tokens: np.ndarray, excess: np.ndarray, capacity: int, linear:
 
 
 def _even(row_by_length: np.ndarray, weight: np.ndarray, held: np.ndarray, mean: int, slack: int) -> bool:
-    """Return whether no row exceeds the mean, or its own heaviest sample, by more than `slack`."""
+    """Return whether no row has more FLOPs than the mean, or than its heaviest sample, plus `slack`."""
     least = np.full(len(held), mean, dtype=np.int64)
     np.maximum.at(least, row_by_length, weight)
     return bool((held <= least + slack).all())
 
 
 def _spread(tokens: np.ndarray, capacity: int) -> np.ndarray:
-    """Return rows with similar mixes of long and short samples, or the tightest packing if it needs fewer rows."""
+    """Return the row index of each sample: by `even_fit`, or by `best_fit` if that needs fewer rows."""
     reach = capacity - capacity // SPARE
     tight = best_fit(tokens, reach, capacity)
     least = int(tight.max()) + 1
@@ -130,7 +130,7 @@ def _swap(
     capacity: int,
     apart: int,
 ) -> int:
-    """Swap samples at the distance `apart` in the order of lengths, if the work of their rows becomes more equal.
+    """Swap samples that are `apart` places apart when sorted by length, if the FLOPs of their rows become more equal.
 
     Each row takes part in at most one swap, the best one for both rows. The arguments are changed in place. Return the
     number of swaps.
@@ -139,7 +139,7 @@ def _swap(
     gap = held[first_rows] - held[second_rows]
     moved = weight[:-apart] - weight[apart:]
     longer = size[:-apart] - size[apart:]
-    gain = moved * (gap - moved)  # half of the decrease of the sum of squares of both rows
+    gain = moved * (gap - moved)  # half of the decrease of the sum of the squared FLOPs of both rows
     fits = (gain > 0) & (used[second_rows] + longer <= capacity) & (used[first_rows] - longer <= capacity)
     candidates = np.flatnonzero(fits)
     if len(candidates) == 0:
@@ -191,7 +191,7 @@ def _balanced(weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
 
 
 def _micro_batches(together: np.ndarray, weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
-    """Return micro-batches [ranks, micro_batch] of about equal weight. `together`: their rows, heaviest first."""
+    """Return row indices [ranks, micro_batch] of micro-batches of about equal weight. `together`: rows, heaviest first."""
     laps = together.reshape(micro_batch, ranks)
     batches, held = np.empty((ranks, micro_batch), dtype=np.int64), np.zeros(ranks)
     for lap, row in enumerate(laps):
@@ -202,6 +202,6 @@ def _micro_batches(together: np.ndarray, weights: np.ndarray, ranks: int, micro_
 
 
 def _time(weights: np.ndarray) -> float:
-    """Return a relative time of a step, in which ranks wait for the slowest after every micro-batch and at its end."""
+    """Return the relative time of a step. Ranks wait for the slowest after each micro-batch and at the end of the step."""
     by_batch = weights.sum(axis=2)  # [ranks, micro-batches]
     return float(by_batch.max(axis=0).sum() + by_batch.sum(axis=1).max())

@@ -19,33 +19,33 @@ from tessera.data.order.order import PackingConfig, PackingStats, Samples
 from tessera.data.order.packing import even_fit
 from tessera.errors import TesseraError
 
-_STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # random keys
+_STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # keys of independent random permutations
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """State the size of a step."""
+    """State the number of samples in a step, and limits of its number of rows."""
 
     samples: int
     least_rows: int = 1
-    multiple: int = 1  # the number of rows is a multiple of this: one micro-batch on all ranks
+    multiple: int = 1  # the number of rows is a multiple of this: the rows of one micro-batch on every rank
 
 
 @dataclass(frozen=True, eq=False)
 class StepOrder:
-    """Map row numbers to samples, over all epochs, if every step has the same number of samples.
+    """Map row indices, counted over all epochs, to samples, if every step has the same number of samples.
 
-    An epoch has enough steps for all draws. If these do not fill the last step, a few draws occur twice, other ones in
+    An epoch has enough steps for all draws. If the draws do not fill the last step, a few occur twice, other ones in
     each epoch.
     """
 
     mixture: Mixture
-    by_length: np.ndarray  # draws, shortest first
-    row_of: np.ndarray  # [samples of a step]: row of each stratum within a step
+    by_length: np.ndarray  # indices of the draws, shortest first
+    row_of: np.ndarray  # [samples of a step]: row index within a step of each stratum
     rows_per_step: int
     seed: int
     stats: PackingStats
-    row_work: np.ndarray | None = None  # [rows of a step]: an upper bound in FLOPs
+    row_work: np.ndarray | None = None  # [rows of a step]: upper bound on the FLOPs of each row
 
     @property
     def steps(self) -> int:
@@ -57,7 +57,7 @@ class StepOrder:
 
     @property
     def identity(self) -> str:
-        """Return a key of the samples of each step. It does not depend on their distribution to rows."""
+        """Return a string that identifies the samples of each step. It does not depend on their distribution to rows."""
         draws = hashlib.sha256(np.ascontiguousarray(self.by_length, dtype=np.int64).data)
         draws.update(np.ascontiguousarray(self.mixture.draws, dtype=np.int64).data)
         return f"{draws.hexdigest()[:16]} {len(self.row_of)} samples {self.seed}"
@@ -70,7 +70,7 @@ class StepOrder:
         return strata
 
     def samples(self, row: int) -> list[int]:
-        """Return the numbers of the samples in a row."""
+        """Return the indices of the samples in a row."""
         step, place = divmod(row, self.rows_per_step)
         epoch, at = divmod(step, self.steps)
         draws, places = len(self.by_length), self.steps * len(self.row_of)
@@ -87,7 +87,7 @@ class StepOrder:
         return None if self.row_work is None else [float(self.row_work[row % self.rows_per_step]) for row in rows]
 
     def row_seed(self, row: int) -> int:
-        """Return the random seed of a row, on every rank the same; it fits a signed 64-bit integer."""
+        """Return the random seed of a row. It is the same on every rank, and fits a signed 64-bit integer."""
         return mix(self.seed, _ROW, row) >> 1
 
 
@@ -129,7 +129,7 @@ def step_order(samples: Samples, config: PackingConfig, size: StepSize) -> StepO
 
 
 def _bounds(draws: int, strata: int) -> np.ndarray:
-    """Return [strata, 2]: the range of draws that a stratum takes in any epoch, first and end."""
+    """Return [strata, 2]: for each stratum the range [first, end) of draws that it takes in any epoch."""
     steps = -(-draws // strata)
     places = steps * strata
     first = np.arange(strata, dtype=np.int64) * steps * draws // places
@@ -139,7 +139,7 @@ def _bounds(draws: int, strata: int) -> np.ndarray:
 
 
 def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray:
-    """Return the row of each stratum, with the fewest rows that are a multiple of `size.multiple` and fit all."""
+    """Return the row index of each stratum. The number of rows is the least multiple of `size.multiple` that fits all."""
     rows = size.samples if not config.pack else max(size.least_rows, -(-int(most.sum()) // config.length))
     rows = _up(rows, size.multiple)
     while rows <= size.samples:
