@@ -85,7 +85,7 @@ def write_tables(file: Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
     beside = unique_name(file)
     dense = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     beside.write_bytes(b"")
-    permissions = beside.stat().st_mode  # by the umask; safetensors denies other users to read
+    permissions = beside.stat().st_mode  # as the umask sets them; safetensors would deny other users to read
     safetensors.numpy.save_file(dense, beside, metadata={**about, _HASH: _content_hash(dense, about)})
     beside.chmod(permissions)
     os.replace(beside, file)
@@ -136,7 +136,7 @@ AnyTables = Tables | MemoryTables
 
 
 def keep_tables(file: Path | None, tables: MemoryTables, *, shared: bool = False) -> AnyTables:
-    """Write tables to a file and return them mapped from it. Without a file, return the tables unchanged.
+    """Write tables to a file and return them mapped from it. If `file` is None, return the tables unchanged.
 
     `shared`: also put the file into the user's cache, for other runs over the same data.
     """
@@ -170,7 +170,7 @@ def cached_tables(
     make: Callable[[], Mapping[str, np.ndarray]],
     is_valid: Callable[[AnyTables], bool],
 ) -> AnyTables:
-    """Return the arrays that `make` returns, from a cache if possible. `facts`: all inputs of `make`, as JSON."""
+    """Return the arrays that `make` returns, from a cache if possible. `facts`: JSON of all that `make` depends on."""
     key = hashlib.sha256(json.dumps([_ARRAY_FORMAT, name, facts], sort_keys=True).encode()).hexdigest()
     file = None if cache_folder is None else cache_folder.absolute() / f"{name}-{key[:32]}.safetensors"
     tables: AnyTables | None = None if file is None else open_or_adopt(file, key)

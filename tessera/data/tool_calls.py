@@ -21,7 +21,7 @@ AFTER_TOOLS = (
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-_BLANK = "\n\n"  # between a system prompt and the tools
+_BLANK = "\n\n"  # text between a system prompt and the list of tools
 
 
 def with_listing(system: str, listing: str) -> str:
@@ -46,7 +46,7 @@ def call_of(name: str, arguments: str) -> str:
 
 
 def with_tools(system: str, tools: Any) -> str:
-    """Append the list of tools to a system message. `tools`: a JSON list, or its text; others raise `ValueError`."""
+    """Append the list of tools to a system message. `tools`: a list, or its JSON text; others raise `ValueError`."""
     listed = _listed(tools)
     return with_listing(system, listing_of(listed)) if listed else system
 

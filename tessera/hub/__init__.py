@@ -1,1 +1,1 @@
-"""Get models and data sets by their names on a hub, verified, into the caches of its libraries."""
+"""Download models and data sets from Hugging Face or ModelScope into the caches of their libraries, and verify them."""

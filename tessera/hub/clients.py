@@ -60,7 +60,7 @@ class HuggingFace:
             ) from None
         self.library: Any = huggingface_hub
         self.where = where
-        # Read at each call: the library reads these variables only once, when it is imported.
+        # Read the variables at each call: the library reads them only once, when it is imported.
         self.endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
         home = os.environ.get("HF_HOME")
         self._cache = os.environ.get("HF_HUB_CACHE") or (None if home is None else os.path.join(home, "hub"))
@@ -70,7 +70,7 @@ class HuggingFace:
         return Path(self._cache or self.library.constants.HF_HUB_CACHE).expanduser().absolute()
 
     def listing(self, id: HubId) -> Listing:
-        """Return the files of a repository."""
+        """Return the list of files of a repository and its commit."""
         api = self.library.HfApi(endpoint=self.endpoint)
         with self._explained(id):
             info = api.repo_info(
@@ -80,7 +80,7 @@ class HuggingFace:
             for file in info.siblings or []:
                 size, sha256 = (file.size, None) if file.lfs is None else (file.lfs["size"], file.lfs["sha256"])
                 if size is None:
-                    raise ValueError(f"the answer has no size for {file.rfilename}")
+                    raise ValueError(f"the hub's list of files has no size for {file.rfilename}")
                 files.append(RemoteFile(file.rfilename, int(size), sha256, None if sha256 else file.blob_id))
         return Listing(str(info.sha or ""), tuple(files))
 
@@ -90,7 +90,7 @@ class HuggingFace:
             folder = self.library.snapshot_download(
                 id.name,
                 repo_type=id.kind,
-                # Into the cache by branch name: the library then stores the branch's commit for off-line programs.
+                # With a branch, the library also stores the branch's commit in its cache, for off-line programs.
                 revision=commit if to is not None else id.revision,
                 endpoint=self.endpoint,
                 cache_dir=str(self.cache),
@@ -167,7 +167,7 @@ class ModelScope:
             ) from None
         self.where = where
         self.endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or None
-        # Read at each call. Without a token here the library uses the one of `modelscope login`.
+        # Read the variable at each call. If it is not set, the library uses the token of `modelscope login`.
         token = os.environ.get("MODELSCOPE_API_TOKEN") or None
         self.api: Any = HubApi(endpoint=self.endpoint, token=token)
 
@@ -176,7 +176,7 @@ class ModelScope:
         return Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser().absolute()
 
     def _folder(self, id: HubId) -> Path:
-        """Return the folder of a commit. In the library's own cache a new commit would replace files of the old one."""
+        """Return the folder for one commit. In the library's own folder, a new commit replaces files of the old one."""
         return self.cache / "tessera" / f"{id.kind}s" / id.name / str(id.revision)
 
     def listing(self, id: HubId) -> Listing:

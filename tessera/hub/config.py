@@ -14,16 +14,16 @@ from tessera.hub.files import Split
 
 
 def local_model(path: str | Path, where: str = "model", *, weights: bool = True) -> Path:
-    """Return a local path unchanged. Download a model of a hub and return its folder.
+    """Return the local folder of a model. A local path is returned unchanged; a hub id is downloaded.
 
-    `weights`: False downloads configuration and tokenizer alone.
+    `weights=False`: download only configuration and tokenizer.
     """
     id = find_hub_id(path, "model", where)
     return Path(path) if id is None else fetch(id, where, wanted=Wanted(weights=weights)).path
 
 
 def local_source(section: SourceSection, split: Split, where: str = "data") -> SourceSection:
-    """Return a data set with local files. A data set of a hub is downloaded."""
+    """Return the section with local paths. A data set of a hub is downloaded."""
     id = find_hub_id(section.path, "dataset", where) or _gone(section.path, section.hub_id, "dataset", where)
     if id is None:
         return section
@@ -34,7 +34,7 @@ def local_source(section: SourceSection, split: Split, where: str = "data") -> S
 def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool = False) -> RunConfig:
     """Return a recipe in which all paths are local. Models and data sets of a hub are downloaded.
 
-    `weights`: False downloads only the files of models that a plan needs, and no data. `resumed`: the recipe is one of
+    `weights=False`: download only model files that `tessera plan` needs, and no data. `resumed`: the recipe is one of
     a run that continues. A failed download is then only reported, because the run folder has copies of most files.
     """
     try:
@@ -54,7 +54,7 @@ def with_local_folders(config: RunConfig, *, weights: bool = True, resumed: bool
 
 
 def _pinned_source(section: SourceSection, split: Split, where: str) -> SourceSection:
-    """Return a streamed data set, pinned to its newest commit. No file is downloaded."""
+    """Return the section of a streamed data set with the newest commit in its hub id. No file is downloaded."""
     id = find_hub_id(section.path, "dataset", where)
     pinned = None if id is None else str(remote_shards(id, where).id)
     return section if pinned is None else section.model_copy(update={"path": Path(pinned), "hub_id": pinned})

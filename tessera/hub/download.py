@@ -2,7 +2,7 @@
 
 The libraries of the hubs download, resume and cache. This module stores two kinds of notes beside their cache: the
 newest commit of an id, and the file list of a commit. With these notes no request is necessary off line, on the other
-ranks of a job, and for an id that names a commit. Streamed files have a cache of their own, limited in size.
+ranks of a run, and for an id that names a commit. Streamed files have a cache of their own, limited in size.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Fetched:
-    """Hold the local folder of a downloaded repository."""
+    """Hold the local path of a downloaded model or data set, and its id."""
 
     id: HubId  # pinned to the commit
     folder: Path
@@ -76,7 +76,7 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
         _check_target(to, id)
     note = _note_file(client, id) if to is None else to / NOTES / "download.json"
     with _one_at_a_time(note, id):
-        if to is not None:  # a later download to this folder checks the name
+        if to is not None:  # write the repository's name: a later download to this folder compares it
             replace_file(note, json.dumps({"name": id.name}).encode())
         try:
             listing, unreachable = _list_files(client, id)
@@ -98,7 +98,7 @@ def fetch(id: HubId, where: str, *, to: Path | None = None, wanted: Wanted | Non
 
 
 def downloaded(id: HubId) -> Path | None:
-    """Return the cached folder of a model with all its weights, without a request to the hub; None if there is none."""
+    """Return the cached folder of a model, without a request to the hub; None if it is not cached with all weights."""
     try:
         client = hub_client(id, "model")
     except TesseraError:  # the library of that hub is not installed
@@ -158,9 +158,10 @@ def _check_target(to: Path, id: HubId) -> None:
 
 
 def _list_files(client: HubClient, id: HubId) -> tuple[Listing, str]:
-    """Return the files of a repository; if they come from a stored list, also why the hub was not reached, else "".
+    """Return the files of a repository, and why the hub was not reached ("" if it was).
 
-    The list of a commit is requested only once. Raise `Unreachable` if there is neither an answer nor a stored list.
+    The list of a commit is requested only once and stored. Raise `Unreachable` if the hub cannot be reached and no list
+    is stored.
     """
     newest = {"commit": id.revision} if id.is_pinned else _read_note(_note_file(client, id))
     listing = None if "commit" not in newest else _stored_list(client, id.at(str(newest["commit"])))
@@ -193,7 +194,7 @@ def _offline_reason() -> str:
 
 
 def _job_of_ranks() -> str | None:
-    """Return a name that all ranks of a job on this machine have in common; None without other ranks."""
+    """Return a name that all ranks of a run on this machine have in common; None if there is only one rank."""
     if int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
         return None
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}:{os.getppid()}"
@@ -222,7 +223,7 @@ def _stored_list(client: HubClient, pinned: HubId) -> Listing | None:
 
 @contextmanager
 def _one_at_a_time(note: Path, id: HubId) -> Iterator[None]:
-    """Hold the lock of a download: other processes wait."""
+    """Hold the lock of a download inside the block. Other processes wait for it."""
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(note.with_suffix(".lock")))
@@ -303,7 +304,7 @@ def _digest(path: Path, digest: Any) -> str:
 
 
 def _remove(path: Path, folder: Path) -> None:
-    """Delete a file, and its target if it is a link into the cache. Never delete the target of another link."""
+    """Delete a file. If it is a symbolic link into the cache, delete its target too; other targets stay."""
     for place in (path,) if leads_out(path, folder) else (path.resolve(), path):
         place.unlink(missing_ok=True)
 
@@ -313,7 +314,7 @@ def _remove(path: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class RemoteShards:
-    """Hold the record files of a data set at one commit, sorted by name."""
+    """List the record files of a streamed data set at one commit, sorted by name."""
 
     id: HubId  # pinned to the commit
     files: tuple[RemoteFile, ...]

@@ -64,7 +64,7 @@ def _has_weights(names: Sequence[str]) -> bool:
 def _each_once(names: Sequence[str]) -> list[str]:
     """Remove duplicates of weights: copies in another precision or in the format of another program."""
     present = set(names)
-    # Duplicates: files beside the folders of a diffusers pipeline, and Mistral's consolidated file beside shards.
+    # Weights that occur twice: single files beside the folders of a diffusers pipeline, Mistral's consolidated file.
     beside = r"[^/]*\.safetensors" if "model_index.json" in present else r"(?!)"
     if any(name.startswith("model") and name.endswith(".safetensors") for name in names):
         beside += r"|(?:.*/)?consolidated[^/]*\.safetensors"
@@ -102,14 +102,14 @@ def _refuse(id: HubId, wanted: str, names: Sequence[str]) -> NoReturn:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Hold the files to download, and the path or glob pattern below the folder that a recipe would name."""
+    """Hold the files to download, and the path or glob pattern that a recipe would use for them, below the folder."""
 
     files: tuple[str, ...]
     path: str
 
 
 def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[str] = ()) -> DataFiles:
-    """Return the files of a split of a data set: those that `include` or `id.inside` name, or by words in file names.
+    """Return the files of a split: those that `include` or `id.inside` names, else by words (train, test) in file names.
 
     `id.inside` is a file, a folder or a glob pattern.
     """
@@ -144,7 +144,7 @@ def data_files(names: Sequence[str], id: HubId, split: Split, include: Sequence[
 
 
 def _of_split(records: Sequence[str], split: Split) -> list[str]:
-    """Return the files of a split, by words such as train or test in their names. Without any, all are for training."""
+    """Return the files of a split, by words such as train or test in file names. If none has one, all are for training."""
     words = {name: set(re.split(r"[/_.\-]", name.lower())) for name in records}
     if split == "train" and not any(words[name] & set(_SPLIT_WORDS) for name in records):
         return list(records)
@@ -153,10 +153,10 @@ def _of_split(records: Sequence[str], split: Split) -> list[str]:
 
 
 def _pattern(chosen: Sequence[str], readable: Sequence[str]) -> str | None:
-    """Return a path or glob pattern that matches exactly these files; None if there is none in one folder."""
+    """Return a path or glob pattern within one folder that matches exactly these files; None if that is impossible."""
     if len(chosen) == 1:
         return chosen[0]
-    first = os.path.commonprefix(chosen)  # noqa: RUF071 - of letters, also within the name of a file
+    first = os.path.commonprefix(chosen)  # noqa: RUF071 - common characters, also within a file name
     last = os.path.commonprefix([name[len(first) :][::-1] for name in chosen])[::-1]  # noqa: RUF071
     pattern = f"{first}*{last}"
     if len({name.rpartition("/")[0] for name in chosen}) > 1:

@@ -124,7 +124,7 @@ def open_image(source: Opened, limits: Limits) -> Iterator[Image.Image]:
 
 
 def _for_pillow(source: Opened) -> BinaryIO:
-    """Return the file for Pillow. PNG chunks with text or a colour profile, which may decompress to any size, are left out.
+    """Return the file for Pillow. PNG chunks that may decompress to any size (text, colour profile) are left out.
 
     Raise for a huge WebP or AVIF file, which Pillow would read into memory at once.
     """

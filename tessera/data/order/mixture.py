@@ -96,7 +96,7 @@ def permutation(count: int, *key: int) -> np.ndarray:
 
 
 def draws_per_set(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
-    """Return the number of draws of each set in an epoch. Their sum is that of `sizes`; each set has at least one."""
+    """Return the number of draws of each set in an epoch: at least 1. Weights do not change their sum, but for rounding."""
     if weights is None:
         return list(sizes)
     total = sum(sizes)

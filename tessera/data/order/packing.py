@@ -23,7 +23,7 @@ QUIET_ROUNDS = 24  # swapping ends after 24 consecutive rounds without a swap
 
 
 def best_fit(tokens: np.ndarray, capacity: int, most: int | None = None) -> np.ndarray:
-    """Return the row index of each sample. Best-fit decreasing: the longest first, into the fullest row with enough space.
+    """Return the row index of each sample: longest first, each into the fullest row with enough space (best fit).
 
     A sample of more than `capacity` and at most `most` tokens gets a row for itself.
     """
@@ -113,7 +113,7 @@ def _even(row_by_length: np.ndarray, weight: np.ndarray, held: np.ndarray, mean:
 
 
 def _spread(tokens: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the row index of each sample: by `even_fit`, or by `best_fit` if that needs fewer rows."""
+    """Return the row index of each sample: by `even_fit`, or by `best_fit` if that needs clearly fewer rows."""
     reach = capacity - capacity // SPARE
     tight = best_fit(tokens, reach, capacity)
     least = int(tight.max()) + 1
@@ -191,7 +191,7 @@ def _balanced(weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
 
 
 def _micro_batches(together: np.ndarray, weights: np.ndarray, ranks: int, micro_batch: int) -> np.ndarray:
-    """Return row indices [ranks, micro_batch] of micro-batches of about equal weight. `together`: rows, heaviest first."""
+    """Return row indices [ranks, micro_batch], with about equal weight per rank. `together`: rows, heaviest first."""
     laps = together.reshape(micro_batch, ranks)
     batches, held = np.empty((ranks, micro_batch), dtype=np.int64), np.zeros(ranks)
     for lap, row in enumerate(laps):
@@ -202,6 +202,6 @@ def _micro_batches(together: np.ndarray, weights: np.ndarray, ranks: int, micro_
 
 
 def _time(weights: np.ndarray) -> float:
-    """Return the relative time of a step. Ranks wait for the slowest after each micro-batch and at the end of the step."""
+    """Return the relative time of a step: ranks wait for the slowest after each micro-batch and at its end."""
     by_batch = weights.sum(axis=2)  # [ranks, micro-batches]
     return float(by_batch.max(axis=0).sum() + by_batch.sum(axis=1).max())

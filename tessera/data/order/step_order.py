@@ -19,7 +19,7 @@ from tessera.data.order.order import PackingConfig, PackingStats, Samples
 from tessera.data.order.packing import even_fit
 from tessera.errors import TesseraError
 
-_STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # keys of independent random permutations
+_STRATUM, _TWICE, _ROW, _TIES = 0x53545241, 0x54574943, 0x53524F57, 0x5354494D  # keys of random permutations
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StepOrder:
 
     @property
     def identity(self) -> str:
-        """Return a string that identifies the samples of each step. It does not depend on their distribution to rows."""
+        """Return a string that identifies the samples of each step, however they are distributed to rows."""
         draws = hashlib.sha256(np.ascontiguousarray(self.by_length, dtype=np.int64).data)
         draws.update(np.ascontiguousarray(self.mixture.draws, dtype=np.int64).data)
         return f"{draws.hexdigest()[:16]} {len(self.row_of)} samples {self.seed}"
@@ -139,7 +139,7 @@ def _bounds(draws: int, strata: int) -> np.ndarray:
 
 
 def _rows(most: np.ndarray, config: PackingConfig, size: StepSize) -> np.ndarray:
-    """Return the row index of each stratum. The number of rows is the least multiple of `size.multiple` that fits all."""
+    """Return the row index of each stratum. The number of rows is the least multiple of `size.multiple` possible."""
     rows = size.samples if not config.pack else max(size.least_rows, -(-int(most.sum()) // config.length))
     rows = _up(rows, size.multiple)
     while rows <= size.samples:

@@ -1,1 +1,1 @@
-"""Data sets as rows by number, whatever they are kept in and however a conversation is spelled."""
+"""Data sets whose records are read by index, from several file formats and several formats of conversations."""

@@ -1,4 +1,4 @@
-"""Base class of containers: files or folders whose records are read by number, before they are parsed to samples."""
+"""Base class of containers: files or folders whose records are read by index, before they are parsed to samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tessera.config.registry import Instance, Registry
 from tessera.data.media.files import ArchiveMember
 from tessera.errors import TesseraError, first_line
 
-MAX_RECORD_BYTES = 64 << 20  # limit of a record, which is text and media paths
+MAX_RECORD_BYTES = 64 << 20  # size limit of a record, which has text and media paths
 _HASHED_END_BYTES = 64 << 10
 
 
 class RecordError(Exception):
-    """Report an unusable record. By `data.on_bad_sample`, the run skips it or ends."""
+    """Report an unusable record. `data.on_bad_sample` decides whether the run skips it or ends."""
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(f"{id}: {reason}")
@@ -49,21 +49,21 @@ def bad_sample_error(id: str, reason: str, where: str, others: int = 0) -> Tesse
 class NothingUsable(TesseraError):
     """Report data without a usable sample."""
 
-    samples = unusable = 0  # number of all samples, and of those that are bad but not only too long
+    samples = unusable = 0  # number of all samples, and of bad samples without those that are only too long
 
 
 class RawRecord(NamedTuple):
-    """Hold a record before parsing. `members`: media of its archive, by all names that a record may use for them."""
+    """Hold a record before parsing. `members`: media in its archive, by each name that the record may use for them."""
 
     content: dict[str, Any]
     members: Mapping[str, ArchiveMember] = {}
 
 
 class Container(ABC):
-    """Read records by number. A container is pickled for worker processes, so it keeps no open file and no record."""
+    """Read records by index. A container is pickled for worker processes, so it keeps no open file and no record."""
 
     def __init__(self, name: str, count: int, facts: Any) -> None:
-        self.name = name  # file name in locations
+        self.name = name  # file name that `location` writes
         self.count = count
         self.facts = facts  # JSON that changes whenever the content may have changed
 
@@ -117,7 +117,7 @@ class Joined(Container):
 
 @dataclass(frozen=True)
 class FolderReader:
-    """Declare a folder format that has a file named `marker`. `open`: (folder, limit of records or None)."""
+    """Declare a format of folders with a file named `marker`. `open` takes (folder, limit of records or None)."""
 
     marker: str
     open: Callable[[Path, int | None], Container]
@@ -127,7 +127,7 @@ FOLDERS: Registry[FolderReader] = Registry(FOLDER_NAMES, Instance(FolderReader))
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Return path, size, time and a hash of both ends of a file. A hash of all bytes would take as long as an index."""
+    """Return path, size, modification time and a hash of both ends of a file. Hashing all bytes would take too long."""
     stat = path.stat()
     ends = hashlib.sha256()
     with path.open("rb") as file:

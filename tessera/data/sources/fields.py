@@ -1,4 +1,4 @@
-"""The fields of a record: names of keys and speakers in each format, and the media of a record.
+"""The fields of a record: names of keys and of speakers in each record format, and the media of a record.
 
 Media is listed beside the text and placed by placeholders, or named in the text. A value is a path below the data root,
 bytes, a decoded image, `{"bytes", "path"}` as Hugging Face stores it, a `data:` URL in base64, or an http(s) URL, which
@@ -38,7 +38,7 @@ _SPEAKERS = {
     "function": "tool",
 }
 _CALLERS = ("function_call", "tool_call")
-# Names in `columns` that rename a speaker, not a key.
+# Names in `columns` of a recipe that rename a speaker ("human", "gpt"), not a key of the record.
 _TAGS = {
     "user_tag": "user",
     "assistant_tag": "assistant",
@@ -80,16 +80,16 @@ class ColumnMap:
     response: str = "output"
     history: str = "history"
     text: tuple[str, ...] = _TEXT_KEYS
-    path: str = "path"  # an image or video, by its suffix
+    path: str = "path"  # path of an image or a video; the suffix decides which
     references: str = "references"  # images to edit
     chosen: str = "chosen"
     rejected: str = "rejected"
-    completion: str = "completion"  # an answer with a label
+    completion: str = "completion"  # an answer that is labelled good or bad
     label: tuple[str, ...] = ("label", "kto_tag")  # true: a good answer
 
 
 def column_map(record_format: RecordFormat, columns: Mapping[str, str]) -> ColumnMap:
-    """Return the keys of a format, renamed by `columns`, which must have been checked."""
+    """Return the keys of a record format, renamed by `columns`. `check_columns` must have accepted these."""
     renamed = {
         key: columns[key]
         for key in ("id", "system", "tools", *_ALPACA_KEYS, *_PAIR_KEYS, "path", "references")
@@ -121,7 +121,7 @@ def _media_keys(record_format: RecordFormat, kind: PartKind, columns: Mapping[st
 
 
 def check_columns(columns: Mapping[str, str], where: str) -> None:
-    """Raise if `columns` of a recipe has a name that no format has, or an empty value."""
+    """Raise if `columns` of a recipe renames a field that no record format has, or to an empty name."""
     for name, key in columns.items():
         if name not in COLUMNS:
             raise TesseraError(
@@ -147,9 +147,9 @@ class RecordSchema:
         self._media_named = any(f"{kind}s" in columns for kind in MEDIA)
 
     def decide(self, record: Mapping[str, Any]) -> RecordFormat | None:
-        """Return the format of a record; None if its keys fit several (a conversation without media) or no format."""
+        """Return the format of a record; None if its keys fit no format or several (a conversation without media)."""
         key = self.names["messages"].messages
-        # `columns` may use one key for both formats of conversations: then the key of the speaker decides.
+        # `columns` may name one key for both `messages` and `conversations`: then the key of the speaker decides.
         if has(record, key) and ("messages" not in self.columns or not self._speaks(record[key])):
             return "messages"
         if self.is_conversation(record):
@@ -171,7 +171,7 @@ class RecordSchema:
             return pair or has_worse_answer(record)
         if record_format == "unpaired_preference":
             return any(has(record, key) for key in names.label)
-        if record_format == "generation":  # a record without its keys is a bad record of this format
+        if record_format == "generation":  # keys are not checked: a record without them is a bad record of this format
             return True
         if record_format == "text":
             return any(has(record, key) for key in names.text)
@@ -207,7 +207,7 @@ class RecordMedia:
 
     def __init__(self, record: Mapping[str, Any], names: ColumnMap, always: tuple[PartKind, ...] = ()) -> None:
         self.listed: dict[PartKind, list[Any]] = {}
-        self.alone: set[PartKind] = set()  # kinds under a singular key, such as "image"
+        self.alone: set[PartKind] = set()  # kinds of media that the record has under a singular key, such as "image"
         self._record = record
         for kind in MEDIA:
             key = next((key for key in names.media[kind] if has(record, key)), None)
@@ -252,11 +252,11 @@ class RecordMedia:
     def next(self, kind: PartKind) -> Part:
         listed, at = self.listed.get(kind, []), self.used.get(kind, 0)
         self.used[kind] = at + 1
-        # A placeholder without a file is counted as well, and `check_used` reports both numbers.
+        # `used` also counts placeholders beyond the listed files: `check_used` compares it with the number of files.
         return Part(kind, listed[at] if at < len(listed) else None)
 
     def rest_if_none_used(self) -> list[Part]:
-        """Return all listed media if the text has no placeholders, otherwise nothing. They precede the text."""
+        """Return all listed media, to be put before the text, if no placeholder was used; otherwise an empty list."""
         if any(self.used.values()):
             return []
         return [self.next(kind) for kind, listed in self.listed.items() for _ in listed]
@@ -326,7 +326,7 @@ _SUFFIXES: dict[str, PartKind] = {
 
 
 def stem_of(name: str) -> str:
-    """Return the path up to the first dot of the file name, which the files of one sample have in common."""
+    """Return the path up to the first dot of the file name. All files of one sample have the same stem."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 

@@ -32,7 +32,7 @@ MAX_MEMBERS = 50_000_000
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _TEXT_SUFFIXES = ("txt", "caption")
 _FILE_NAME_KEYS = {"file_name": None, "file_names": None, **{f"{kind}_file_name": kind for kind in MEDIA}}
-_MAX_READ_BYTES = 1 << 20  # limit of a pax or long-name record, which tarfile reads into memory at once
+_MAX_READ_BYTES = 1 << 20  # size limit of a pax or long-name header, which tarfile reads into memory at once
 _SPECIAL = {b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"S": "a sparse file"}
 
 
@@ -54,7 +54,7 @@ def assemble(
     media: Sequence[MediaFile],
     columns: Mapping[str, str],
 ) -> RawRecord:
-    """Make a record of the files with one stem. `attributes`: content of the JSON file. `text`: of the text file.
+    """Make a record of the files with one stem. `attributes`: content of its JSON file. `text`: of its text file.
 
     If the JSON does not name media, the record gets all media files of the stem.
     """
@@ -92,7 +92,8 @@ def _parts_name_media(turns: Any) -> bool:
 class FileGroups(Container):
     """Read samples that consist of several files.
 
-    In `tables`, `sample` is the sample number of each file. `letters` has all file names, and `ends` their ends.
+    `tables` has arrays: `sample` is the sample index of each file, `letters` are the bytes of all file names in a row,
+    and `ends` is where each name ends.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class FileGroups(Container):
         self.columns = dict(columns)
 
     def _files(self, number: int) -> dict[str, int]:
-        """Return {file name: file number} of the files of a sample."""
+        """Return {file name: file index} of the files of a sample."""
         first, last = np.searchsorted(self.tables["sample"], [number, number + 1]).tolist()
         letters, bounds = self.tables["letters"], self.tables["ends"][first : last + 1].tolist()
         names = [os.fsdecode(letters[start:end].tobytes()) for start, end in pairwise(bounds)]
@@ -221,7 +222,7 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 def open_files(
     path: Path, kind: FolderKind, limit: int | None, cache_folder: Path | None, columns: Mapping[str, str]
 ) -> FolderFiles:
-    """Open a folder of samples. `media`: media files with texts of the same stem. `documents`: .txt files."""
+    """Open a folder of samples. `kind`: "media" (media files, texts with the same stem) or "documents" (.txt files)."""
     wanted: list[str] = []
     digest = hashlib.sha256()
     for name, stat in walk(path):
@@ -270,7 +271,7 @@ def _group_by_stem(names: list[str]) -> list[list[str]]:
 class TarShard(FileGroups):
     """Read the samples of a WebDataset shard: consecutive members with one stem.
 
-    `tables` also has `start`, `size` and `type` of each member.
+    `tables` also has `start` (first byte), `size` and `type` of each tar member.
     """
 
     def load(self, number: int) -> RawRecord:
@@ -380,7 +381,7 @@ def _members(path: Path, size: int) -> Iterator[tarfile.TarInfo]:
 
 
 class _BoundedFile:
-    """Limit the size of single reads, so that tarfile reads headers and names, but no large content."""
+    """Wrap a file and limit the size of single reads: tarfile may read headers and names, but no large content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

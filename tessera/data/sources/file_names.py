@@ -1,4 +1,4 @@
-"""Find the files of a data set by its path: one file, a glob pattern, or a range of numbers.
+"""Find the files of a data set by its path: a file, a folder, a glob pattern, or a range such as {000..127}.
 
 This module must not import torch: names are checked before torch is imported.
 """
@@ -17,7 +17,10 @@ _MAX_FILES = 1_000_000
 
 
 def source_files(path: Path) -> tuple[list[Path], Path]:
-    """Return the files that a path names, or one folder, and the folder that contains all of them."""
+    """Return the list of files that match a path, and the folder above all of them.
+
+    `path` may be a file, a glob pattern or a range. If it is a folder, the list is the folder itself.
+    """
     if path.exists():
         return [path], path if path.is_dir() else path.parent
     text = str(path)

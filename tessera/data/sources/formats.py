@@ -48,7 +48,7 @@ from tessera.data.sources.fields import (
 )
 from tessera.data.tool_calls import format_calls, format_spoken_calls, with_tools
 
-CHOSEN, REJECTED = "chosen", "rejected"  # roles of the last two turns of a pair, or of an answer with a label
+CHOSEN, REJECTED = "chosen", "rejected"  # roles of the two answers of a pair, or of an answer labelled good or bad
 _PROMPT = "prompt"
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -152,7 +152,7 @@ def _parse_preference(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
 def _with_answer(
     record: Mapping[str, Any], rest: dict[str, Any], answer: Any, names: ColumnMap
 ) -> tuple[dict[str, Any], RecordFormat, ColumnMap]:
-    """Return a record of a simpler format with only one of the two answers, its format and its keys."""
+    """Return a record with only one of the two answers, the simpler record format that it has then, and its keys."""
     if isinstance(answer, list) and _is_full_conversation(answer, names):
         return {**rest, names.messages: answer}, "messages", names
     sharegpt = column_map("sharegpt", {})
@@ -175,7 +175,7 @@ def _with_answer(
 
 
 def _parse_unpaired(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the conversation. Its last turn has the role `CHOSEN` or `REJECTED`, by the label."""
+    """Return the conversation. Its last turn has the role `CHOSEN` if the label is true, otherwise `REJECTED`."""
     key = next((key for key in names.label if has(record, key)), names.label[0])
     good = _LABELS.get(str(record.get(key)).lower()) if isinstance(record.get(key), (bool, int, str)) else None
     if good is None:
@@ -220,9 +220,9 @@ def _as_turns(value: Any, names: ColumnMap, role: str) -> list[Any]:
 
 
 def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Message, ...]:
-    """Return the request, which is a caption and possibly images to edit, and the image or video to generate."""
+    """Return two messages: the request (caption, and images to edit if there are any), and the image or video."""
     features = record.get("features")
-    if isinstance(features, StoredTensors):  # no JSON makes such an object
+    if isinstance(features, StoredTensors):  # features encoded in advance; no JSON record can contain such an object
         return (Message("assistant", (Part("features", features),)),)
     if (turns := _parse_any_turns(record, names)) is not None:
         return _checked_pair(turns)
@@ -251,7 +251,7 @@ def _parse_generation(record: Mapping[str, Any], names: ColumnMap) -> tuple[Mess
 
 
 def _media_at(record: Mapping[str, Any], key: str) -> Part:
-    """Return the image or video under a key. Its suffix tells the kind."""
+    """Return the image or video under a key. The suffix of its path tells which of the two it is."""
     value = value_of(record[key], key)
     kind = media_kind(value) if isinstance(value, str) else None
     if kind == "audio":
@@ -363,7 +363,7 @@ def _checked(work: Callable[[Any], str], value: Any) -> str:
 
 
 def _check_one_worse_answer(record: Mapping[str, Any], names: ColumnMap) -> None:
-    """Raise if a record has a rejected answer under several keys."""
+    """Raise if a record has rejected answers under more than one key."""
     keys = [key for key in dict.fromkeys((names.rejected, *WORSE_ANSWERS)) if has(record, key)]
     if len(keys) > 1:
         fail(f"the record has several rejected answers, under {' and '.join(keys)}: keep one of them")

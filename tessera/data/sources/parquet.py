@@ -25,14 +25,14 @@ from tessera.errors import TesseraError, first_line
 
 log = logging.getLogger("tessera")
 
-MAX_GROUP_BYTES = 2 << 30  # limit of an uncompressed row group, which is in memory while it is spilled
-MAX_RECORD_BYTES = 512 << 20  # limit of a record with its images
-SPILL_BYTES = 16 << 20  # larger row groups are spilled
-SPILLED_BYTES = 200 << 30  # limit of all spilled row groups; the least recently used ones are deleted
+MAX_GROUP_BYTES = 2 << 30  # size limit of an uncompressed row group, which is in memory while it is spilled
+MAX_RECORD_BYTES = 512 << 20  # size limit of a record with its images
+SPILL_BYTES = 16 << 20  # row groups above this size are spilled to the cache
+SPILLED_BYTES = 200 << 30  # size limit of all spilled row groups; the least recently used ones are deleted
 _FREE_SHARE = 0.1  # share of the disk that spilling leaves free
-_HELD_BYTES = 256 << 20  # limit of row groups in the memory of a process; the newest one always stays
+_HELD_BYTES = 256 << 20  # size limit of row groups in the memory of a process; the newest one always stays
 _HELD_GROUPS = 64
-_HEADER_BYTES = 256 << 20  # limit of a footer, passed to pyarrow
+_HEADER_BYTES = 256 << 20  # size limit of a Parquet footer, passed to pyarrow
 _FORMAT = 1  # version of spilled files: increase it when their layout changes
 
 
@@ -40,7 +40,7 @@ class _Group(NamedTuple):
     """Hold a row group, or the reason why it is unreadable."""
 
     table: Any
-    bytes: int  # in memory; 0: the table is mapped
+    bytes: int  # size in the memory of this process; 0: the table is mapped from a file
     problem: str = ""
 
 
@@ -51,7 +51,7 @@ class ParquetFile(Container):
         self.starts = [0, *accumulate(groups)]
         super().__init__(name, self.starts[-1] if limit is None else min(limit, self.starts[-1]), facts)
         self.path = path
-        # Both are not pickled.
+        # The two attributes below are not pickled.
         self._metadata: Any = None  # parsed footer: parsing takes long if there are many row groups
         self._groups: OrderedDict[int, _Group] = OrderedDict()  # row groups in memory, the last used one at the end
 
@@ -225,7 +225,7 @@ def _mapped(file: Path, rows: int) -> Any:
 
 
 def _spill(table: Any, file: Path) -> bool:
-    """Write a table to a file of the cache. Return False, with a warning, without disk space or permission."""
+    """Write a table to a file of the cache. If disk space or permission is missing, log a warning and return False."""
     import pyarrow
 
     fresh = unique_name(file)
@@ -249,7 +249,7 @@ def _spill(table: Any, file: Path) -> bool:
 
 
 def _make_room(folder: Path, needed: int) -> bool:
-    """Delete the least recently used spilled files until there is space for another. Return whether there is."""
+    """Delete the least recently used spilled files until `needed` bytes fit. Return whether they fit."""
     files = sorted(folder.glob("*.arrow"), key=lambda file: file.stat().st_mtime)
     total = sum(file.stat().st_size for file in files)
     disk = shutil.disk_usage(folder)

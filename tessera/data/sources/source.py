@@ -28,13 +28,13 @@ from tessera.data.sources.text import TextKind, open_text_file
 from tessera.errors import TesseraError
 from tessera.hub.config import local_source
 
-# Formats that need a data.kind, with the advice for records of that format.
+# Record formats that need another `data.kind`, each with the `fix` of the error message.
 _OF_A_KIND: dict[RecordFormat, str] = {
     "preference": "data.kind=preference trains on pairs of answers, with train.task=dpo, orpo, simpo or reward",
     "unpaired_preference": "data.kind=unpaired_preference trains on answers with a label, with train.task=kto",
 }
 _FIRST_RECORDS = 1000  # records at the beginning that the format detection reads
-_LATER_RECORDS = 16  # evenly spaced records after these that it reads
+_LATER_RECORDS = 16  # evenly spaced records after the first 1000 that the format detection reads
 _RECORD_FILES = ("json", "jsonl", "parquet", "csv", "tsv", "tar")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -47,10 +47,10 @@ _COMPRESSED = {
 
 @dataclass(eq=False)
 class Source:
-    """Read the samples of one data set by number. It is pickled for worker processes, so it keeps no open file."""
+    """Read the samples of one data set by index. It is pickled for worker processes, so it keeps no open file."""
 
     path: Path  # as in the recipe
-    root: Path  # folder of media paths
+    root: Path  # folder that media paths are relative to
     records: Container
     record_format: RecordFormat
     schema: RecordSchema
@@ -79,7 +79,7 @@ class Source:
                 yield number, error
 
     def facts(self) -> dict[str, Any]:
-        """Return JSON that changes whenever the samples may have changed. It is part of the key of an index."""
+        """Return JSON that changes whenever the samples may have changed. The file name of an index is a hash of it."""
         return {
             "rows": self.records.facts,
             "count": len(self),
@@ -233,7 +233,7 @@ def _open_folder(folder: Path, section: SourceSection, cache_folder: Path | None
 
 
 def _detect(path: Path, records: Container, schema: RecordSchema) -> RecordFormat:
-    """Return the format of the first record that fits exactly one. LLaVA and ShareGPT differ only with media."""
+    """Return the format of the first record that fits exactly one format. LLaVA and ShareGPT differ only with media."""
     keys: list[str] | None = None
     location, conversation = "", False
     for number, record in _some(records):
@@ -286,7 +286,7 @@ def _some(records: Container) -> Iterator[tuple[int, RawRecord | RecordError]]:
 
 @dataclass(frozen=True)
 class Question:
-    """Hold a sample without its last answer, and that answer as the expected text of an evaluation."""
+    """Hold a sample without its last answer, and this answer as the text that an evaluation expects."""
 
     sample: Sample
     expected: str
@@ -318,7 +318,7 @@ class Question:
 
 
 def questions(sources: Sequence[Source]) -> Iterator[Question | RecordError]:
-    """Yield every sample of data sets as a `Question`, or the `RecordError` that prevents it."""
+    """Yield every sample of data sets as a `Question`, or as the `RecordError` of an unusable record."""
     for source in sources:
         for _, sample in source.scan(range(len(source))):
             if isinstance(sample, RecordError):

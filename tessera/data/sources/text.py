@@ -27,16 +27,19 @@ _DELIMITERS = {"csv": ",", "tsv": "\t"}
 CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _QUOTE, _NEWLINE = 34, 10
-_MAX_BLANK_BYTES = 1 << 20  # longer lines are not checked for being blank, and count as records
+_MAX_BLANK_BYTES = 1 << 20  # longer lines count as records without a check whether they are blank
 _MAX_HEADER_BYTES = 1 << 20
 _SPANS_PER_READ = 4096
-# Matches up to the next bracket outside of a string. The quantifiers are possessive, so there is no backtracking.
+# Matches JSON up to the next bracket outside of a string. Possessive quantifiers prevent backtracking.
 _TO_BRACKET = re.compile(rb'[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+([{}\[\]])', re.DOTALL)
 _BETWEEN_ELEMENTS = b" \t\r\n,"
 
 
 class TextFile(Container):
-    """Read the records of a text file. `spans` in `tables` is [n, 3]: first byte, size, line or record number."""
+    """Read the records of a text file.
+
+    The array `tables["spans"]` [records, 3] has the first byte, the size in bytes, and the line or record number.
+    """
 
     def __init__(self, path: Path, name: str, kind: TextKind, tables: AnyTables, facts: dict[str, Any]) -> None:
         super().__init__(name, len(tables["spans"]), facts)
@@ -126,7 +129,7 @@ def open_text_file(path: Path, name: str, kind: TextKind, limit: int | None, cac
     def find_spans() -> dict[str, np.ndarray]:
         if kind == "json" and _is_array(path):
             return {"spans": find_elements(path, limit)}
-        if kind in _DELIMITERS:  # [1:]: without the header
+        if kind in _DELIMITERS:  # CSV and TSV: leave out the header
             return {"spans": find_lines(path, None if limit is None else limit + 1, quoted=True)[1:]}
         return {"spans": find_lines(path, limit)}
 
@@ -171,7 +174,7 @@ def _csv_header(path: Path, name: str, delimiter: str) -> list[str]:
 
 
 def find_lines(path: Path, limit: int | None = None, *, quoted: bool = False) -> np.ndarray:
-    """Return the spans of lines that are not blank. `quoted`: ignore line ends between double quotes (CSV)."""
+    """Return the byte spans [n, 3] of lines that are not blank. `quoted`: ignore line ends in double quotes (CSV)."""
     parts: list[np.ndarray] = []
     count, lines_before, open_quotes = 0, 0, 0
     with path.open("rb") as file, path.open("rb") as again:
@@ -221,7 +224,7 @@ def _is_array(path: Path) -> bool:
 
 
 def find_elements(path: Path, limit: int | None = None) -> np.ndarray:
-    """Return the spans of the elements of a JSON array. Only brackets outside of strings are matched."""
+    """Return the byte spans [n, 3] of the elements of a JSON array, found by matching brackets outside of strings."""
     spans = array("q")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         position = element_end = data.find(b"[") + 1

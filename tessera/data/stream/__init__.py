@@ -1,1 +1,1 @@
-"""Rows of data that is fetched while a run goes on."""
+"""Streamed data sets (`data.stream`): files are downloaded while a run goes on."""

@@ -1,4 +1,4 @@
-"""Name the files that a run streams (`data.stream`): on a hub, or on this machine."""
+"""The files of a streamed data set (`data.stream`): on a hub, or on this machine."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class HubStreamFile:
 
     @property
     def facts(self) -> Any:
-        """Return JSON that changes whenever the content may have changed."""
+        """Return JSON that changes whenever the content of the file may have changed."""
         return [self.file.size, self.file.sha256 or self.file.git_sha1, self.section.format, self.section.columns]
 
     def fetch(self) -> Path:
-        """Return the path of the file on this machine. It is downloaded if necessary."""
+        """Return the path of the file on this machine. It is downloaded if it is not in the cache."""
         return fetch_shard(self.id, self.file, "data.train", keep_bytes=self.keep_bytes)
 
     def held(self) -> AbstractContextManager[None]:
-        """Protect the file from removal inside the block, also if it is downloaded there."""
+        """Protect the file from removal from the cache inside the block, also if it is downloaded inside the block."""
         return held_shard(self.id, self.file, "data.train")
 
 

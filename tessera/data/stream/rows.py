@@ -36,7 +36,7 @@ log = logging.getLogger("tessera")
 _FILES = 0x46494C45  # random key of the order of files
 _SHARD = 0x53485244  # random key of the seed of a file
 _OPEN = 3  # files that are open at once: the previous, the current and the next
-_SHARD_BITS = 40  # a sample number is (file number << _SHARD_BITS) + number in the file
+_SHARD_BITS = 40  # the index of a sample is (index of its file << 40) + its index in the file
 
 
 Pack = Callable[[DataSection, int], PackedRows]  # (data section with one file, seed) -> rows of the file
@@ -44,21 +44,22 @@ Pack = Callable[[DataSection, int], PackedRows]  # (data section with one file, 
 
 class _Found(NamedTuple):
     epoch: int
-    position: int  # place of the file in the order of the epoch
+    position: int  # index of the file in the order of the epoch
     shard: int
-    row: int  # row number in the file, counted over epochs
+    row: int  # index of the row in the file, counted over epochs
 
 
 class _FileCounts(NamedTuple):
     rows: int
-    samples: int  # usable or not
+    samples: int  # number of samples, usable or not
     unusable: int
 
 
 class StreamedRows(RowSource):
     """Read the rows of one file after another. Each process opens the files that it needs; one of them downloads each.
 
-    `pack` packs the samples of one file into rows. `fingerprint`: of the processor. `folder`: for the numbers of rows.
+    `pack` packs the samples of one file into rows. `fingerprint`: hash of the processor's settings. `folder`: where the
+    number of rows of each file is stored.
     """
 
     def __init__(self, section: DataSection, seed: int, pack: Pack, fingerprint: str, folder: Path | None) -> None:
@@ -131,7 +132,7 @@ class StreamedRows(RowSource):
     # ------------------------------------------------------------------------------------------ places of rows
 
     def _at(self, row: int) -> _Found:
-        """Return the file and the place of a row. Earlier files are opened if their rows were never counted."""
+        """Return the epoch and file of a row, and its index there. Earlier files are opened if their rows are not counted."""
         epoch, offset = 0, row
         if len(self._counts) == len(self.shards) and (length := sum(counts.rows for counts in self._counts.values())):
             epoch, offset = divmod(row, length)
@@ -202,7 +203,7 @@ class StreamedRows(RowSource):
     # ------------------------------------------------------------------------------------------ files
 
     def _rows(self, shard: int) -> PackedRows:
-        """Return the rows of a file. Download and pack it first if necessary."""
+        """Return the rows of a file. A file that is not open is downloaded and packed first."""
         rows = self._open.get(shard)
         if rows is None:
             with self._lock:
@@ -230,7 +231,7 @@ class StreamedRows(RowSource):
     def _packed(self, shard: int, file: StreamFile, path: Path) -> PackedRows:
         with locked(None if self._folder is None else self._folder / f"{shard:06d}.lock"):
             source = file.section.model_copy(update={"path": path, "hub_id": None})
-            # `_check_share` checks the share of bad samples, over all files.
+            # 1.0: no limit for a single file; `_check_share` checks the share of bad samples over all files.
             of_file = {"train": [source], "workers": 0, "stream": False, "max_bad_share": 1.0}
             # The first process measures and packs the file; the others read its index.
             rows = self.pack(self.section.model_copy(update=of_file), mix(self.seed, _SHARD, shard) >> 1)
@@ -264,7 +265,7 @@ class StreamedRows(RowSource):
         following = self._order(epoch)[position]
         if following in self._open or following == self._tried:
             return
-        self._tried = following  # no second attempt in the background
+        self._tried = following  # the background thread tries each file only once
         self._ahead = threading.Thread(target=self._fetch_ahead, args=(following,), name="tessera-shard", daemon=True)
         self._ahead.start()
 
@@ -273,7 +274,7 @@ class StreamedRows(RowSource):
             self._rows(shard)
         except NothingUsable:  # `_counted` reports it when the run reaches the file
             return
-        except TesseraError as error:  # raised again when the run reaches the file, unless it was temporary
+        except TesseraError as error:  # a lasting error is raised when the run reaches the file
             log.warning("%s could not be prepared in the background: %s", self.shards[shard].name, error.what)
 
 
@@ -283,7 +284,7 @@ def _counts_of(rows: PackedRows) -> _FileCounts:
 
 
 def _shared(number: int, base: int) -> int:
-    """Return the number of a sample over all files. A complement (~number) becomes the complement of that number."""
+    """Return the index of a sample over all files. A complement (~index) becomes the complement of the result."""
     return base + number if number >= 0 else ~(base + ~number)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 _HEAD = struct.Struct("<QQQ")  # size of the pickle, number of buffers, size of all buffers with padding
 _ALIGN = 64
-_INLINE = 1 << 15  # smaller buffers are sent over the socket, without shared memory
+_INLINE = 1 << 15  # buffers below this number of bytes are sent over the socket, without shared memory
 
 
 class Packed:
@@ -71,8 +71,8 @@ def receive(
 ) -> Any:
     """Receive the next object. Raise EOFError if the other process has ended.
 
-    `shared=False`: the memory of its tensors is private, also after a fork. `before_find(module, name)` is called
-    before the unpickler looks up a class or function.
+    `shared=False`: the memory of its tensors is private to each process, also after a fork. `before_find(module, name)`
+    is called before the unpickler looks up a class or function.
     """
     # The file descriptor arrives with the first byte of the head.
     head, fds, _, _ = socket.recv_fds(source, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)

@@ -25,16 +25,16 @@ from tessera.errors import TesseraError
 Note = Callable[[int], None]
 PoolWork = Callable[[Any, Note], Any]  # (item, note) -> result; the work calls `note(n)` before it reads sample n
 
-_SMALL = 1 << 14  # bytes that fit into the buffer of a socket while the other side does not read
-_SERVERS = 3  # limit of servers that may be killed before the pool raises
-_TRIES = 3  # limit of attempts of an item whose worker ended before or after the work on it
+_SMALL = 1 << 14  # bytes that fit into the buffer of a socket while the other process does not read
+_SERVERS = 3  # number of killed servers after which the pool raises
+_TRIES = 3  # limit of attempts for an item if its workers end, but not during the work on it
 
 
 @dataclass(frozen=True)
 class Lost:
     """Hold the reason why an item has no result: its worker died, or exceeded the time limit."""
 
-    at: int | None  # last noted sample
+    at: int | None  # index of the sample that the worker was reading, by its last call of `note`; None: unknown
     reason: str
 
 
@@ -47,10 +47,11 @@ class _PendingItem:
 
     number: int
     again: Again | None
-    drawn: Any = None  # item of the caller
+    drawn: Any = None  # the item from the caller
     item: Any = None  # item for a worker: `drawn`, or its replacement from `again`
     tries: int = 0
-    blamed: set[int | None] = field(default_factory=set)  # samples at which the item has ended a worker
+    # indices of samples of this item during which a worker died or hung; None: before the first call of `note`
+    blamed: set[int | None] = field(default_factory=set)
     done: bool = False
     failed: bool = False
     value: Any = None
@@ -61,8 +62,8 @@ class _PendingItem:
     def lose(self, lost: Lost, once_more: bool = True) -> None:
         """Retry or settle an item whose worker has ended.
 
-        `once_more`: retry if the worker ended at this sample for the first time. The cause may be another one: no
-        memory, a kill, or a slow file system.
+        `once_more`: retry if this is the first worker that ended at this sample. The sample may not be the cause:
+        memory may have run out, or the file system may be slow.
         """
         if once_more and lost.at not in self.blamed:
             self.blamed.add(lost.at)
@@ -78,7 +79,7 @@ class _PendingItem:
             self.item, self.tries = another, 0
 
     def lose_untold(self, reason: str) -> None:
-        """Retry an item whose worker ended before or after the work on it, up to `_TRIES` times."""
+        """Retry an item whose worker ended, but not during the work on it. After `_TRIES` attempts it has no result."""
         self.tries += 1
         if self.tries == _TRIES:
             self.lose(Lost(None, reason), once_more=False)
@@ -110,10 +111,10 @@ class Pool:
         self.ahead = ahead
         self._server: PoolServer | None = None
         self._workers: list[WorkerProcess] = []
-        self._pending: dict[int, _PendingItem] = {}  # items without a result, by number
-        self._waiting: deque[_PendingItem] = deque()  # those that are not sent yet
+        self._pending: dict[int, _PendingItem] = {}  # items without a result, by the index of the item
+        self._waiting: deque[_PendingItem] = deque()  # items that are not sent to a worker yet
         self._last = 0
-        self._wanted = 0  # number of workers
+        self._wanted = 0  # number of workers that the pool should have
         self._lost_servers = 0
         self._stopped = False
         self._selector = selectors.DefaultSelector()
@@ -164,7 +165,7 @@ class Pool:
                 if first.failed:
                     raise first.value
                 if self._workers:
-                    more = more and self._draw(source, order, again)  # before the caller uses this result
+                    more = more and self._draw(source, order, again)  # workers go on while the caller uses the result
                 yield first.drawn, first.value
         finally:
             for pending in order:  # later results of these items are ignored
@@ -209,7 +210,7 @@ class Pool:
                 more = False
                 break
             except Exception as error:
-                pending.settle(error, failed=True)  # raised after the results of earlier items
+                pending.settle(error, failed=True)  # `map` raises it after the results of earlier items
                 more = False
             order.append(pending)
             if not pending.done and not self._workers:

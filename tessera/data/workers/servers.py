@@ -39,8 +39,8 @@ from tessera.data.workers.worker import (
 )
 from tessera.errors import TesseraError, first_line
 
-REQUEST = struct.Struct("<cQ")  # FORK (with file descriptors) or KILL, and the number of the child
-EXIT = struct.Struct("<Qi")  # number and exit code of a child
+REQUEST = struct.Struct("<cQ")  # FORK (with file descriptors) or KILL, and the pool's number of the child process
+EXIT = struct.Struct("<Qi")  # number and exit code of a child process
 FORK, KILL = b"f", b"k"
 # The terminal or scheduler sends these to all processes of a group. The trainer handles them and ends its workers.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -92,7 +92,7 @@ def _serve(
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    alive: dict[int, int] = {}  # number -> process
+    alive: dict[int, int] = {}  # number of the child -> process id
     while True:
         ready, _, _ = select.select([control, awake], [], [], 1.0)
         if client is not None and os.getppid() != client:
@@ -162,7 +162,7 @@ def _run_child(child: Callable[[], None], parent: int, not_ours: Sequence[socket
         os._exit(code)
 
 
-# One thread per worker, because there are many workers, and no accelerator.
+# Environment variables of workers: one thread each, because there are many workers, and no accelerator.
 _WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -177,7 +177,7 @@ sys.path[:] = {path!r}
 from tessera.data.workers.servers import first_server
 first_server({control}, {client})
 """
-_MESSAGE_TIMEOUT_S = 30.0  # limit for the rest of a message that has begun
+_MESSAGE_TIMEOUT_S = 30.0  # time limit for the rest of a message whose first bytes have arrived
 
 
 @dataclass(eq=False)
@@ -187,7 +187,7 @@ class WorkerProcess:
     number: int
     connection: socket.socket
     state: WorkerState
-    items: deque[int] = field(default_factory=deque)  # numbers of items without a result, in order
+    items: deque[int] = field(default_factory=deque)  # indices of the items it has received without a result, in order
     killed_for: str | None = None
 
     def close(self) -> None:
@@ -335,7 +335,7 @@ def _first_server() -> _FirstServer:
 
 @functools.cache
 def _first_server_of(process: int) -> _FirstServer:
-    """Return the first server of a process. The argument is the cache key: a forked child must not use its parent's."""
+    """Return the first server of a process id. It is cached by id: a forked child does not use its parent's server."""
     return _FirstServer()
 
 

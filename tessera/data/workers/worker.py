@@ -62,7 +62,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         try:
             inside = False
-        finally:  # also if the signal arrives here
+        finally:  # runs also if the signal arrives at this point
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
             if outer:
@@ -130,7 +130,7 @@ class WorkerState:
 
     @property
     def silent_seconds(self) -> float:
-        """Return the seconds since the last note of the current item; 0 before the first note."""
+        """Return the seconds since the work on the current item last called `note`; 0 before the first call."""
         if self.item is None or self.noted is None:
             return 0.0
         return (time.monotonic_ns() - self._numbers[2]) / 1e9
@@ -197,7 +197,7 @@ def main_module() -> MainModule | None:
 
 
 def load_main(main: MainModule | None, module: str, name: str) -> None:
-    """Import the user's script as `__main__` of this process, if the unpickler needs `name` of it."""
+    """Import the user's script as `__main__` of this process, if the unpickler looks up `name` in it."""
     if module != "__main__" or hasattr(sys.modules["__main__"], name):
         return
     fix = "move it into a module of its own, or set data.workers=0"
